@@ -304,7 +304,7 @@ def test_any_number_of_ranks_resumes_and_a_failure_of_one_is_everyones(tmp_path:
     assert_same(others[1], second)
     assert others[2] == message
     assert "rank-00001.safetensors cannot be written (No space left on device); free space" in message
-    assert f"{tmp_path / 'failing' / 'step-00000001'} is still there to resume from" in message
+    assert f"the run can still be resumed from {tmp_path / 'failing' / 'step-00000001'}" in message
 
     written = {
         "flat": [("rank-00000.safetensors", 0, 4), ("rank-00001.safetensors", 4, 3)],
@@ -457,9 +457,9 @@ def test_tensors_that_all_ranks_share_are_in_extra(tmp_path: Path) -> None:
 def test_a_single_damaged_checkpoint_says_so(tmp_path: Path) -> None:
     checkpointer, _ = saved(tmp_path, 1)
     flip(tmp_path / "step-00000001" / "rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match="; remove step-00000001 to start anew"):
+    with pytest.raises(CheckpointError, match="; remove step-00000001 to start over"):
         loaded(checkpointer)
-    with pytest.raises(CheckpointError, match=r"step-00000007 is not there or not complete"):
+    with pytest.raises(CheckpointError, match=r"step-00000007 does not exist or is incomplete"):
         loaded(checkpointer, tmp_path / "step-00000007")
 
 
@@ -474,8 +474,8 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("other", "difference"),
     [
         (lambda: Other(), "it is a Tiny, not a Other"),
-        (lambda: Tiny(width=6), r"embed\.weight is \[7, 5\] F32 there and \[7, 6\] F32 here"),
-        (lambda: Tiny().bfloat16(), r"embed\.weight is \[7, 5\] F32 there and \[7, 5\] BF16 here"),
+        (lambda: Tiny(width=6), r"embed\.weight is \[7, 5\] F32 in the checkpoint and \[7, 6\] F32 in this run"),
+        (lambda: Tiny().bfloat16(), r"embed\.weight is \[7, 5\] F32 in the checkpoint and \[7, 5\] BF16 in this run"),
     ],
 )
 def test_the_checkpoint_of_another_model_is_refused(
@@ -491,7 +491,7 @@ def test_the_checkpoint_of_another_model_is_refused(
 def test_other_groups_in_the_optimizer_are_refused(tmp_path: Path) -> None:
     checkpointer, _ = saved(tmp_path, 1)
     model = Tiny()
-    with pytest.raises(CheckpointError, match="other groups of parameters in the optimizer; keep its settings"):
+    with pytest.raises(CheckpointError, match="other parameter groups in the optimizer; keep its settings"):
         checkpointer.load(
             tmp_path / "step-00000001", model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1)
         )
@@ -500,9 +500,9 @@ def test_other_groups_in_the_optimizer_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "rank_state", "message"),
     [
-        ({"a": {1: 2}}, {}, r"extra\['a'\]: the key 1 is no text"),
-        ({"a": [torch.ones(1)]}, {}, r"extra\['a'\]\[0\]: Tensor; give numbers"),
-        ({}, {"a": {2}}, r"rank_state\['a'\]: set; give numbers"),
+        ({"a": {1: 2}}, {}, r"extra\['a'\]: the key 1 is not a string"),
+        ({"a": [torch.ones(1)]}, {}, r"extra\['a'\]\[0\]: JSON cannot store a Tensor; give numbers"),
+        ({}, {"a": {2}}, r"rank_state\['a'\]: JSON cannot store a set; give numbers"),
     ],
 )
 def test_what_json_would_change_is_refused(
@@ -557,7 +557,7 @@ def test_a_full_disk_leaves_the_checkpoints_before(
         if asynchronous:
             checkpointer.save(2, model=model, optimizer=optimizer, extra={}, rank_state={})
         with pytest.raises(
-            CheckpointError, match=r"No space left on device\); free space .*, .*step-00000001 is still"
+            CheckpointError, match=r"No space left on device\); free space .*; .*resumed from .*step-00000001"
         ):
             checkpointer.save(3, model=model, optimizer=optimizer, extra={}, rank_state={})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]

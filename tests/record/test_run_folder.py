@@ -120,23 +120,23 @@ def file_instead(folder: Path) -> Config:
 
 
 FOREIGN: list[tuple[Callable[[Path], Config], str]] = [
-    (foreign_metrics, r"has metrics\.jsonl and is no run of padfree \(no run\.json\); give a new or an empty folder"),
-    (foreign_marker, r"run\.json is not what padfree writes there; give a new or an empty folder"),
-    (model_folder, r"m holds model\.path, .*m; give another folder, new or empty"),
-    (above_the_model, r"holds model\.path, .*model; give another folder"),
-    (other_model_folder, r"has config\.json and is no run of padfree"),
-    (data_folder, r"data holds data\.path, .*train\.jsonl; give another folder"),
-    (inside_the_data, r"lies in data\.path, .*data, all files of which are read; give a folder outside"),
-    (own_export_as_the_model, r"holds model\.path, .*model; give another folder"),
+    (foreign_metrics, r"has metrics\.jsonl and is not a run folder of padfree \(no run\.json\); give a new or an"),
+    (foreign_marker, r"run\.json was not written by padfree; give a new or an empty folder"),
+    (model_folder, r"m contains model\.path \(.*m\); give a new or an empty folder"),
+    (above_the_model, r"contains model\.path \(.*model\); give a new"),
+    (other_model_folder, r"has config\.json and is not a run folder of padfree"),
+    (data_folder, r"data contains data\.path \(.*train\.jsonl\); give a new"),
+    (inside_the_data, r"is inside data\.path \(.*data\), whose files are all read as data; give a folder outside"),
+    (own_export_as_the_model, r"contains model\.path \(.*model\); give a new"),
     (
         model_in_the_way_of_the_export,
-        r"run/model, where the trained model goes, is no earlier export of padfree .*; move",
+        r"run/model, which is the folder of the exported trained model, .*; move",
     ),
     (
         model_in_the_way_of_the_critic,
-        r"run/critic, where the critic goes, is no earlier export of padfree .*; move",
+        r"run/critic, which is the folder of the exported critic, .*; move",
     ),
-    (file_instead, r"run is a file; give a folder, a new or an empty one"),
+    (file_instead, r"run is a file; give a new or an empty folder"),
 ]
 
 
@@ -303,5 +303,5 @@ def test_ranks_share_the_run_and_a_refusal(tmp_path: Path) -> None:
     found = run_ranks(2, ranks, str(tmp_path / "run"), str(tmp_path / "foreign"))
     assert found[0] == found[1]
     assert found[0][0] == read_identity(tmp_path / "run").run
-    assert "foreign has notes.txt and is no run of padfree" in found[0][1]
+    assert "foreign has notes.txt and is not a run folder of padfree" in found[0][1]
     assert "is in use by another process; wait for it" in found[0][2]

@@ -31,7 +31,7 @@ def planted(mesh: Mesh) -> list[Rule]:
     ]
 
 
-def is_key_projection(place: ParameterInfo) -> bool:
+def is_key_projection(info: ParameterInfo) -> bool:
     """By module, role and shape: key and value projections have the fewest rows."""
     return place.role == "hidden" and place.parameter.shape[0] < place.parameter.shape[1]
 
@@ -97,5 +97,5 @@ def test_the_first_rule_that_applies_decides(mesh: Mesh) -> None:
     assert names["lm_head"] == names["model.layers.0.mlp.gate"] == "heads"
     assert names["model.layers.0.mlp.experts"] == names["model.embed_tokens"] == "matrices"
     assert names["model.norm"] == "fsdp"
-    with pytest.raises(AssertionError, match="follows the rule 'fsdp', its module 'matrices'"):
+    with pytest.raises(AssertionError, match="matches rule 'fsdp', but its module uses 'matrices'"):
         rules_by_module(small_model("llama_tied"), [matrices, shard_everything(mesh.fsdp)])  # biases beside weights

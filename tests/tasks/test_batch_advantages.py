@@ -106,7 +106,7 @@ def test_all_samples_are_compared_or_none() -> None:
 @pytest.mark.parametrize(
     ("samples", "kind", "message"),
     [
-        (rewarded([1], [0]), "grpo", r"\(2 of one sample, 0 with equal .*; give each .*reinforce\+\+"),
+        (rewarded([1], [0]), "grpo", r"\(2 of one sample, 0 with equal .*; give groups .*reinforce\+\+"),
         (
             rewarded([1, 1], [0, 0]),
             "rloo",

@@ -162,12 +162,16 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh: Mesh, folder: Path) -> 
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (path, {"lora": {"rank": 0}}, r"it has adapters\); set lora.rank, or give another run.folder"),
         (none, {}, r"it has no adapters, this run has\); set lora.rank to 0, or give another run.folder"),
-        (path, {"lora": {"rank": 3}}, r"lora_A.default.weight is \[2, 32\] F32 there and \[3, 32\] F32 here\); give"),
+        (
+            path,
+            {"lora": {"rank": 3}},
+            r"lora_A.default.weight is \[2, 32\] F32 in the checkpoint and \[3, 32\] F32 in this run\); give",
+        ),
         (path, {"lora": {"alpha": 8.0}}, r"its adapters were trained with another alpha / rank\); keep lora.alpha"),
         (
             path,
             {"run": {"seed": 1}},
-            r"its adapters were trained with other weights below them\); keep model.path and what is",
+            r"its adapters were trained on other frozen weights\); keep model.path and its files",
         ),
         (
             path,

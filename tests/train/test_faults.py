@@ -243,7 +243,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_75_and_a_second_one_exits_at
     ]
     assert same
     assert "stopped by a signal after 2 steps" in output
-    assert "padfree sft: SIGTERM: the run stops after the step or evaluation that it is in, saves" in output
+    assert "padfree sft: SIGTERM: the run finishes its current step or evaluation, saves" in output
     assert "padfree sft: SIGTERM: ended at once, nothing more is saved" in output, "though the main thread is busy"
     assert "Traceback" not in output
 
@@ -383,7 +383,7 @@ def test_nothing_to_train_on(mesh: Mesh, model_folder: Path, tmp_path: Path) -> 
         make_trainer(config, mesh, [])
     trainer = make_trainer(config, mesh)
     trainer.batches.batcher.load_state_dict({**trainer.batches.batcher.state_dict(), "position": 36})
-    with refused("data.path", "it gave no batch"):
+    with refused("data.path", "gave no batch"):
         trainer.run()
 
 
@@ -447,8 +447,8 @@ def test_nan_stops_before_the_update_and_leaves_everything_behind(
         trainer.run()
     path = tmp_path / "nonfinite-step-00000001.jsonl"
     assert str(caught.value) == (
-        f"step 1: loss nan on rank 0, before the update; look at sample {clean[5].uid}, or lower optimizer.lr; "
-        f"they are written to {path}"
+        f"step 1: loss nan on rank 0, before the update; inspect sample {clean[5].uid}, or lower optimizer.lr; "
+        f"the samples are in {path}"
     )
     (row,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert (row["uid"], row["tokens"]) == (clean[5].uid, clean[5].tokens.tolist())

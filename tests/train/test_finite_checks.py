@@ -182,7 +182,7 @@ def test_finite_weights_that_overflow_give_an_evaluation_no_numbers(
     assert main(["eval", str(RECIPES / "sft.toml"), *overrides, "--json", str(target)]) == 1
     captured = capsys.readouterr()
     *progress, said = captured.err.splitlines()
-    assert said.startswith("padfree eval: eval: eval/loss is nan, and so are 1 more; look at the")
+    assert said.startswith("padfree eval: eval: eval/loss is nan; 1 more metrics are not finite; check the")
     assert all(line.startswith("tokenising ") for line in progress)
     assert not captured.out
     assert not target.exists()
@@ -218,7 +218,7 @@ def test_an_update_that_ruins_the_weights_saves_and_exports_nothing(
     assert run_sft(good, tmp_path, RUINOUS, "schedule.warmup=0") == 1
     said = capsys.readouterr().err
     assert said.startswith("padfree sft: step 1: the updates have made ")
-    assert said.endswith("nothing is saved; go on from the checkpoint before with a lower optimizer.lr\n")
+    assert said.endswith("nothing is saved; resume the previous checkpoint with a lower optimizer.lr\n")
     assert not (tmp_path / "run" / "model").exists()
     assert not list((tmp_path / "run").glob("checkpoints/step*"))
 
@@ -229,8 +229,11 @@ def test_a_loss_that_is_not_finite_in_the_first_step_is_not_blamed_on_the_learni
     bad = damaged(good, tmp_path / "bad", NORM, 3e38, **{NORM: torch.full((32,), 3e38)})
     assert run_sft(Path(bad), tmp_path) == 1
     said = capsys.readouterr().err
-    assert said.startswith("padfree sft: step 0: loss nan on rank 0, before the update; look at sample ")
-    assert "; the weights are finite and as they were loaded, so that optimizer.lr is not the cause; they are" in said
+    assert said.startswith("padfree sft: step 0: loss nan on rank 0, before the update; inspect sample ")
+    assert (
+        "; the weights are finite and unchanged since they were loaded, so optimizer.lr is not the cause; the samples are in"
+        in said
+    )
 
 
 def test_a_later_loss_names_the_weights_that_are_not_finite(
@@ -240,4 +243,4 @@ def test_a_later_loss_names_the_weights_that_are_not_finite(
     said = capsys.readouterr().err
     assert "padfree sft: step 1: loss nan" in said
     assert "; the cause is in the weights: " in said
-    assert "is not finite; go on from a checkpoint with a lower optimizer.lr; they are written to" in said
+    assert "is not finite; resume a checkpoint with a lower optimizer.lr; the samples are in" in said

@@ -48,7 +48,7 @@ def test_the_first_sample_beyond_the_limits_is_named() -> None:
 
     check(10, 3)
     check(5, None, look_at_tokens=False)
-    with refused("data", "line 1 has 3 tokens and the model 2 positions"):
+    with refused("data", "line 1 has 3 tokens, but the model has 2 positions"):
         check(10, 2)
-    with refused("data", "line 1 has token id 7, but the vocabulary of the model has 7"):
+    with refused("data", "line 1 has token id 7, but the model's vocabulary has 7"):
         check(7, None)

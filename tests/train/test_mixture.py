@@ -282,7 +282,7 @@ def test_what_may_change_on_resume(folder: Path, tmp_path: Path) -> None:
     assert refused(resumed([one])).startswith("data.sources.1.weight: 1.0, but ")
     message = refused(resumed([], path=[str(folder / "texts.jsonl")]))
     assert message.startswith("data.sources.0.weight: 1.0, but ")
-    with pytest.raises(ValueError, match=r"data\.sources\.0\.path: .* makes other samples"):
+    with pytest.raises(ValueError, match=r"data\.sources\.0\.path: .* gives other samples"):
         train(resumed([two | {"weight": 0.5, "name": "a"}, one | {"weight": 2.0}]))
     moved = tmp_path / "moved"
     moved.mkdir()

@@ -120,7 +120,7 @@ def test_a_gpu_without_a_compiler_is_not_compiled_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert module._compiler("cuda") == (
-        "none", "the compiler needs a C compiler, and there is none (install gcc, or set CC)"
+        "none", "the compiler needs a C compiler, and none was found (install gcc, or set CC)"
     )  # fmt: skip
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/cc")
     assert module._compiler("cuda")[0] == "inductor"

@@ -68,7 +68,7 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
     assert trainer.run().step == 3
     assert [line["lr"] for line in lines(tmp_path)] == [5e-3, 5e-3, 1e-3]
     (line,) = said
-    assert line.startswith(f"resuming {tmp_path / 'checkpoints' / 'step-00000002'} with other settings: ")
+    assert line.startswith(f"resuming {tmp_path / 'checkpoints' / 'step-00000002'} with changed settings: ")
     assert "optimizer.betas [0.8, 0.9] (was [0.9, 0.95])" in line
     assert "batch.max_tokens 20 (was 16)" in line
     assert "run.steps 3 (was 2)" in line
@@ -94,7 +94,7 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
         ({"data": {"epochs": 4}}, r"data\.epochs: 4, but .* was made with 3; keep it, give another run\.folder, or"),
         ({"batch": {"samples": 5}}, r"batch\.samples: 5, but .* was made with 4"),
         ({"batch": {"samples": None, "tokens": 30}}, r"batch\.samples: None, but .* was made with 4"),
-        ({"run": {"seed": 1}}, r"run\.seed: 1, but .* was made with 0; .* start anew with checkpoint\.resume=false$"),
+        ({"run": {"seed": 1}}, r"run\.seed: 1, but .* was made with 0; .* start over with checkpoint\.resume=false$"),
         ({"lora": {"rank": 2}}, r"lora\.rank: 2, but .* was made with 0"),
         ({"loss": {"kind": "clip"}}, r"loss\.kind: 'clip', but .* was made with 'sft'"),
     ],
@@ -167,7 +167,7 @@ def test_a_checkpoint_from_before_the_record_is_said_and_resumed(mesh: Mesh, mod
     config = make_config(tmp_path, model, **SFT, run={"steps": 3})
     assert make_trainer(config, mesh, on_note=said.append).run().step == 3
     (line,) = said
-    assert line.endswith("is of a version that did not note data, model and settings; they are not compared")
+    assert line.endswith("was written by a version that did not record data, model and settings; they are not compared")
     said.clear()
     make_trainer(config, mesh, on_note=said.append)
     assert said == []
@@ -191,8 +191,8 @@ def test_ranks_that_read_or_do_something_else_are_refused(model: Path, tmp_path:
     """Machines may hold other files under one name; the ranks would train on batches that do not belong together."""
     first, second = run_ranks(2, unlike, str(tmp_path), str(model))
     assert first == second
-    assert first[0].startswith("run: rank 1 has settings unlike those of rank 0; start every process with the same")
-    assert first[1].startswith("data.path: rank 1 has data unlike those of rank 0; ")
+    assert first[0].startswith("run: ranks 0 and 1 have different settings; start every process with the same")
+    assert first[1].startswith("data.path: ranks 0 and 1 have different data; ")
 
 
 # Data

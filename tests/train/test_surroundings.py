@@ -126,7 +126,7 @@ def test_signals_save_and_end_the_run(tmp_path: Path) -> None:
     output = found.pop("output")
     for name, state in found.items():
         assert state == [STOPPED, "step-00000004", "stop", name], output
-        assert f"padfree sft: {name}: the run stops after the step or evaluation that it is in" in output
+        assert f"padfree sft: {name}: the run finishes its current step or evaluation" in output
     assert "Traceback" not in output
 
 
@@ -183,7 +183,7 @@ def test_a_reward_cannot_end_a_run_in_silence(tmp_path: Path) -> None:
     [
         (0.001, 10**6, [], "run.folder: {run} has 0.00 MiB free, but a checkpoint takes about "),
         (3.5, 10**6, [], "; free space, or give a folder on another disk, or set checkpoint.export=false"),
-        (1e6, 3, [], "run.folder: the file system of {run} has room for 3 more files"),
+        (1e6, 3, [], "run.folder: the file system of {run} has space for only 3 more files"),
         (3.5, 10**6, ["checkpoint.export=false"], None),
         (1e6, None, [], None),
     ],

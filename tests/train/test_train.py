@@ -122,7 +122,7 @@ def test_settings_reach_the_parts(model_folder: Path, tmp_path: Path) -> None:
     )
     with distributed(device="cpu") as device:
         engine = build_engine(config, make_mesh(device))
-    assert engine.settings.weights == "group-mean"
+    assert engine.settings.aggregation == "group-mean"
     assert (engine.scorer.temperature, engine.scorer.packer.max_tokens) == (0.5, 64)
     pack_settings = engine.scorer.packer.pack_settings
     assert (pack_settings.layout, pack_settings.method) == ("headtail", "ring")

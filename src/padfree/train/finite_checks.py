@@ -78,7 +78,7 @@ def check_metrics(found: Mapping[str, float], step: int) -> None:
     """Refuse to report evaluation metrics that are not finite."""
     wrong = [name for name, value in found.items() if not math.isfinite(value)]
     if wrong:
-        more = f"; {len(wrong) - 1} more metrics are not finite" if len(wrong) > 1 else ""
+        more = f" (non-finite metrics: {len(wrong)})" if len(wrong) > 1 else ""
         after = f" after {step} steps" if step else ""
         raise UserError(
             "eval",
