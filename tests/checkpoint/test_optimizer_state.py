@@ -17,9 +17,7 @@ from padfree.optim.optimizer_settings import OptimizerConfig
 def test_options_that_are_no_values_are_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([{"params": model.parameters(), "rule": max}], lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"optimizer\['groups'\]\[0\]\['rule'\]: JSON cannot store a builtin_function_or_method; give"
-    ):
+    with pytest.raises(ValueError, match=r"optimizer\['groups'\]\[0\]\['rule'\]: JSON cannot store a builtin_"):
         describe_optimizer(model, optimizer)
 
 

@@ -33,7 +33,7 @@ def planted(mesh: Mesh) -> list[Rule]:
 
 def is_key_projection(info: ParameterInfo) -> bool:
     """By module, role and shape: key and value projections have the fewest rows."""
-    return place.role == "hidden" and place.parameter.shape[0] < place.parameter.shape[1]
+    return info.role == "hidden" and info.parameter.shape[0] < info.parameter.shape[1]
 
 
 def engine_of(mesh: Mesh, optimizer: str, rules: list[Rule]) -> Engine:

@@ -182,7 +182,7 @@ def test_finite_weights_that_overflow_give_an_evaluation_no_numbers(
     assert main(["eval", str(RECIPES / "sft.toml"), *overrides, "--json", str(target)]) == 1
     captured = capsys.readouterr()
     *progress, said = captured.err.splitlines()
-    assert said.startswith("padfree eval: eval: eval/loss is nan; 1 more metrics are not finite; check the")
+    assert said.startswith("padfree eval: eval: eval/loss is nan (non-finite metrics: 2); check the")
     assert all(line.startswith("tokenising ") for line in progress)
     assert not captured.out
     assert not target.exists()
@@ -230,10 +230,7 @@ def test_a_loss_that_is_not_finite_in_the_first_step_is_not_blamed_on_the_learni
     assert run_sft(Path(bad), tmp_path) == 1
     said = capsys.readouterr().err
     assert said.startswith("padfree sft: step 0: loss nan on rank 0, before the update; inspect sample ")
-    assert (
-        "; the weights are finite and unchanged since they were loaded, so optimizer.lr is not the cause; the samples are in"
-        in said
-    )
+    assert "so optimizer.lr is not the cause; the samples are in" in said
 
 
 def test_a_later_loss_names_the_weights_that_are_not_finite(

@@ -99,7 +99,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "gpt2",
         [*PAIRS, LONG],
         [],
-        "data.path: d.jsonl:7 has 35 tokens, but the model has 16 positions; set data.max_",
+        "data.path: d.jsonl:7 has 35 tokens, but the model has 16 positions; set",
     ),
     (
         "rl-local",

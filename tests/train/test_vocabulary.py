@@ -169,8 +169,8 @@ def test_what_is_assumed_of_a_model_without_a_tokenizer_is_said(
     config = config_of(setting, folders["own"], folders["bare"], tmp_path)
     notes = [note for note in preflight(config, processes=1, device_type="cpu", dry=True).notes if "tokenizer" in note]
     assert notes == [
-        f"{setting}: {folders['bare']} has no tokenizer; assuming that token ids have the same meaning in {folders['bare']} and "
-        f"{folders['own']}"
+        f"{setting}: {folders['bare']} has no tokenizer; assuming that token ids have the same meaning in "
+        f"{folders['bare']} and {folders['own']}"
     ]
 
 
