@@ -1,4 +1,4 @@
-"""A run writes to a folder of its own, which nobody else writes to; what is somebody's is refused and left as it is."""
+"""A run locks its folder; a folder that is not padfree's is refused and left unchanged."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_new_or_an_empty_folder_is_marked_and_taken_again(tmp_path: Path) -> N
         check_run_folder(config)
         first = mark_run_folder(config)
         assert json.loads((tmp_path / name / MARKER).read_text())["made_by"] == "padfree"
-        written(tmp_path / name, "notes.txt")  # somebody's, but the run does not touch it
+        written(tmp_path / name, "notes.txt")  # a foreign file that the run does not touch
         assert mark_run_folder(config) == first == read_identity(tmp_path / name)
     runs = {read_identity(tmp_path / name).run for name in ("new/below", "empty", "logged")}
     assert len(runs) == 3
@@ -194,7 +194,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch
 
 
 def hold(folder: str, said: Connection) -> None:
-    """Take the folder and keep it, or say why not."""
+    """Lock the folder and hold it, or print the error."""
     try:
         with held_run_folder(config_of(Path(folder))):
             said.send("held")
@@ -204,7 +204,7 @@ def hold(folder: str, said: Connection) -> None:
 
 
 def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_path: Path) -> None:
-    """Processes without torchrun, as `srun -n 3` starts them: one runs, the others say who that is."""
+    """Processes without torchrun, as with `srun -n 3`: one runs, the others name it in their error."""
     folder = tmp_path / "run"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -226,7 +226,7 @@ def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_
         for process in started:
             process.kill()
             process.join()
-    assert json.loads((folder / HOLDER).read_text())["pid"] == holder, "a killed process cleans nothing up"
+    assert json.loads((folder / HOLDER).read_text())["pid"] == holder, "a killed process does not clean up"
     begin = time.monotonic()
     with held_run_folder(config_of(folder)):
         assert time.monotonic() - begin < 5
@@ -240,7 +240,7 @@ def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_
 
 
 def test_two_runs_of_the_same_command_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one, started while the first is in its first step, is refused; the first is not disturbed."""
+    """A second run that starts during the first step of the first one is refused; the first continues."""
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     data = written(tmp_path, "sft.jsonl", "".join(f'{{"prompt": "{a}+1=", "response": "{a + 1}"}}\n' for a in range(8)))
     model = save_with_tokenizer(tmp_path / "model")
@@ -298,7 +298,7 @@ def ranks(rank: int, world: int, folder: str, foreign: str) -> list[str]:
 
 
 def test_ranks_share_the_run_and_a_refusal(tmp_path: Path) -> None:
-    """The first rank takes the folder; what it is told, all are."""
+    """Rank 0 locks the folder; all ranks raise its error."""
     written(tmp_path, "foreign/notes.txt")
     found = run_ranks(2, ranks, str(tmp_path / "run"), str(tmp_path / "foreign"))
     assert found[0] == found[1]

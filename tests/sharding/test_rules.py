@@ -1,4 +1,4 @@
-"""A rule that places parameters elsewhere: training, norm, clipping and checkpoints are those of one process."""
+"""Sharding rules for some parameters: training, norm, clipping and checkpoints equal those of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Outcome = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
 def planted(mesh: Mesh) -> list[Rule]:
-    """Experts are sharded over two ranks and the same on two others; key and value projections are cut by columns."""
+    """Experts are sharded over two ranks and replicated on two more; key and value projections are sharded by column."""
     pairs = mesh.over(shard=("shard",), replicate=("context",))
     return [
         Rule("experts", lambda place: place.role == "expert", pairs),
@@ -32,7 +32,7 @@ def planted(mesh: Mesh) -> list[Rule]:
 
 
 def is_key_projection(info: ParameterInfo) -> bool:
-    """By module, role and shape: key and value projections have the fewest rows."""
+    """By role and shape: key and value projections have fewer outputs than inputs."""
     return info.role == "hidden" and info.parameter.shape[0] < info.parameter.shape[1]
 
 
@@ -83,7 +83,7 @@ def test_a_planted_rule_changes_no_number(optimizer: str, tmp_path: Path) -> Non
     (expected,) = run_ranks(1, on_one, optimizer)
     for numbers, weights in run_ranks(4, on_four, optimizer, tmp_path):
         assert numbers == [pytest.approx(each, rel=1e-5) for each in expected[0]]
-        assert expected[0][0][1] > 0.5, "it is clipped"
+        assert expected[0][0][1] > 0.5, "the gradient is clipped"
         for name, weight in expected[1].items():
             torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=0)
 

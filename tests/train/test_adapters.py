@@ -1,4 +1,4 @@
-"""Training adapters: the same on every layout, the base untouched, resumed bitwise and never on another base."""
+"""Adapters: the same result on every layout, frozen weights unchanged, bit-identical resume, other base refused."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def ranks(rank: int, world: int, folder: Path) -> list[Outcome]:
 
 
 def test_two_ranks_learn_what_one_learns(mesh: Mesh, single: Outcome, tmp_path: Path) -> None:
-    """Data ranks, offloaded ones, context ranks; and what they saved is continued by one process."""
+    """Data ranks, offloading, context ranks; one process resumes their checkpoints."""
     for result in run_ranks(2, ranks, tmp_path)[0]:
         assert_same(result, single)
     engine = make_engine(mesh, LOSSES["sft"], tied_model(), lora=LORA)
@@ -139,7 +139,7 @@ def load(path: Path, engine: Engine) -> None:
 
 
 def test_resume_is_bitwise_and_reads_the_base_again(mesh: Mesh, folder: Path) -> None:
-    """With dropout, too, which is drawn from the rank's random state."""
+    """Also with dropout, which uses the rank's random state."""
     config, samples = make_config(folder), make_samples()
     engine = build_engine(config, mesh)
     for _ in range(2):

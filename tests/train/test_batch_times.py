@@ -1,4 +1,4 @@
-"""Where a batch's time went: measured around each part, and in the lines of a run where it belongs."""
+"""Times of a batch: measured for each phase and written with the right update."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_timings_that_name_sampling_are_taken_as_they_are() -> None:
     times.split_sampling({"sampling": 3.0, "waiting": 4.0})
     assert times.seconds == {"sampling": 3.0, "waiting": 4.0}
     times.seconds["sampling"] = 1.0
-    times.split_sampling({"rewards": 1.5})  # measured by another clock
+    times.split_sampling({"rewards": 1.5})  # longer than the measured time
     assert times.seconds["sampling"] == 0.0
 
 
 class SlowSampling:
-    """The samples as they are, after a while."""
+    """Returns the samples unchanged after a delay."""
 
-    timings = {"rewards": 0.01}  # noqa: RUF012 - what the trainer reads
+    timings = {"rewards": 0.01}  # noqa: RUF012 - read by the trainer
 
     def __call__(self, groups: Sequence[Any]) -> list[Sample]:
         time.sleep(WAIT)

@@ -1,4 +1,4 @@
-"""`parallel.context = "auto"`: rows of different widths in one step, exact for every method."""
+"""`parallel.context = "auto"`: packs with different numbers of context ranks in one step, exact for every method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO with a critic: GAE and value loss against one sample at a time, resumed, exported; layouts: `test_ways_gsm8k`."""
+"""PPO with a critic: GAE and value loss against one sample at a time; resume; export. Layouts: `test_ways_gsm8k`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
 
 
 def several_turns() -> list[Sample]:
-    """Rollouts, one of which has a tool's answer between two turns of its own."""
+    """Rollouts, one of which has a tool's answer between two turns of the policy."""
     found = samples()
     mask = found[3].mask.copy()
     mask[5:8] = False
@@ -76,7 +76,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 
 
 def moved(critic: Critic) -> None:
-    """Weights away from where they began: a new head is 0."""
+    """Change the weights: a new head is 0."""
     with torch.no_grad():
         for number, (name, weight) in enumerate(critic.engine.model.named_parameters()):
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
@@ -84,7 +84,7 @@ def moved(critic: Critic) -> None:
 
 
 def plain_model(critic: Critic) -> Any:
-    """transformers' own class with the critic's weights."""
+    """A transformers model with the critic's weights."""
     config = copy.deepcopy(critic.engine.model.config)
     kind: Any = AutoModelForSequenceClassification
     plain = kind.from_config(config, attn_implementation="eager").eval()
@@ -93,7 +93,7 @@ def plain_model(critic: Critic) -> Any:
 
 
 def plain_values(model: Any, sample: Sample) -> torch.Tensor:
-    """[n] of one sample by itself: the value of a token is read at the token before it."""
+    """[n] Values of one sample: the value of a token is read at the previous token."""
     tokens = torch.from_numpy(np.asarray(sample.tokens, np.int64))
     hidden = model.model(input_ids=tokens[None]).last_hidden_state[0]
     values = model.score(hidden)[:, 0]
@@ -135,7 +135,7 @@ def test_values_advantages_and_returns_of_one_sample_at_a_time(
 
 
 def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    """Clipped, by one sample at a time."""
+    """With clipping, against one sample at a time."""
     config = make_config(folder, tmp_path)
     critic = build_critic(config, mesh)
     assert critic is not None
@@ -157,7 +157,7 @@ def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path
         torch.autograd.backward(loss)
         total += float(loss.detach())
         clipped += int((held > (values - returns).square()).sum())
-    assert 0 < clipped < count, "some values are held back, and some are not"
+    assert 0 < clipped < count, "some values are clipped, and some are not"
     assert float(sums.loss) == pytest.approx(total, rel=1e-5)
     fraction, number = sums.statistics["value_clip_fraction"]
     assert float(fraction / number) == pytest.approx(clipped / count)
@@ -198,7 +198,7 @@ def test_resume_is_bitwise(steps: tuple[int, ...], mesh: Mesh, folder: Path, tmp
 
 
 def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    """The score of a text is the value of what follows it; a run goes on with the exported one."""
+    """The score of a text is the value after its last token; another run trains the exported critic further."""
     trainer = make_trainer(make_config(folder, tmp_path / "run", run={"steps": 2}), mesh)
     trainer.run()
     assert trainer.batches.critic is not None
@@ -222,7 +222,7 @@ def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folde
 
 
 def test_a_critic_of_its_own_and_rollouts_of_the_run(folder: Path, tmp_path: Path) -> None:
-    """A model with other sizes as the critic; prompts that the policy answers; rewards by a reward model."""
+    """The critic has other sizes than the policy; the run samples its rollouts; a reward model computes the rewards."""
     policy = save_with_tokenizer(tmp_path / "policy")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "9"}\n' * 2)
@@ -276,7 +276,7 @@ def test_dry_run_plan_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "first step: 4 samples" in printed
         (memory,) = (line for line in printed.splitlines() if line.startswith("memory: about"))
         sizes.append(float(memory.split()[2]))
-    assert sizes[0] > 1.2 * sizes[1], "the critic is a second model that is trained"
+    assert sizes[0] > 1.2 * sizes[1], "the critic is a second trained model"
     assert main(["plan", recipe, *small]) == 0
     assert "4 samples" in capsys.readouterr().out
     for changes, message in (

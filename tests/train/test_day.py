@@ -1,4 +1,4 @@
-"""A chat template that writes the date: the day is part of the data, and a resumed run goes on with its own day."""
+"""A chat template that writes the date: the day is part of the data, and a resumed run keeps its day."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_fresh_run_writes_todays_date(clock: Clock, model_folder: Path, tmp_pa
         train(config_of(folder, model_folder, TEMPLATES["plain"], steps=1))
         assert recorded(folder)["day"] == day.isoformat()
     assert recorded(tmp_path / "one")["digest"] != recorded(tmp_path / "two")["digest"]
-    # A run that does not resume is a fresh one, too.
+    # A run with checkpoint.resume=false also takes the current day.
     config = config_of(tmp_path / "one", model_folder, TEMPLATES["plain"], steps=1)
     assert preflight(config, processes=1, device_type="cpu", dry=True).source.day == MONDAY
     anew = replace(config, checkpoint=replace(config.checkpoint, resume=False))

@@ -1,4 +1,4 @@
-"""Evaluations: exact (on any layout: `test_ways_gsm8k`), without a trace in the weights, and the best one is kept."""
+"""Evaluations are exact (layouts: `test_ways_gsm8k`) and do not change the weights; the best one is kept."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_numbers_are_those_of_one_sample_at_a_time(mesh: Mesh, model_folder: Pat
 
 
 def test_weights_are_the_same_with_and_without_evaluation(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {**SFT, "lora": {"rank": 2, "dropout": 0.3}}  # it draws from the random state
+    sections: dict[str, Any] = {**SFT, "lora": {"rank": 2, "dropout": 0.3}}  # dropout uses the random state
     without = make_trainer(make_config(tmp_path / "without", model_folder, **sections), mesh)
     without.run()
     with_them = evaluated_loop(make_config(tmp_path / "with", model_folder, **sections, eval=EVAL), mesh)
@@ -207,7 +207,7 @@ def test_responses_to_held_out_prompts(draws: int, folder: Path, tmp_path: Path)
     names = {"reward", "pass@1", "response_length", "response_cut"} | ({"pass@k"} if draws > 1 else set())
     assert [line["step"] for line in found] == [0, 1, 2]
     assert found[0].keys() == {"step", *(f"eval/{name}" for name in names)}
-    assert found[0]["eval/pass@1"] == 1.0, "a reward of 0 is enough here"
+    assert found[0]["eval/pass@1"] == 1.0, "a reward of 0 passes here"
     assert 1.0 <= found[0]["eval/response_length"] <= 4.0
     sections["eval"] = {"path": [], "every": None}
     config = whole_config(folder, tmp_path / "without", **sections)

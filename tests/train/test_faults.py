@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, starved, or fed with what they cannot use."""
+"""Runs that are killed, stopped, out of resources, or given unusable data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int | None = None) -> int:
-    """A run whose saves take long. It halts after `most` updates, and dies at the `die_at`-th wait for the disk."""
+    """A run whose saves take long. It halts after `most` updates, and is killed at the `die_at`-th fsync."""
     made, waits, real = 0, 0, os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -70,7 +70,7 @@ def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int 
         made += 1
         if made == most:
             if die_at is not None:
-                trainer.checkpointer.wait()  # a thread may still be on its way to where it dies
+                trainer.checkpointer.wait()  # the thread may not have reached its kill point yet
             os.write(pipe, b"halted")
             time.sleep(300)
 
@@ -83,20 +83,20 @@ def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int 
 
 
 def killed_often(folder: Path) -> dict[str, Any]:
-    """A run that is killed again and again, at random or within a save, and then left to end; and one in peace.
+    """A run that is killed repeatedly, at random or within a save, and then finishes; and an uninterrupted run.
 
     kills   0      1     2      3     4    5      6    7      8      9     ...
 
             after  torn  after  torn  any  early  any  early  after  torn       saves of 2 3 6 7 ... are asynchronous
 
-    after   at random after a save: on any machine it goes on
-    torn    at one of the waits for the disk before the folder of a save gets its name
+    after   at random after a save, so that the run advances on any machine
+    torn    at an fsync before the folder of a save gets its final name
     any     at random
-    early   at one of the waits of a save
+    early   at an fsync of a save
     """
     model, output = save_config(folder / "model"), folder / "output"
     rng = np.random.default_rng(0)
-    num_steps = KILLS + 4  # of which each attempt saves one at most
+    num_steps = KILLS + 4  # each attempt saves at most one step
 
     def config(name: str, *, asynchronous: bool = False) -> Config:
         checkpoint = {"every": 1, "asynchronous": asynchronous}
@@ -124,7 +124,7 @@ def killed_often(folder: Path) -> dict[str, Any]:
                 wait_until(lambda: latest_step() > before)
             time.sleep(rng.uniform(0, 2 * a_step))
         else:
-            os.read(read, 6)  # it is dead by now, or has halted
+            os.read(read, 6)  # it has been killed or has halted
         os.kill(child, signal.SIGKILL)
         assert ended(child) == -signal.SIGKILL, output.read_text()
         os.close(read)
@@ -148,8 +148,8 @@ def killed_often(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_killed_twenty_times_and_the_same_in_the_end(tmp_path: Path) -> None:
     found = alone(killed_often, tmp_path)
-    assert found["torn"] >= 4, "some were in the middle of a save"
-    assert len(found["steps"]) >= 5, "it went on between them"
+    assert found["torn"] >= 4, "some kills were in the middle of a save"
+    assert len(found["steps"]) >= 5, "the run advanced between kills"
     assert found["weights"]
     assert found["lines"]
 
@@ -158,7 +158,7 @@ def test_killed_twenty_times_and_the_same_in_the_end(tmp_path: Path) -> None:
 
 
 def write_recipe(folder: Path) -> Path:
-    """A recipe of 8 steps with a model and data of its own, everything in this folder."""
+    """Write a recipe of 8 steps with its model and data to this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     save_with_tokenizer(folder / "model", num_hidden_layers=1)
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
@@ -175,7 +175,7 @@ def write_recipe(folder: Path) -> Path:
 
 
 def before_step(number: int, action: Callable[[], object]) -> None:
-    """Do something once, in the step of this number."""
+    """Call the function once, in this step."""
     real = Engine.begin
 
     def begin(self: Engine, *args: Any, **options: Any) -> PendingStep:
@@ -187,23 +187,23 @@ def before_step(number: int, action: Callable[[], object]) -> None:
 
 
 def stuck() -> None:
-    """In a call from which no handler of Python's is run, for many minutes."""
+    """Block for many minutes in a call that does not run Python's signal handlers."""
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
 
 def until_signalled() -> None:
-    """In a step until the run has noted a signal, however late that is sent."""
-    signals: Any = signal.getsignal(signal.SIGTERM)  # a method of the run's `StopSignals`
+    """Stay in a step until the run has received a signal."""
+    signals: Any = signal.getsignal(signal.SIGTERM)  # a bound method of the run's `StopSignals`
     wait_until(lambda: bool(signals.__self__.received), 240.0)
 
 
 def signalled(folder: Path) -> list[Any]:
-    """[exit code, newest checkpoint] of a run that gets signals in its steps 1 and 3, two in step 4, and none."""
+    """[exit code, newest checkpoint] of starts with a signal in steps 1 and 3, two in step 4, and none."""
     recipe, output = write_recipe(folder), folder / "output"
 
     def started(name: str, step: int, halt: Callable[[], object]) -> tuple[int, int]:
         def run(pipe: int) -> int:
-            # a shell starts background jobs with SIGINT ignored, and a run leaves an ignored signal ignored
+            # A shell starts background jobs with SIGINT ignored, and a run keeps ignored signals ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             before_step(step, lambda: (os.write(pipe, b"x"), halt()))
             return main(["sft", str(recipe), f"run.folder={folder / name}"])
@@ -244,7 +244,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_75_and_a_second_one_exits_at
     assert same
     assert "stopped by a signal after 2 steps" in output
     assert "padfree sft: SIGTERM: the run finishes its current step or evaluation, saves" in output
-    assert "padfree sft: SIGTERM: ended at once, nothing more is saved" in output, "though the main thread is busy"
+    assert "padfree sft: SIGTERM: ended at once, nothing more is saved" in output, "although the main thread is blocked"
     assert "Traceback" not in output
 
 
@@ -252,7 +252,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_75_and_a_second_one_exits_at
 
 
 def worker(folder: Path, kill_at: int) -> int:
-    """What torchrun starts: a run whose second rank dies once, and that waits for a signal before it ends."""
+    """A torchrun worker: its second rank is killed once, and the run waits for a signal before it ends."""
     mark = folder / "killed"
 
     def die() -> None:
@@ -266,7 +266,7 @@ def worker(folder: Path, kill_at: int) -> int:
 
 
 def launch(folder: Path, kill_at: int) -> None:
-    """torchrun, for a process of its own."""
+    """Run torchrun in a separate process."""
     with (folder / "output").open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
@@ -290,7 +290,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
 
     def goes_on() -> bool:
         assert launched.is_alive(), output_file.read_text()
-        return metrics.exists() and metrics.read_text().count("\n") >= 4  # the fourth line is of the second start
+        return metrics.exists() and metrics.read_text().count("\n") >= 4  # the second start writes the fourth line
 
     wait_until(goes_on, 240.0)
     launched.terminate()
@@ -298,7 +298,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
     output = output_file.read_text()
     assert not launched.is_alive(), output
     assert (tmp_path / "killed").exists()
-    assert "(exitcode: -9) local_rank: 1" in output, output  # rank 0 may be ended before it can name the other
+    assert "(exitcode: -9) local_rank: 1" in output, output  # rank 0 may end before it can name the other
     assert "stopped by a signal after" in output, output
     step = int(output.split("stopped by a signal after ")[1].split()[0])
     assert 4 <= step < 8
@@ -312,7 +312,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
 
 
 def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> None:
-    """Leave behind what this rank ended with, and when."""
+    """Write this rank's error and its time to a file."""
     peers.PATIENCE = 1.0
 
     def make(groups: Any) -> list[Sample]:
@@ -341,8 +341,8 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
             make_trainer(config, make_mesh("cpu"), make_samples=make).run()
     except Exception as error:
         print(type(error).__name__, error, file=sys.stderr, flush=True)  # noqa: T201
-    assert time.monotonic() - begin < 120, "long before a collective gives up"
-    os._exit(3)  # its connections close as those of a process that ends with an error
+    assert time.monotonic() - begin < 120, "long before a collective times out"
+    os._exit(3)  # closes connections like a process that ends with an error
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_data_that_ends_before_the_steps_do(mesh: Mesh, model_folder: Path, tmp_
     result = make_trainer(config, mesh).run()
     assert (result.step, result.stopped) == (3, False)
     assert result.checkpoint == tmp_path / "checkpoints" / "step-00000003"
-    assert make_trainer(config, mesh).run().step == 3, "nothing is left to do, which is no error"
+    assert make_trainer(config, mesh).run().step == 3, "nothing is left to do, which is not an error"
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])
@@ -434,7 +434,7 @@ def test_a_sample_above_the_caps(mesh: Mesh, model_folder: Path, tmp_path: Path)
 def test_nan_stops_before_the_update_and_leaves_everything_behind(
     mesh: Mesh, model_folder: Path, tmp_path: Path
 ) -> None:
-    """Token 39, of the sixth sample alone, is embedded as NaN: in the second batch."""
+    """Token 39, which only the sixth sample has, is embedded as NaN: in the second batch."""
     clean = [Sample(tokens=np.minimum(sample.tokens, 38), uid=sample.uid) for sample in samples()]
     clean[5].tokens[2] = 39
     config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False}, checkpoint={"every": 1})
@@ -457,7 +457,7 @@ def test_nan_stops_before_the_update_and_leaves_everything_behind(
     assert [line["step"] for line in lines(tmp_path)] == [0]
     again = make_trainer(config, mesh, clean)
     assert again.step == 1
-    assert again.run().step == 6, "without the fault it goes on"
+    assert again.run().step == 6, "without the fault the run resumes"
 
 
 def refuse(*_: Any, **__: Any) -> None:
@@ -535,4 +535,4 @@ if __name__ == "__main__":
     as_started_by_torchrun()
     code = worker(Path(sys.argv[1]), int(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(code)  # a forked worker that returns 0 would wait for torchrun, which after a signal waits for the worker
+    os._exit(code)  # a forked worker that returns would wait for torchrun, which after a signal waits for the worker

@@ -1,4 +1,4 @@
-"""Weights and metrics that are not finite are named, wherever they come from, and never reported as a result."""
+"""Non-finite weights and metrics raise an error that names them, and are never reported as a result."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_an_export_that_its_dtype_cannot_hold_is_refused(good: Path, tmp_path: P
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("length", [1, 5, 40])
 def test_the_cpu_kernel_hides_nothing(where: str, value: float, length: int) -> None:
-    """As the reference does it: a query that sees a single key, too, for which the fused kernel gives 0."""
+    """Like the reference, also for a query that sees a single key, for which the fused kernel gives 0."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(length, 2, 16, generator=generator) for name in "qkv"}
     tensors[where][:, 0] = value
@@ -133,7 +133,7 @@ ROLLOUTS = [{"tokens": [3, 4, 5], "response_length": 2, "reward": n % 2, "group"
 PROMPTS = [{"prompt": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(4)]
 SMALL = ["model.dtype=float32", "batch.samples=4", "batch.max_tokens=64", "run.device=cpu", "run.steps=1"]
 RUNS: dict[str, tuple[str, str, list[dict[str, Any]], list[str]]] = {
-    # the setting that the line begins with: command, recipe, rows, settings
+    # setting named by the error: command, recipe, data rows, settings
     "model": ("sft", "sft", TEXTS, ["model.path=BAD"]),
     "reference.path": ("rl", "rl", ROLLOUTS, ["reference.path=BAD", "loss.kl_coefficient=0.1"]),
     "reference.path of dpo": ("dpo", "dpo", PAIRS, ["reference.path=BAD"]),
@@ -201,10 +201,10 @@ def test_a_perplexity_that_no_float_can_hold_is_not_another_number() -> None:
     assert TokenMeasure().metrics({"loss": 2.0, "accuracy": 0.0})["perplexity"] == math.exp(2.0)
 
 
-# What a line knows of the cause
+# What the error says about the cause
 
 
-RUINOUS = "optimizer.lr=3e38"  # float32 can hold it, but not its first step: AdamW divides it by 1 - beta1
+RUINOUS = "optimizer.lr=3e38"  # finite in float32, but its first step is not: AdamW divides it by 1 - beta1
 
 
 def run_sft(good: Path, tmp_path: Path, *changes: str) -> int:

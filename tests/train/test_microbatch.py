@@ -1,4 +1,4 @@
-"""Rows for the device: labels counted on the host, old log-probabilities beside the labels, rows without samples."""
+"""Packs on the device: labels counted on the host, old log-probabilities aligned with labels, fillers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = PackSettings(layout="balanced")
 
 
 class _Group:
-    """A context group to look at, not to talk in."""
+    """A fake context group without communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -58,7 +58,7 @@ def test_shares_of_a_row(size: int, mesh: Mesh) -> None:
         assert batch.num_labels == int((local.labels != IGNORE).sum())
         labels += batch.num_labels
         old = old_of(batch)
-        # entry t is of the token that position t predicts: token position + 1 of its sample
+        # entry t belongs to the token that position t predicts: token position + 1 of its sample
         real = (local.sample_index < 3) & (local.labels != IGNORE)
         expected = torch.from_numpy(indices)[local.sample_index[real].long()] * 1000.0 + local.position_ids[real] + 1
         torch.testing.assert_close(old[real], expected.float())

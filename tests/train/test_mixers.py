@@ -1,6 +1,6 @@
-"""Every kind of mixer, trained: two data ranks as one process, resumed bitwise, exported for transformers.
+"""Training every kind of mixer: two data ranks equal one process, bit-identical resume, export for transformers.
 
-One pair of processes goes through all kinds: starting it is what costs.
+One pair of processes tests all kinds, because starting processes is slow.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tests.rounding import largest_difference
 from tests.train.cases import make_samples, weights_of
 from tests.train.trainer_cases import make_config, make_trainer
 
-BIAS_RATE = 2.0**-6  # small: the load does not turn round in two steps
+BIAS_RATE = 2.0**-6  # small, so that the load order does not change in two steps
 KINDS = {
     "gated_delta": "qwen3_5",
     "mamba1": "jamba",
     "mamba2": "bamba",
     "lightning": "minimax",
-    "short_convolution": "lfm2_moe",  # and biases of routers that move
+    "short_convolution": "lfm2_moe",  # and routers with biases
     "chunked attention": "llama4",
-    "biased routers": "deepseek_v3",  # their biases are in another place
+    "biased routers": "deepseek_v3",  # biases in another module
 }
 BIASED = ("lfm2_moe", "deepseek_v3")
 ROW = [9, 3, 12]
@@ -71,7 +71,7 @@ def biases_of(trainer: Trainer) -> list[Tensor]:
 
 
 def held(trainer: Trainer) -> dict[str, Tensor]:
-    """What this rank has of all parameters and buffers."""
+    """This rank's shards of all parameters and buffers."""
     return {name: local_part(tensor).clone() for name, tensor in named_tensors(trainer.engine.model).items()}
 
 
@@ -106,7 +106,7 @@ def two_ranks(rank: int, world: int, folder: Path) -> dict[str, dict[str, Any]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kinds")
     for name in KINDS.values():
-        groups = {"n_group": 1} if name == "deepseek_v3" else {}  # in groups of two, experts' biases move together
+        groups = {"n_group": 1} if name == "deepseek_v3" else {}  # in groups of two, the biases would move together
         build(name, intermediate_size=32, **groups).save_pretrained(folder / name)
     return folder
 
@@ -135,7 +135,7 @@ def test_two_ranks_give_what_one_process_gives_and_go_on_bitwise(
     assert len(biases) == len(first["biases"])
     assert all(torch.equal(one, other) for one, other in zip(first["biases"], biases, strict=True))
     assert bool(biases) == (name in BIASED)
-    assert all(bias.abs().max() >= BIAS_RATE for bias in biases), "they have moved"
+    assert all(bias.abs().max() >= BIAS_RATE for bias in biases), "the biases have moved"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""`loss.kind = "module:function"`: a user's copy of `clip` makes the run that `clip` makes, to the bit."""
+"""`loss.kind = "module:function"`: a user's copy of `clip` gives a run that is bit-identical to `clip`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_copy_of_clip_makes_the_same_run(mesh: Mesh, model_folder: Path, tmp_p
 
 
 def test_a_run_may_resume_with_another_kind(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    """Also inside a rollout batch, in which old log-probabilities are kept."""
+    """Also inside a rollout batch, whose old log-probabilities are saved."""
     make_trainer(config_of(tmp_path / "whole", model_folder, "clip"), mesh).run()
     notes: list[str] = []
     for steps, kind in ((3, KINDS[1]), (6, KINDS[0])):

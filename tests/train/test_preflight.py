@@ -1,4 +1,4 @@
-"""What a run cannot do is said before its first step, in the same line by the run, its dry run and the plan."""
+"""Runs that cannot work are refused before the first step, with the same error by run, dry run and plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Write = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders with the same tokenizer of 45 letters: a rotary model, one with a table of positions, a small one."""
+    """Models with the same tokenizer of 45 letters: rotary, with a position table, and with a small vocabulary."""
     folder = tmp_path_factory.mktemp("models")
     found = {"qwen3": save_with_tokenizer(folder / "qwen3")}
     for name, model in (
@@ -71,7 +71,7 @@ SMALL = {
     "rl-local": ["batch.samples=4", "rollout.samples_per_prompt=4"],
 }
 REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
-    # recipe, model, rows, changes, what is said
+    # recipe, model, data rows, changes, error
     ("sft", "qwen3", [*PAIRS, LONG], ["batch.max_tokens=16"], "batch.max_tokens: 16, but d.jsonl:7 has 35 tokens; set"),
     (
         "sft",
@@ -305,7 +305,7 @@ def test_the_plan_refuses_it_too(
 
 
 def test_what_is_no_mistake_is_let_through_and_noted(models: dict[str, str], write: Write, tmp_path: Path) -> None:
-    """A rotary model beyond its trained length, a run that the data ends, and a larger tokenizer that is not used."""
+    """Samples beyond the trained length of a rotary model, too little data, and unused tokens of a larger tokenizer."""
     config = load_config(
         RECIPES / "sft.toml",
         [
@@ -331,7 +331,7 @@ def test_what_is_no_mistake_is_let_through_and_noted(models: dict[str, str], wri
         cured = replace(config, **change)  # type: ignore[arg-type]
         assert preflight(cured, processes=1, device_type="cpu").notes == notes[:2]
     small = ["model.path=" + models["small"], "model.dtype=float32", "batch.samples=2", "data.append_eos=false"]
-    path = write("e.jsonl", *[{"prompt": "0", "response": "123"}] * 3)  # ids below 10: no other letter occurs
+    path = write("e.jsonl", *[{"prompt": "0", "response": "123"}] * 3)  # only ids below 10 occur
     fits = load_config(RECIPES / "sft.toml", [*small, f"data.path={path}", f"run.folder={tmp_path / 'run'}"])
     assert preflight(fits, processes=1, device_type="cpu").notes == (f"data: e.jsonl {read}",)
 
@@ -365,7 +365,7 @@ def test_a_run_prints_its_notes_first(
     notes = [
         index for index, line in enumerate(lines) if line.startswith("note: run.steps is 5, but the data ends after")
     ]
-    steps = [index for index, line in enumerate(lines) if line.startswith("step 1/1 ")]  # of the data, not of run.steps
+    steps = [index for index, line in enumerate(lines) if line.startswith("step 1/1 ")]  # as the data allows
     assert len(notes) == len(steps) == 1
     assert notes < steps
 
@@ -390,7 +390,7 @@ def test_steps_are_counted_as_a_run_makes_them(
 
 
 def test_a_token_is_found_where_it_counts(models: dict[str, str], write: Write) -> None:
-    """Behind a sample's end, or in a sample that is dropped, a token id does not matter."""
+    """Token ids after the truncated end of a sample, or in a dropped sample, are not checked."""
     values = {
         "model": {"path": models["qwen3"]},
         "data": {"path": json.loads(write("d.jsonl", LONG, {"prompt": "1", "response": "11z"}, PAIRS[0]))},

@@ -1,4 +1,4 @@
-"""What `auto` becomes, by device and memory."""
+"""The resolution of `auto` settings by device and memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def needed(config: Config, hidden: int = 256) -> float:
 
 @pytest.mark.parametrize("way", ["none", "host", "selective", "full"])
 def test_the_fastest_that_fits_is_taken(way: str, tmp_path: Any) -> None:
-    """With exactly the memory that a way needs it is that way; all that are faster need more."""
+    """With exactly the memory that a choice needs, it is chosen; all faster choices need more."""
     asked, hidden = config_of(tmp_path), 2048 if way == "host" else 256
     wanted = {
         reshard: config_of(tmp_path, compile="inductor", checkpointing=way, reshard=reshard)

@@ -1,4 +1,4 @@
-"""A resumed run goes on with what its checkpoint was made with: other data, models and settings are said or refused."""
+"""A resumed run is compared with its checkpoint: changed data, models and settings are reported or refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
     }
     said.clear()
     make_trainer(config, mesh, on_note=said.append)
-    assert said == [], "the checkpoint was made with these"
+    assert said == [], "the checkpoint was made with these settings"
 
 
 # What must stay
@@ -107,14 +107,14 @@ def test_what_must_stay_is_refused_by_its_name(
     values["batch"] = {**SFT["batch"], **sections.get("batch", {})}
     changed = make_config(tmp_path, model, **values)
     with pytest.raises(ValueError, match=f"^{message}"):
-        train(changed)  # before it looks at the data, which is not there
+        train(changed)  # before the data, which does not exist, is read
     if "lora" not in sections:
         with pytest.raises(ValueError, match=f"^{message}"):
             make_trainer(changed, mesh)
 
 
 def test_what_a_rollout_batch_was_begun_with_stays_until_it_is_done(mesh: Mesh, model: Path, tmp_path: Path) -> None:
-    for steps in (3, 4):  # 4 updates a batch
+    for steps in (3, 4):  # 4 updates per batch
         folder = tmp_path / str(steps)
         make_trainer(make_config(folder, model, **RL, run={"steps": steps}), mesh).run()
         warmer = make_config(folder, model, **{**RL, "loss": {**RL["loss"], "temperature": 1.5}}, run={"steps": 5})
@@ -139,7 +139,7 @@ def test_a_model_that_computes_something_else_is_refused(field: str, value: Any,
         make_trainer(config, mesh)
     path.write_text(json.dumps({**stored, "use_cache": False}) if field != "rope_theta" else json.dumps(stored))
     if field != "rope_theta":
-        make_trainer(config, mesh)  # what does not change the arithmetic may change
+        make_trainer(config, mesh)  # fields that do not affect the computation may change
 
 
 def test_a_reference_with_other_weights_is_refused(mesh: Mesh, model: Path, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def unlike(rank: int, world: int, folder: str, model: str) -> list[str]:
 
 
 def test_ranks_that_read_or_do_something_else_are_refused(model: Path, tmp_path: Path) -> None:
-    """Machines may hold other files under one name; the ranks would train on batches that do not belong together."""
+    """Machines may have different files with the same name; the ranks would train on inconsistent batches."""
     first, second = run_ranks(2, unlike, str(tmp_path), str(model))
     assert first == second
     assert first[0].startswith("run: ranks 0 and 1 have different settings; start every process with the same")
@@ -221,7 +221,7 @@ def test_other_data_is_refused_whatever_its_length(tmp_path: Path, monkeypatch: 
 
     assert run(1) == 1
     moved = rows(tmp_path, "moved.jsonl", right)
-    assert run(2, path=[moved]) == 2, "the same samples from elsewhere"
+    assert run(2, path=[moved]) == 2, "the same samples in another file"
     assert run(3, path=[moved], max_length=99) == 3
     with refused("data.loss_on"):
         run(4, path=[moved], max_length=99, loss_on="all")

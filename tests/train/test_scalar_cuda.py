@@ -1,4 +1,4 @@
-"""Reward models and critics on one GPU: the steps of the CPU, to what bfloat16 allows, and a host that never waits."""
+"""Reward models and critics on one GPU: the same steps as on the CPU, within bfloat16 precision; no synchronisation."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_host_never_waits_within_a_step(name: str, compile: str, shared: boo
     samples = scalar_samples()
     with distributed(device="cuda") as device:
         engine = make_engine(name, folder, make_mesh(device), torch.bfloat16, shared=shared, compile=compile)
-        for _ in range(2):  # kernels are loaded and compiled
+        for _ in range(2):  # load and compile kernels
             engine.step(samples)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

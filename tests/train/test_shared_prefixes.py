@@ -61,7 +61,7 @@ ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "
 
 def tree_samples(seed: int = 0) -> list[Sample]:
     """A group of depth 3 with branches at trained tokens, equal samples, a sample that is the prefix of others, a
-    second group, and a sample by itself. Trained from token 4 on, each with numbers of its own."""
+    second group, and a single sample. Each is trained from token 4 on and has its own advantages."""
     rng = np.random.default_rng(seed)
 
     def new(length: int) -> list[int]:
@@ -111,7 +111,7 @@ def both_ways(mesh: Mesh, settings: LossSettings, name: str = "qwen3") -> None:
     samples = tree_samples()
     engine = make_engine(mesh, settings, small_model(name))
     old = [sample.ref_logprobs for sample in samples]
-    expected = gradients(engine, samples, old, PackSettings(), 1)  # every sample in a row of its own
+    expected = gradients(engine, samples, old, PackSettings(), 1)  # every sample in its own pack
     shared = gradients(engine, samples, old, PackSettings(share_prefixes=True), 1000)
     plan = engine.scorer.packer.plan(samples)
     assert plan.sharing > 1.8
@@ -130,7 +130,7 @@ def test_architectures(name: str, mesh: Mesh) -> None:
 
 
 def test_float64_to_the_last_digits() -> None:
-    """GPT-2 computes in one type throughout; others take norms in float32."""
+    """GPT-2 computes in one dtype throughout; other models compute norms in float32."""
     model = attach(build("gpt2").double())
     samples = [replace(sample, group=None) for sample in tree_samples()]
 
@@ -266,7 +266,7 @@ def test_dropout_is_not_shared(mesh: Mesh) -> None:
     ]
     with pytest.warns(PadfreeWarning, match=r"each sample computes its own: dropout 0\.1"):
         assert scorer.packer.plan(samples).prefixes is None
-    assert scorer.packer.plan(samples).prefixes is None  # and says so once
+    assert scorer.packer.plan(samples).prefixes is None  # it warns once
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_other_trees_compile_nothing(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("name", ["lfm2", "llama4"])
 def test_layers_that_carry_a_state_or_count_positions_are_not_shared(name: str, mesh: Mesh) -> None:
-    """The model itself refuses a row that shares, too."""
+    """The model itself also refuses a pack with shared prefixes."""
     model = attach(build(name))
     assert (
         Scorer(model, mesh, max_tokens=1000, pack_settings=PackSettings(share_prefixes="auto")).packer.unshared_reason

@@ -1,4 +1,4 @@
-"""Whole runs: the same metrics on any layout, resumed as if nothing had happened, stopped where they should stop."""
+"""Whole runs: the same metrics on any layout and after a resume; stopping by signals and at the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ranks(rank: int, world: int, layouts: list[tuple[int, Config]]) -> list[RunR
 
 
 def test_metrics_do_not_depend_on_the_layout_nor_on_a_resume(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    """One process; two data ranks; and two context ranks for the first steps, one process for the others."""
+    """One process; two data ranks; two context ranks for the first steps and one process for the others."""
     elsewhere = []
     for name, sections in (("sft", SFT), ("rl", RL)):
         config = make_config(tmp_path / name, model_folder, **sections)
@@ -77,7 +77,7 @@ def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, model_folder: P
 def test_one_update_with_a_batch_needs_no_old_logprobs(
     changes: dict[str, Any], mesh: Mesh, model_folder: Path, tmp_path: Path
 ) -> None:
-    """The policy before the update is the one that the update computes: the same run, without a pass over the batch."""
+    """The old policy equals the policy of the only update: the same run without an extra pass over the batch."""
     trainers = {}
     for old_policy in ("auto", "trainer"):
         loss = {**ONE_UPDATE["loss"], **changes, "old_policy": old_policy}
@@ -110,7 +110,7 @@ def test_resume_with_a_reference_that_is_refreshed_is_bitwise(
         part.run()
     found = lines(tmp_path / "whole")
     assert lines(tmp_path / "parts") == found
-    # A new reference is the policy itself before the next update.
+    # A refreshed reference equals the policy until the next update.
     assert found[3]["loss/kl"] > 1e-6
     assert (found[4]["loss/kl"] < 1e-9) == (refresh == 1)
     assert found[8]["loss/kl"] < 1e-9
@@ -126,7 +126,7 @@ def test_lines_of_steps_that_were_not_saved_are_written_again(mesh: Mesh, model_
         trainer.run()
     assert len(lines(tmp_path)) == 5
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # the process died while it wrote
+        file.write('{"step": 5, "lo')  # the process died while writing
     again = make_trainer(config, mesh)
     assert again.step == 4
     assert again.run().step == 6
@@ -167,7 +167,7 @@ def test_a_signal_ends_the_run_after_the_update_with_a_checkpoint(
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_updates_begun_ahead_change_nothing(kind: str, mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    """As on a GPU: an update is begun before the one before it is finished. Checkpoints are of the same moments."""
+    """As on a GPU: an update begins before the previous one is finished. Checkpoints are the same."""
     weights = []
     for ahead in (False, True):
         config = make_config(
@@ -208,7 +208,7 @@ def note_order(trainer: Trainer, order: list[str]) -> None:
 
 
 def test_nan_in_an_update_ahead_of_another_stops_both(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    """The next update has been begun by the time that the numbers are there. It must not have changed a weight."""
+    """The next update has begun before the loss is known. It must not change the weights."""
     clean = [Sample(tokens=np.minimum(sample.tokens, 38), uid=sample.uid) for sample in samples()]
     clean[5].tokens[2] = 39
     config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False}, checkpoint={"every": 10})
@@ -261,7 +261,7 @@ def test_rl_uses_whole_groups_and_the_reference(mesh: Mesh, model_folder: Path, 
     assert all(len({sample.group for sample in group}) == 1 for group in groups)
     trainer.run()
     found = lines(tmp_path)
-    # The reference is the policy itself before the first update: no divergence then, some after it.
+    # Before the first update the reference equals the policy: the divergence is 0, and positive later.
     assert found[0]["loss/kl"] == pytest.approx(0.0, abs=1e-9)
     assert found[3]["loss/kl"] > 1e-6
     assert found[0]["loss/ratio"] == pytest.approx(1.0, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Models that are given the same token ids must mean the same tokens by them."""
+"""Models that receive the same token ids must have the same tokens for them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def settings_with_text(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Every setting whose value may be any text, or a list or table of texts."""
+    """Every setting whose value is free text, or a list or table of texts."""
     hints = get_type_hints(kind)
     for entry in fields(kind):
         hint, name = hints[entry.name], f"{prefix}{entry.name}"
@@ -89,7 +89,7 @@ def _takes_text(hint: Any) -> bool:
 
 ON_TEXT = ["batch.samples=4", "batch.max_tokens=64"]
 RUNS: dict[str, tuple[str, list[str]]] = {
-    # the setting, and a run that uses it; MODEL is the other model
+    # a setting, and a run that uses it; MODEL is replaced by the other model
     "model.tokenizer": ("sft", ["model.tokenizer=MODEL"]),
     "reference.path": ("rl", ["reference.path=MODEL", "loss.kl_coefficient=0.1"]),
     "teacher.path": ("distill", ["teacher.path=MODEL"]),
@@ -106,7 +106,7 @@ NO_MODELS = """
 
 
 def test_every_setting_that_names_a_model_is_known() -> None:
-    """A new setting of free text is a model, and is compared, or stands in NO_MODELS."""
+    """A new setting of free text must be compared as a model, or be listed in NO_MODELS."""
     values = {"model.path": "m", "model.tokenizer": "t", "reference.path": "r", "loss.kl_coefficient": "1"}
     assert set(RUNS) | {"model.path"} | set(GIVEN_TEXT) | set(NO_MODELS.split()) == set(settings_with_text(Config))
     config = load_config(RECIPES / "rl.toml", [f"{name}={value}" for name, value in values.items()])
@@ -137,7 +137,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(
     line = str(caught.value)
     assert line.startswith(f"{setting}: {folders[other]} has other token ids than ")
     assert folders["own"] in line
-    turned = setting == "model.tokenizer"  # the run has the other tokenizer
+    turned = setting == "model.tokenizer"  # the run uses the other tokenizer
     swapped, renamed = ("'+' is 9 in", "'é' is 12 in") if turned else ("'7' is 12 in", "'+' is unknown in")
     assert f"{swapped if other == 'swap' else renamed} the former" in line
     assert "\n" not in line

@@ -95,15 +95,15 @@ class _Batch(NamedTuple):
 
 def _batches(parameters: list[Tensor], state: State) -> Iterator[_Batch]:
     """Batches of all matrices with a gradient. The matrices of a batch have the same shape and sharding."""
-    alike: dict[tuple[object, ...], list[Tensor]] = {}
+    by_kind: dict[tuple[object, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             if not state[parameter]:
                 zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state[parameter]["momentum_buffer"] = zeros
             placement = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else ()
-            alike.setdefault((parameter.shape, parameter.dtype, parameter.device, *placement), []).append(parameter)
-    for found in alike.values():
+            by_kind.setdefault((parameter.shape, parameter.dtype, parameter.device, *placement), []).append(parameter)
+    for found in by_kind.values():
         split, shape = matrix_split_of(found[0]), found[0].shape[-2:]
         numbers = shape.numel() if split is None else shape.numel() // shape[split.dim] * max(split.sizes)
         most = max(1 if split is None else split.group.size(), MOST_NUMBERS // max(1, numbers))

@@ -122,7 +122,7 @@ def check_run_folder(config: Config) -> None:
 
 def _check_inputs(config: Config, folder: Path) -> None:
     """Refuse a run folder that contains an input of the run, or lies inside a data folder."""
-    place = folder.resolve()
+    resolved = folder.resolve()
     inputs = [
         ("model.path", config.model.path),
         ("model.tokenizer", config.model.tokenizer),
@@ -137,9 +137,9 @@ def _check_inputs(config: Config, folder: Path) -> None:
         if value is None or not Path(value).exists():
             continue
         read = Path(value).resolve()
-        if read == place or place in read.parents:
+        if read == resolved or resolved in read.parents:
             raise UserError("run.folder", f"{folder} contains {setting} ({value})", "give a new or an empty folder")
-        if setting == "data.path" and read in place.parents:
+        if setting == "data.path" and read in resolved.parents:
             raise UserError(
                 "run.folder",
                 f"{folder} is inside data.path ({value}), whose files are all read as data",

@@ -38,12 +38,12 @@ def shard_model(
         if lower
         else MixedPrecisionPolicy()
     )
-    place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
     if lower:
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
-    common: dict[str, Any] = {"mp_policy": precision, "offload_policy": place}
+    common: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload_policy}
     last = shard_everything(mesh.fsdp)
     for module, rule in rules_by_module(model, (*rules, last)).items():
         if rule is not last:

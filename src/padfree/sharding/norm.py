@@ -32,9 +32,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> T
         elif gradient is not None:
             by_placement.setdefault(None, []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for place, gradients in by_placement.items():
+    for own_placements, gradients in by_placement.items():
         squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum().to(device)
-        mesh, placements = place or (None, ())
+        mesh, placements = own_placements or (None, ())
         for dim, placement in enumerate(placements):
             assert not placement.is_partial(), "gradients must be reduced already"
             if mesh is not None and placement.is_shard():

@@ -93,7 +93,7 @@ def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
     """[P, 2] indices of (chosen, rejected) in the samples of a pack; [P] float64 weights and margins of the pairs."""
     pairs = preference_pairs(() if batch.is_filler else batch.samples)
     weights = np.full(len(pairs), 2.0 / batch.batch_samples)
-    terms = [batch.samples[place].terms or {} for place in pairs[:, 0].tolist()]
+    terms = [batch.samples[index].terms or {} for index in pairs[:, 0].tolist()]
     margins = np.array([term.get("margin", 0.0) for term in terms], dtype=np.float64)
     device = batch.labels.device
     return to_device(pairs, device), to_device(weights, device), to_device(margins, device)

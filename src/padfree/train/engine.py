@@ -133,7 +133,7 @@ class Engine:
             )
         self.micro_batch_loss: MicroBatchLoss = micro_batch_loss
         self.model, self.mesh, self.packer = scorer.model, scorer.mesh, scorer.packer
-        self.clock = RankImbalanceTimer.of(scorer.model, scorer.mesh)
+        self.timer = RankImbalanceTimer.of(scorer.model, scorer.mesh)
         self.router: RouterBalance | None = None
         if settings.load_balancing or settings.router_bias:
             self.router = RouterBalance(
@@ -209,7 +209,7 @@ class Engine:
             if self.router is not None:
                 self.router.move_biases(finite)
         self.optimizer.zero_grad(set_to_none=True)
-        marks = None if self.clock is None else self.clock.cut()
+        marks = None if self.timer is None else self.timer.cut()
         return PendingStep(self, prepared, sums, numbers, finite, marks, step, after)
 
     def gradients(self, prepared: PreparedStep) -> _Sums:
@@ -330,9 +330,9 @@ class PendingStep:
         return float(self._before.elapsed_time(self._arrived)) / 1e3
 
     def _seconds(self, marks: list[Any]) -> tuple[float, ...]:
-        clock = self._engine.clock
-        assert clock is not None
-        return clock.seconds(marks)
+        timer = self._engine.timer
+        assert timer is not None
+        return timer.seconds(marks)
 
     def _nonfinite_error(self, loss: float, norm: float) -> NonFiniteError:
         """Name the samples that have a non-finite token loss, or all samples if every token loss is finite."""

@@ -225,11 +225,13 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
         setting, init = ("model.path", config.model.init) if own else ("critic.path", "weights")
         critic = _checked_model(config, config.critic.path or config.model.path, setting, init, "scalar")
         limits = limits.within(ModelLimits.of(critic))
-    if (judge := model_of(config.rollout.reward)) is not None:
-        _checked_model(config, judge, "rollout.reward", "weights", "scalar")
-        if Path(judge).exists():
-            check_reward_model(judge, open_model(judge, trust_remote_code=config.model.trust_remote_code)[1])
-            open_tokenizer(judge, "rollout.reward", config.model.trust_remote_code)
+    if (reward_path := model_of(config.rollout.reward)) is not None:
+        _checked_model(config, reward_path, "rollout.reward", "weights", "scalar")
+        if Path(reward_path).exists():
+            check_reward_model(
+                reward_path, open_model(reward_path, trust_remote_code=config.model.trust_remote_code)[1]
+            )
+            open_tokenizer(reward_path, "rollout.reward", config.model.trust_remote_code)
     return model, limits
 
 
@@ -444,12 +446,12 @@ def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool)
         yield f"samples have up to {longest} tokens, but the model supports {trained} (max_position_embeddings)"
     steps = config.run.steps
     if steps is not None and config.data.epochs is not None:
-        there = count_steps(config, source, enough=steps)
-        if there < steps:
+        steps_in_data = count_steps(config, source, enough=steps)
+        if steps_in_data < steps:
             end = "" if config.schedule.kind == "constant" else f", before the {config.schedule.kind} schedule ends"
             yield (
-                f"run.steps is {steps}, but the data ends after about {there} steps{end}; set "
-                f"run.steps={there}, or data.epochs=none"
+                f"run.steps is {steps}, but the data ends after about {steps_in_data} steps{end}; set "
+                f"run.steps={steps_in_data}, or data.epochs=none"
             )
     own_function = config.rollout.reward is not None and model_of(config.rollout.reward) is None
     if dry and own_function and config.rollout.reward not in BUILT_IN:
@@ -468,10 +470,12 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     if in_rows(config) and config.batch.samples is not None:
         order = epoch_order(config, row_counts(row_starts(config, samples), source.parts))
         rows = config.batch.samples // config.loss.task.group_size
-        alike = all((part.weight * part.size).denominator == 1 for part in order.parts)  # epochs have equally many rows
-        looked_at = range(1 if alike else epochs)
-        there = sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in looked_at)
-        return there * epochs if alike else there
+        same_every_epoch = all(
+            (part.weight * part.size).denominator == 1 for part in order.parts
+        )  # all epochs have the same number of rows
+        looked_at = range(1 if same_every_epoch else epochs)
+        steps = sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in looked_at)
+        return steps * epochs if same_every_epoch else steps
     if (
         not source.parts
         and config.batch.tokens is not None
@@ -492,8 +496,8 @@ def planned_steps(config: Config, source: TrainingData) -> int | None:
     steps, quick = config.run.steps, config.batch.samples is not None and config.rollout.source is None
     if config.data.epochs is None or (not quick and len(source.samples) > MANY_SAMPLES):
         return steps
-    there = count_steps(config, source, enough=steps or LARGEST_COUNT)
-    return there if steps is None else min(steps, there)
+    steps_in_data = count_steps(config, source, enough=steps or LARGEST_COUNT)
+    return steps_in_data if steps is None else min(steps, steps_in_data)
 
 
 class _Lengths(Sequence[Any]):
