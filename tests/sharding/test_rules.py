@@ -23,10 +23,10 @@ Outcome = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
 def planted(mesh: Mesh) -> list[Rule]:
-    """Experts are sharded over two ranks and replicated on two more; key and value projections are sharded by column."""
+    """Experts are sharded over two ranks and replicated on two more; key and value projections by column."""
     pairs = mesh.over(shard=("shard",), replicate=("context",))
     return [
-        Rule("experts", lambda place: place.role == "expert", pairs),
+        Rule("experts", lambda info: info.role == "expert", pairs),
         Rule("columns", is_key_projection, mesh.fsdp, dim=1),
     ]
 
@@ -90,8 +90,8 @@ def test_a_planted_rule_changes_no_number(optimizer: str, tmp_path: Path) -> Non
 
 def test_the_first_rule_that_applies_decides(mesh: Mesh) -> None:
     model = small_model("qwen3_moe")
-    heads = Rule("heads", lambda place: place.role == "head", mesh.fsdp)
-    matrices = Rule("matrices", lambda place: place.parameter.ndim >= 2, mesh.fsdp)
+    heads = Rule("heads", lambda info: info.role == "head", mesh.fsdp)
+    matrices = Rule("matrices", lambda info: info.parameter.ndim >= 2, mesh.fsdp)
     found = rules_by_module(model, [heads, matrices, shard_everything(mesh.fsdp)])
     names = {name: found[module].name for name, module in model.named_modules() if module in found}
     assert names["lm_head"] == names["model.layers.0.mlp.gate"] == "heads"

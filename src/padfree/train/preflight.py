@@ -470,9 +470,7 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     if in_rows(config) and config.batch.samples is not None:
         order = epoch_order(config, row_counts(row_starts(config, samples), source.parts))
         rows = config.batch.samples // config.loss.task.group_size
-        same_every_epoch = all(
-            (part.weight * part.size).denominator == 1 for part in order.parts
-        )  # all epochs have the same number of rows
+        same_every_epoch = all((part.weight * part.size).denominator == 1 for part in order.parts)
         looked_at = range(1 if same_every_epoch else epochs)
         steps = sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in looked_at)
         return steps * epochs if same_every_epoch else steps
