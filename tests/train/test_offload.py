@@ -100,6 +100,6 @@ def test_a_run_on_the_cpu_is_refused(mesh: Mesh, tmp_path: Path) -> None:
             "run": {"folder": str(tmp_path)},
         }
     )
-    message = "^parallel.offload: true, but the device is the CPU already; set parallel.offload=false$"
+    message = "^parallel.offload: true, but the device is already the CPU; set parallel.offload=false$"
     with pytest.raises(ValueError, match=message):
         build_engine(config, mesh)

@@ -76,7 +76,9 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
         tensors |= {f"optimizer/{key}": tensor for key, tensor in optimizer_tensors(model, optimizer).items()}
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise UserError("checkpoint", f"{key} is {tensor.dtype}", f"only {', '.join(DTYPES.values())} can be saved")
+            raise UserError(
+                "checkpoint", f"{key} is {tensor.dtype}", f"convert it to one of {', '.join(DTYPES.values())}"
+            )
     return tensors
 
 

@@ -48,7 +48,7 @@ class ModelLimits:
         return ModelLimits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
 
     def within(self, other: ModelLimits) -> ModelLimits:
-        """The limits that both models satisfy."""
+        """The limits that hold for both models."""
         limits = [limit for limit in (self.positions, other.positions) if limit is not None]
         return replace(
             self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None

@@ -42,7 +42,7 @@ class RouterBalance:
         self.routers = routers_of(model)
         name = type(model).__name__
         if not self.routers or len({router.num_experts for router in self.routers}) > 1:
-            setting, value = ("router", coefficient) if coefficient else ("router_bias", bias_rate)
+            setting, value = ("load_balancing", coefficient) if coefficient else ("router_bias", bias_rate)
             raise UserError(
                 f"loss.{setting}", f"{value}, but {name} has no routers, or routers of different sizes", "leave it out"
             )

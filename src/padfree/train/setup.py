@@ -43,11 +43,11 @@ from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 def check_placement(config: Config, device_type: str) -> None:
     """Refuse settings that do not make sense on this device type or for a model without weights."""
     if config.parallel.offload and device_type == "cpu":
-        raise UserError("parallel.offload", "true, but the device is the CPU already", "set parallel.offload=false")
+        raise UserError("parallel.offload", "true, but the device is already the CPU", "set parallel.offload=false")
     if config.parallel.checkpointing == "host" and device_type == "cpu":
         raise UserError(
             "parallel.checkpointing",
-            "'host', but the device is the host already",
+            "'host', but the device is already the CPU",
             "set parallel.checkpointing=selective",
         )
     path = Path(config.model.path)

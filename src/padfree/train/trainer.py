@@ -256,7 +256,9 @@ class Trainer:
         if name is None or self.step == 0:  # the initial weights need no checkpoint
             return
         if name not in found:
-            raise UserError("checkpoint.best", "is not measured", f"give one of {', '.join(found)}", value=name)
+            raise UserError(
+                "checkpoint.best", "is not a metric of the evaluation", f"give one of {', '.join(found)}", value=name
+            )
         if self.best is None or is_better(found[name], self.best.value, name, self.config.checkpoint.better):
             self.best = Best(metric=name, value=found[name], step=self.step)
             self.checkpointer.keep(None)  # the previous best may be deleted once this one is complete
