@@ -112,7 +112,7 @@ def compare(
     device, found = engine.mesh.device, {}
     shares: dict[str, SharePrefixes] = {"without": False, "with": "auto"}
     for name, share in shares.items():
-        engine.scorer.packer.rows = PackSettings(share_prefixes=share)
+        engine.scorer.packer.pack_settings = PackSettings(share_prefixes=share)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         found[f"update {name}"], report = update_seconds(engine, samples, repeats, first)
@@ -152,7 +152,7 @@ def head_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
     assert isinstance(settings.loss, PolicySettings)
     dtype = torch.bfloat16 if engine.mesh.device.type == "cuda" else torch.float32
     rows = []
-    for batch, _ in engine.prepare(samples).rows:
+    for batch, _ in engine.prepare(samples).packs:
         size = (batch.local.input_ids.shape[-1], model.config.hidden_size)
         hidden = torch.randn(size, device=engine.mesh.device, dtype=dtype).requires_grad_()
         rows.append((batch, hidden, make_token_loss(LossInputs.from_batch(batch.local), settings.loss)))
@@ -363,7 +363,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     engine = make_engine(shape, device, args.layers, args.max_tokens)
     if args.gsm8k is not None:
         samples = gsm8k_groups(args.gsm8k, 16)
-        engine.scorer.packer.rows = PackSettings(share_prefixes="auto")
+        engine.scorer.packer.pack_settings = PackSettings(share_prefixes="auto")
         everything = gsm8k_groups(args.gsm8k, 1 << 20)
         print(f"rho of all {len(everything)} solutions {engine.scorer.packer.plan(everything).sharing:.3f}")
         shown("GSM8K, groups of 4", compare(engine, samples, args.repeats))
@@ -371,7 +371,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     if args.calculator is not None:
         for probes, name in ((False, "episodes with a calculator"), (True, "trees, a branch at each answer")):
             samples = calculator_groups(args.calculator, args.groups, probes=probes)
-            engine.scorer.packer.rows = PackSettings(share_prefixes="auto")
+            engine.scorer.packer.pack_settings = PackSettings(share_prefixes="auto")
             everything = calculator_groups(args.calculator, 200, probes=probes)
             print(f"rho of {len(everything)} samples of 200 groups {engine.scorer.packer.plan(everything).sharing:.3f}")
             print(f"{len(samples)} samples of {args.groups} groups, {sum(map(len, samples))} tokens")

@@ -1,4 +1,4 @@
-"""The files of a checkpoint are plain safetensors that other programs read, whole or in pieces."""
+"""The files of a checkpoint are standard safetensors, readable as a whole or in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from padfree.checkpoint.manifest import join_manifest
 
 
 def test_written_files_are_safetensors(tmp_path: Path) -> None:
-    """All dtypes, odd numbers of entries that would put the next one out of line, scalars, views."""
+    """All dtypes, odd sizes that could misalign the next tensor, scalars, views."""
     tensors = {str(dtype): torch.tensor([0, 1, 1]).to(dtype) for dtype in DTYPES}
     tensors |= {"scalar": torch.tensor(2.5), "transposed": torch.arange(6.0).reshape(2, 3).T, "ü": torch.ones(1, 0)}
     size, digest = write_safetensors(tmp_path / "file", tensors)
@@ -47,5 +47,5 @@ def test_pieces_are_read_whatever_the_split(
         Reader(tmp_path, content["tensors"]).fill("weight", local, (slice(begin, end), slice(0, 2)))
         assert torch.equal(local, whole[begin:end])
     content["tensors"]["weight"]["pieces"].pop()
-    with pytest.raises(AssertionError, match=r"weight: .* of 10 entries are in the checkpoint"):
+    with pytest.raises(AssertionError, match=r"weight: the checkpoint has .* of 10 elements"):
         Reader(tmp_path, content["tensors"]).fill("weight", torch.ones(5, 2), (slice(0, 5), slice(0, 2)))

@@ -1,4 +1,4 @@
-"""A checkpoint resumes bit for bit on any number of ranks, and is complete or not there, whatever happens meanwhile."""
+"""A checkpoint resumes bit for bit on any number of ranks, and is complete or absent, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.refused import refused
 
 
 class Tiny(nn.Module):
-    """Odd sizes, a tie, a buffer that is saved and one that is not."""
+    """Odd sizes, tied weights, a persistent and a non-persistent buffer."""
 
     counts: Tensor
     scratch: Tensor
@@ -86,7 +86,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
 
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that is saved, gathered."""
+    """Everything that is saved, as whole tensors."""
     tensors: dict[str, Tensor] = dict(model.state_dict())
     for name, parameter in model.named_parameters():
         tensors |= {f"{name}/{kind}": value for kind, value in optimizer.state[parameter].items()}
@@ -104,7 +104,7 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def saved(folder: Path, *steps: int, **options: Any) -> tuple[Checkpointer, list[dict[str, Tensor]]]:
-    """Checkpoints after each of these steps, and what was in them."""
+    """Save checkpoints after these steps; return their contents, too."""
     checkpointer = Checkpointer(folder, **options)
     model, optimizer = make()
     states, done = [], 0
@@ -249,7 +249,7 @@ def save_and_load(rank: int, folder: str, layout: Layout, asynchronous: bool) ->
         checkpointer.wait()
         model, optimizer = make(seed=9, layout=layout)
         with torch.no_grad():
-            model(torch.arange(7))  # leaves the parameters of the root whole
+            model(torch.arange(7))  # leaves the root's parameters gathered
         path = checkpointer.latest()
         assert path is not None
         assert path.name == f"step-{step:08d}"
@@ -284,7 +284,7 @@ def fail_on_one_rank(rank: int, folder: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         checkpointer.save(2, model=model, optimizer=optimizer, extra={}, rank_state={})
     checkpoint.write_safetensors = write_safetensors
-    dist.barrier()  # rank 0 tidies up after it has spoken to the others
+    dist.barrier()  # rank 0 deletes files after its last message to the others
     assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "step-00000001"]
     path = checkpointer.latest()
     assert path is not None
@@ -304,11 +304,11 @@ def test_any_number_of_ranks_resumes_and_a_failure_of_one_is_everyones(tmp_path:
     assert_same(others[1], second)
     assert others[2] == message
     assert "rank-00001.safetensors cannot be written (No space left on device); free space" in message
-    assert f"{tmp_path / 'failing' / 'step-00000001'} is still there to resume from" in message
+    assert f"the run can still be resumed from {tmp_path / 'failing' / 'step-00000001'}" in message
 
     written = {
         "flat": [("rank-00000.safetensors", 0, 4), ("rank-00001.safetensors", 4, 3)],
-        "replicated": [("rank-00000.safetensors", 0, 7)],  # both ranks hold all, one writes
+        "replicated": [("rank-00000.safetensors", 0, 7)],  # both ranks hold everything, one writes
     }
     for (kind, rows), state in zip(written.items(), (first, second), strict=True):
         path = tmp_path / kind / "step-00000003"
@@ -340,7 +340,7 @@ def test_a_rank_killed_in_a_save_stops_the_others_and_leaves_the_last_checkpoint
     assert loaded(Checkpointer(tmp_path))[0] == 1
 
 
-# Which ones are there
+# Retention
 
 
 def test_keeps_the_last_ones(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_keeps_the_last_ones(tmp_path: Path) -> None:
 
 
 def test_a_step_saved_again_gets_a_new_name_and_goes_before_older_ones(tmp_path: Path) -> None:
-    """A run resumed from an older checkpoint comes by the same steps, with other numbers."""
+    """A run that resumes an older checkpoint reaches the same steps again, with other weights."""
     saved(tmp_path, 4, 8, keep_last=3)
     checkpointer, states = saved(tmp_path, 4, keep_last=2)
     assert checkpointer.latest() == tmp_path / "step-00000004.1"
@@ -457,9 +457,9 @@ def test_tensors_that_all_ranks_share_are_in_extra(tmp_path: Path) -> None:
 def test_a_single_damaged_checkpoint_says_so(tmp_path: Path) -> None:
     checkpointer, _ = saved(tmp_path, 1)
     flip(tmp_path / "step-00000001" / "rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match="; remove step-00000001 to start anew"):
+    with pytest.raises(CheckpointError, match="; remove step-00000001 to start over"):
         loaded(checkpointer)
-    with pytest.raises(CheckpointError, match=r"step-00000007 is not there or not complete"):
+    with pytest.raises(CheckpointError, match=r"step-00000007 does not exist or is incomplete"):
         loaded(checkpointer, tmp_path / "step-00000007")
 
 
@@ -474,8 +474,8 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("other", "difference"),
     [
         (lambda: Other(), "it is a Tiny, not a Other"),
-        (lambda: Tiny(width=6), r"embed\.weight is \[7, 5\] F32 there and \[7, 6\] F32 here"),
-        (lambda: Tiny().bfloat16(), r"embed\.weight is \[7, 5\] F32 there and \[7, 5\] BF16 here"),
+        (lambda: Tiny(width=6), r"embed\.weight is \[7, 5\] F32 in the checkpoint and \[7, 6\] F32 in this run"),
+        (lambda: Tiny().bfloat16(), r"embed\.weight is \[7, 5\] F32 in the checkpoint and \[7, 5\] BF16 in this run"),
     ],
 )
 def test_the_checkpoint_of_another_model_is_refused(
@@ -491,7 +491,7 @@ def test_the_checkpoint_of_another_model_is_refused(
 def test_other_groups_in_the_optimizer_are_refused(tmp_path: Path) -> None:
     checkpointer, _ = saved(tmp_path, 1)
     model = Tiny()
-    with pytest.raises(CheckpointError, match="other groups of parameters in the optimizer; keep its settings"):
+    with pytest.raises(CheckpointError, match="other parameter groups in the optimizer; keep its settings"):
         checkpointer.load(
             tmp_path / "step-00000001", model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1)
         )
@@ -500,9 +500,9 @@ def test_other_groups_in_the_optimizer_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "rank_state", "message"),
     [
-        ({"a": {1: 2}}, {}, r"extra\['a'\]: the key 1 is no text"),
-        ({"a": [torch.ones(1)]}, {}, r"extra\['a'\]\[0\]: Tensor; give numbers"),
-        ({}, {"a": {2}}, r"rank_state\['a'\]: set; give numbers"),
+        ({"a": {1: 2}}, {}, r"extra\['a'\]: the key 1 is not a string"),
+        ({"a": [torch.ones(1)]}, {}, r"extra\['a'\]\[0\]: JSON cannot store a Tensor; give numbers"),
+        ({}, {"a": {2}}, r"rank_state\['a'\]: JSON cannot store a set; give numbers"),
     ],
 )
 def test_what_json_would_change_is_refused(
@@ -521,7 +521,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path).save(1, model=model, optimizer=optimizer, extra={}, rank_state={})
 
 
-# Writing that fails
+# Failed writes
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -557,7 +557,7 @@ def test_a_full_disk_leaves_the_checkpoints_before(
         if asynchronous:
             checkpointer.save(2, model=model, optimizer=optimizer, extra={}, rank_state={})
         with pytest.raises(
-            CheckpointError, match=r"No space left on device\); free space .*, .*step-00000001 is still"
+            CheckpointError, match=r"No space left on device\); free space .*; .*resumed from .*step-00000001"
         ):
             checkpointer.save(3, model=model, optimizer=optimizer, extra={}, rank_state={})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
@@ -600,7 +600,7 @@ def test_an_asynchronous_save_holds_what_was_there_when_it_began(
 
 
 def in_a_fork(function: Callable[[], None]) -> int:
-    """How a child that runs this ended."""
+    """The status of a forked child that runs the function."""
     child = os.fork()
     if child == 0:
         try:
@@ -613,7 +613,7 @@ def in_a_fork(function: Callable[[], None]) -> int:
 
 
 def die_at(number: int, folder: Path) -> None:
-    """Kill this process at its nth change of something in the folder, or wait for the disk."""
+    """Kill this process at its nth file-system change or fsync in the folder."""
     seen = 0
 
     def count() -> None:
@@ -640,7 +640,7 @@ def die_at(number: int, folder: Path) -> None:
 
 
 def die_everywhere(folder: Path) -> int:
-    """Save with a kill at the first, second, ... change until one save survives; how many died."""
+    """Save with a kill at the first, second, ... change until one save survives; return the number of kills."""
     base, trial = folder / "base", folder / "trial"
     _, states = saved(base, 1, 2)
     model, optimizer = make()
@@ -659,7 +659,7 @@ def die_everywhere(folder: Path) -> int:
         ended = in_a_fork(attempt)
         assert ended in (0, signal.SIGKILL), ended
         pointed = trial / (trial / "latest").read_text()
-        assert Checkpointer(trial).latest() == pointed, "the pointer itself is right, not only the search without it"
+        assert Checkpointer(trial).latest() == pointed, "`latest` is right, not only the search without it"
         step, state = loaded(Checkpointer(trial))
         assert_same(state, expected[step])
         reached.add(step)
@@ -674,7 +674,7 @@ def die_everywhere(folder: Path) -> int:
 
 
 def out_of_space(folder: Path) -> str:
-    """Save where no file may grow beyond half of what a checkpoint needs."""
+    """Save with a limit on the file size of half a checkpoint."""
     checkpointer, _ = saved(folder, 1)
     size = (folder / "step-00000001" / "rank-00000.safetensors").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
@@ -699,7 +699,7 @@ def die_and_fill(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_kills_in_a_save_and_a_file_that_cannot_grow(tmp_path: Path) -> None:
-    """In a process of its own, which has one thread and can be forked.
+    """In a separate process, which has one thread and can be forked.
 
     A kill at any moment of a save leaves a complete `latest`; a disk without space is reported.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: only what can be written and read back."""
+"""A checkpoint holds only tensors that can be written and read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer state goes by names, and what JSON would change is refused."""
+"""Optimizer state is stored by parameter name, and values that JSON would change are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from padfree.optim.optimizer_settings import OptimizerConfig
 def test_options_that_are_no_values_are_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([{"params": model.parameters(), "rule": max}], lr=0.1)
-    with pytest.raises(ValueError, match=r"optimizer\['groups'\]\[0\]\['rule'\]: builtin_function_or_method; give"):
+    with pytest.raises(ValueError, match=r"optimizer\['groups'\]\[0\]\['rule'\]: JSON cannot store a builtin_"):
         describe_optimizer(model, optimizer)
 
 
@@ -25,7 +25,7 @@ def test_tensors_go_by_the_names_of_parameters() -> None:
     model = nn.Linear(2, 3)
     optimizer = torch.optim.AdamW([model.bias, model.weight], lr=0.1)
     model(torch.ones(1, 2)).sum().backward()
-    assert optimizer_tensors(model, optimizer) == {}  # nothing has been stepped yet
+    assert optimizer_tensors(model, optimizer) == {}  # no step has been made yet
     optimizer.step()
     tensors = optimizer_tensors(model, optimizer)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
@@ -38,7 +38,7 @@ def test_tensors_go_by_the_names_of_parameters() -> None:
 
 
 def test_a_checkpoint_of_torchs_adamw_resumes(tmp_path: Path) -> None:
-    """Older checkpoints hold the options of `torch.optim.AdamW` and no rules; the next steps are the same bits."""
+    """Older checkpoints hold the options of `torch.optim.AdamW` and no rules; the next steps are bit-identical."""
 
     def trained(model: nn.Linear, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:

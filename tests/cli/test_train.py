@@ -367,7 +367,7 @@ def test_an_export_has_the_dtype_of_the_base_model_and_a_resume_says_what_has_ch
     assert main([*line, "checkpoint.export_dtype=float32", "run.steps=3"]) == 0
     assert dtypes_of(tmp_path / "run" / "model") == {torch.float32}
     printed = capsys.readouterr().out
-    assert 'with other settings: run.steps 3 (was 2), checkpoint.export_dtype "float32" (was "base")\n' in printed
+    assert 'with changed settings: run.steps 3 (was 2), checkpoint.export_dtype "float32" (was "base")\n' in printed
 
 
 def test_random_weights_are_trained_where_they_are_asked_for(

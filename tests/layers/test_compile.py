@@ -68,7 +68,7 @@ def gradients(engine: Engine, *, scored: bool = False) -> dict[str, Tensor]:
     if scored:
         engine.scorer.logprobs(samples)
     prepared = engine.prepare(samples)
-    assert len(prepared.rows) > 1
+    assert len(prepared.packs) > 1
     engine.gradients(prepared)
     return {name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()}  # type: ignore[union-attr]
 

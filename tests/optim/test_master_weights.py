@@ -1,4 +1,4 @@
-"""Float32 masters of a single process, against FSDP2, which does the same for many."""
+"""Float32 master weights in a single process, against FSDP2."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mesh() -> Mesh:
 @pytest.mark.parametrize("loss", ["sft", "clip"])
 @pytest.mark.parametrize("model", ["qwen3", "llama_tied"])
 def test_steps_are_those_of_fsdp_to_the_bit(model: str, loss: str, checkpointing: str, mesh: Mesh) -> None:
-    """Over several micro-batches, of which each adds to float32 gradients, and with recomputation in backward."""
+    """With several micro-batches, which accumulate into float32 gradients, and with recomputation in backward."""
     samples = make_samples()
     found = []
     for reshard in (True, False):
@@ -51,7 +51,7 @@ def test_modules_hold_copies_only_while_they_compute(mesh: Mesh) -> None:
     master_weights = dict(engine.model.named_parameters())
 
     def seen(model: Any) -> set[torch.dtype]:
-        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight, "they are tied"
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight, "the embeddings are tied"
         return {parameter.dtype for parameter in model.parameters()}
 
     assert inside(engine.model, seen) == {torch.bfloat16}
@@ -90,7 +90,7 @@ def test_frozen_weights_need_no_master(mesh: Mesh) -> None:
 
 
 def test_a_parameter_without_a_gradient_does_not_hold_the_others_back(mesh: Mesh) -> None:
-    """An expert that no token meets: its layer's other gradients are collected all the same, and its own stays None."""
+    """An expert without tokens: its gradient stays None, and the other gradients of its layer are collected."""
     model = small_model()
     unused = torch.nn.Linear(4, 4)
     model.model.layers[0].register_module("unused", unused)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Muon against its plain definition, against torch's, and on several ranks against one."""
+"""Muon against its reference implementation, against torch, and on several ranks against one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from padfree.optim import muon
 from padfree.optim.muon import orthogonalize
 from padfree.optim.optimizer import Optimizer, make_optimizer
 from padfree.optim.optimizer_settings import MuonSettings, OptimizerConfig
-from padfree.optim.reference_adamw import muon_step, orthogonal_factor
+from padfree.optim.reference_muon import muon_step, orthogonal_factor
 from padfree.testing.models import build
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
-from tests.train.trainer_cases import SFT, lines, make_config, make_loop, save_config
+from tests.train.trainer_cases import SFT, lines, make_config, make_trainer, save_config
 
 SETTINGS = OptimizerConfig(
     name="muon", lr=0.01, eps=1e-2, weight_decay=0.1, muon=MuonSettings(lr=0.02, momentum=0.9, weight_decay=0.05)
@@ -31,7 +31,7 @@ STEPS = 3
 
 
 class Experts(nn.Module):
-    """Three experts in one tensor, each with a bias, as transformers keeps them."""
+    """Three experts in one tensor, each with a bias, as transformers stores them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Experts(nn.Module):
 
 
 class Odd(nn.Module):
-    """Rows that 2 and 4 ranks cannot divide evenly, wide and tall, several of one shape, fewer rows than ranks."""
+    """Matrices that 2 and 4 ranks cannot divide evenly: wide, tall, of equal shape, with fewer rows than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def gradients_of(step: int) -> dict[str, Tensor]:
 
 
 def stepped(model: nn.Module, optimizer: Optimizer, steps: range = range(STEPS)) -> dict[str, Tensor]:
-    """The whole weights after so many steps with the gradients of these steps."""
+    """The whole weights after steps with the given gradients."""
     for step in steps:
         for name, gradient in gradients_of(step).items():
             parameter = model.get_parameter(name)
@@ -100,7 +100,7 @@ def test_the_iteration_comes_near_to_an_orthogonal_matrix(shape: tuple[int, int]
 
 @pytest.mark.parametrize("changes", [{}, {"nesterov": False}, {"steps": 2, "update_rms": 1.0, "momentum": 0.0}])
 def test_steps_are_those_of_the_plain_definition(changes: dict[str, Any]) -> None:
-    """Of linear layers and of each expert; everything else is AdamW's."""
+    """For linear layers and each expert; AdamW updates everything else."""
     chosen = {"momentum": 0.9, "weight_decay": 0.05, **changes}
     settings = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.1, muon=MuonSettings(lr=0.02, **chosen))
     found, adamw = Odd(), Odd()
@@ -133,7 +133,7 @@ def test_batches_do_not_change_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_update_has_the_root_mean_square_that_is_asked_for() -> None:
-    """Whatever the shape: about 0.2 of the learning rate, as AdamW's."""
+    """For any shape: about 0.2 of the learning rate, as with AdamW."""
     for shape in ((64, 64), (32, 200), (300, 40)):
         layer = nn.Linear(shape[1], shape[0], bias=False)
         optimizer = make_optimizer(layer, OptimizerConfig(name="muon", lr=1.0))
@@ -145,7 +145,7 @@ def test_an_update_has_the_root_mean_square_that_is_asked_for() -> None:
 
 
 def test_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the iteration to 1e-12, in float64; the iteration, which torch does in bfloat16, to its rounding."""
+    """In float64 to 1e-12 except for the iteration, which torch computes in bfloat16."""
     from torch.optim import _muon
 
     matrix = torch.randn(20, 33, generator=torch.Generator().manual_seed(0))
@@ -176,7 +176,7 @@ def test_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def odd_on_ranks(rank: int, world: int) -> dict[str, float]:
-    """The difference of every layout from one process."""
+    """The difference between every layout and one process."""
     expected = Odd()
     whole = stepped(expected, make_optimizer(expected, SETTINGS))
     found = {}
@@ -199,7 +199,7 @@ def test_shards_of_any_size_step_as_one_process_does(world: int) -> None:
 
 
 def gpt2() -> Any:
-    """It computes in one dtype throughout, which can be float64; 18 rows are 5, 5, 5 and 3 on 4 ranks."""
+    """A model that computes in one dtype throughout, here float64; 18 matrix rows are 5, 5, 5 and 3 on 4 ranks."""
     sizes = {"hidden_size": 18, "num_attention_heads": 2}
     return build("gpt2", vocab_size=40, n_positions=64, **sizes).double()
 
@@ -231,7 +231,7 @@ def test_training_on_ranks_is_that_of_one_process() -> None:
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe"])
 def test_masters_step_as_fsdp_does_to_the_bit(name: str) -> None:
-    """Of a bfloat16 model in a single process."""
+    """With a bfloat16 model in a single process."""
     results = [
         two_steps(
             make_engine(
@@ -262,7 +262,7 @@ def test_adapters_are_hidden_matrices(mesh: Mesh) -> None:
     after = weights_of(engine.model)
     for name in names:
         change = after[name] - before[name]
-        if ".lora_B." in name:  # B begins as 0, so that decay does nothing
+        if ".lora_B." in name:  # B starts at 0, so weight decay has no effect
             assert float(change.square().mean().sqrt()) == pytest.approx(0.02 * 0.2, rel=0.4), name
 
 
@@ -273,12 +273,12 @@ def run(folder: Path, model: Path, world: int, steps: int) -> None:
 def run_on_rank(rank: int, world: int, folder: Path, model: Path, steps: int) -> None:
     muon = {"name": "muon", "muon": {"lr": 2e-3, "momentum": 0.9}}
     config = make_config(folder, model, **SFT, optimizer=muon, run={"steps": steps})
-    make_loop(config, make_mesh("cpu")).run()
+    make_trainer(config, make_mesh("cpu")).run()
 
 
 @pytest.mark.slow
 def test_a_resumed_run_makes_the_same_steps(tmp_path: Path) -> None:
-    """To the bit on as many ranks, to rounding on more and on fewer."""
+    """Bit-identical on the same number of ranks, up to rounding on other numbers."""
     model = save_config(tmp_path)
     run(tmp_path / "whole", model, 2, 6)
     expected = lines(tmp_path / "whole")
@@ -300,4 +300,4 @@ def test_a_resumed_run_makes_the_same_steps(tmp_path: Path) -> None:
 
 
 def other_optimizer(rank: int, world: int, folder: Path, model: Path) -> None:
-    make_loop(make_config(folder, model, **SFT, run={"steps": 7}), make_mesh("cpu"))
+    make_trainer(make_config(folder, model, **SFT, run={"steps": 7}), make_mesh("cpu"))

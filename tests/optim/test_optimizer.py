@@ -1,4 +1,4 @@
-"""Which parameters are stepped by which rule, and AdamW's steps. Muon's are in test_muon."""
+"""The update rule of each parameter, and AdamW's steps. Muon's steps are in test_muon."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_muon_takes_the_rate_and_decay_of_adamw_if_it_has_none() -> None:
 
 
 def test_options_remain_those_of_this_start() -> None:
-    """Of every rule, whatever its options are; and the state is that of the checkpoint."""
+    """Loading keeps the options of every rule and restores the state of the checkpoint."""
     model = build("llama")
     optimizer = make_optimizer(model, OptimizerConfig(name="muon", lr=0.1, muon=MuonSettings(momentum=0.5)))
     for parameter in model.parameters():
@@ -84,7 +84,7 @@ def test_options_remain_those_of_this_start() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_state_has_the_bytes_that_the_rule_says(rule: str) -> None:
-    """In float32; the count of steps, of which there is one for a whole parameter, is not counted."""
+    """In float32, without the step counter of each parameter."""
     model = nn.Linear(7, 5, bias=False)
     optimizer = one_rule(model, rule)
     model.weight.grad = torch.ones_like(model.weight)
@@ -106,7 +106,7 @@ def one_rule(model: nn.Module, rule: str, **options: float) -> Optimizer:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_is_not_finite_changes_nothing(rule: str, device: str) -> None:
-    """Neither weights nor state; and the next one is as if it had not been tried."""
+    """Neither weights nor state change, and the next step is as if this one had not happened."""
     results = []
     for tries in (["finite", "nan", "finite"], ["finite", "finite"]):
         torch.manual_seed(0)
@@ -124,7 +124,7 @@ def test_a_step_that_is_not_finite_changes_nothing(rule: str, device: str) -> No
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_scale_is_one_of_the_gradients(rule: str, device: str) -> None:
-    """A quarter, bitwise: what a step does with all gradients multiplied before it."""
+    """With a scale of 1/4: bit-identical to a step with all gradients multiplied in advance."""
     results = []
     for inside in (False, True):
         torch.manual_seed(0)
@@ -143,7 +143,7 @@ def test_a_scale_is_one_of_the_gradients(rule: str, device: str) -> None:
 
 
 def test_steps_are_those_of_adamw(mesh: Mesh) -> None:
-    """Bitwise, of whole parameters and of sharded ones; a step that is not finite changes neither weights nor state."""
+    """Bit-identical for whole and sharded parameters; a non-finite step changes neither weights nor state."""
     results = []
     for kind in ("torch", "whole", "sharded"):
         torch.manual_seed(0)

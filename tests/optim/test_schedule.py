@@ -1,4 +1,4 @@
-"""The course of the learning rate."""
+"""The learning-rate schedule."""
 
 from __future__ import annotations
 

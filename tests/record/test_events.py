@@ -1,4 +1,4 @@
-"""The file of a run's events: appended to, whatever an earlier process left in it."""
+"""`events.jsonl` is append-only, whatever an earlier process left in it."""
 
 from __future__ import annotations
 

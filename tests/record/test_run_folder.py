@@ -1,4 +1,4 @@
-"""A run writes to a folder of its own, which nobody else writes to; what is somebody's is refused and left as it is."""
+"""A run locks its folder; a folder that is not padfree's is refused and left unchanged."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_new_or_an_empty_folder_is_marked_and_taken_again(tmp_path: Path) -> N
         check_run_folder(config)
         first = mark_run_folder(config)
         assert json.loads((tmp_path / name / MARKER).read_text())["made_by"] == "padfree"
-        written(tmp_path / name, "notes.txt")  # somebody's, but the run does not touch it
+        written(tmp_path / name, "notes.txt")  # a foreign file that the run does not touch
         assert mark_run_folder(config) == first == read_identity(tmp_path / name)
     runs = {read_identity(tmp_path / name).run for name in ("new/below", "empty", "logged")}
     assert len(runs) == 3
@@ -120,23 +120,23 @@ def file_instead(folder: Path) -> Config:
 
 
 FOREIGN: list[tuple[Callable[[Path], Config], str]] = [
-    (foreign_metrics, r"has metrics\.jsonl and is no run of padfree \(no run\.json\); give a new or an empty folder"),
-    (foreign_marker, r"run\.json is not what padfree writes there; give a new or an empty folder"),
-    (model_folder, r"m holds model\.path, .*m; give another folder, new or empty"),
-    (above_the_model, r"holds model\.path, .*model; give another folder"),
-    (other_model_folder, r"has config\.json and is no run of padfree"),
-    (data_folder, r"data holds data\.path, .*train\.jsonl; give another folder"),
-    (inside_the_data, r"lies in data\.path, .*data, all files of which are read; give a folder outside"),
-    (own_export_as_the_model, r"holds model\.path, .*model; give another folder"),
+    (foreign_metrics, r"has metrics\.jsonl and is not a run folder of padfree \(no run\.json\); give a new or an"),
+    (foreign_marker, r"run\.json was not written by padfree; give a new or an empty folder"),
+    (model_folder, r"m contains model\.path \(.*m\); give a new or an empty folder"),
+    (above_the_model, r"contains model\.path \(.*model\); give a new"),
+    (other_model_folder, r"has config\.json and is not a run folder of padfree"),
+    (data_folder, r"data contains data\.path \(.*train\.jsonl\); give a new"),
+    (inside_the_data, r"is inside data\.path \(.*data\), whose files are all read as data; give a folder outside"),
+    (own_export_as_the_model, r"contains model\.path \(.*model\); give a new"),
     (
         model_in_the_way_of_the_export,
-        r"run/model, where the trained model goes, is no earlier export of padfree .*; move",
+        r"run/model, which is the folder of the exported trained model, .*; move",
     ),
     (
         model_in_the_way_of_the_critic,
-        r"run/critic, where the critic goes, is no earlier export of padfree .*; move",
+        r"run/critic, which is the folder of the exported critic, .*; move",
     ),
-    (file_instead, r"run is a file; give a folder, a new or an empty one"),
+    (file_instead, r"run is a file; give a new or an empty folder"),
 ]
 
 
@@ -170,7 +170,7 @@ def test_a_run_from_before_the_marker_is_known_by_its_settings(tmp_path: Path) -
     mark_run_folder(config)
     assert read_identity(tmp_path).made_by == "padfree"
     save_with_tokenizer(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"is no earlier export of padfree .*; move it away"):
+    with pytest.raises(ValueError, match=r"exported trained model, .*; move it away"):
         check_run_folder(config)
 
 
@@ -194,7 +194,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch
 
 
 def hold(folder: str, said: Connection) -> None:
-    """Take the folder and keep it, or say why not."""
+    """Lock the folder and hold it, or print the error."""
     try:
         with held_run_folder(config_of(Path(folder))):
             said.send("held")
@@ -204,7 +204,7 @@ def hold(folder: str, said: Connection) -> None:
 
 
 def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_path: Path) -> None:
-    """Processes without torchrun, as `srun -n 3` starts them: one runs, the others say who that is."""
+    """Processes without torchrun, as with `srun -n 3`: one runs, the others name it in their error."""
     folder = tmp_path / "run"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -226,7 +226,7 @@ def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_
         for process in started:
             process.kill()
             process.join()
-    assert json.loads((folder / HOLDER).read_text())["pid"] == holder, "a killed process cleans nothing up"
+    assert json.loads((folder / HOLDER).read_text())["pid"] == holder, "a killed process does not clean up"
     begin = time.monotonic()
     with held_run_folder(config_of(folder)):
         assert time.monotonic() - begin < 5
@@ -240,7 +240,7 @@ def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_
 
 
 def test_two_runs_of_the_same_command_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one, started while the first is in its first step, is refused; the first is not disturbed."""
+    """A second run that starts during the first step of the first one is refused; the first continues."""
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     data = written(tmp_path, "sft.jsonl", "".join(f'{{"prompt": "{a}+1=", "response": "{a + 1}"}}\n' for a in range(8)))
     model = save_with_tokenizer(tmp_path / "model")
@@ -298,10 +298,10 @@ def ranks(rank: int, world: int, folder: str, foreign: str) -> list[str]:
 
 
 def test_ranks_share_the_run_and_a_refusal(tmp_path: Path) -> None:
-    """The first rank takes the folder; what it is told, all are."""
+    """Rank 0 locks the folder; all ranks raise its error."""
     written(tmp_path, "foreign/notes.txt")
     found = run_ranks(2, ranks, str(tmp_path / "run"), str(tmp_path / "foreign"))
     assert found[0] == found[1]
     assert found[0][0] == read_identity(tmp_path / "run").run
-    assert "foreign has notes.txt and is no run of padfree" in found[0][1]
+    assert "foreign has notes.txt and is not a run folder of padfree" in found[0][1]
     assert "is in use by another process; wait for it" in found[0][2]

@@ -1,4 +1,4 @@
-"""Trackers are tried for real, offline: what was logged is read back from their files."""
+"""Real trackers in offline mode: the logged metrics are read back from their files."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_a_run_in_the_process_goes_on_to_the_bit(
     train(config, on_note=notes.append)
     assert calls == 1
     assert numbers(tmp_path / "run") == numbers(tmp_path / "plain")
-    assert f"{3 * SAMPLES - SAMPLES % chunk} responses of the journal are not sampled again" in notes
+    assert f"reusing {3 * SAMPLES - SAMPLES % chunk} responses from the response log" in notes
     assert [line.get("responses_from_log", 0) for line in lines(tmp_path / "run")] == [12, 12, 10]
     assert not (tmp_path / "run" / "response_log").exists()
 

@@ -1,4 +1,4 @@
-"""Norms of gradients that are spread over ranks."""
+"""Norms of gradients that are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def module_with_gradients() -> tuple[nn.Module, torch.Tensor]:
-    """Rows that two ranks cannot divide evenly, and a vector shorter than the ranks are many."""
+    """A matrix whose rows two ranks cannot divide evenly, and a vector with fewer elements than ranks."""
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(parameter.shape, generator=generator) for parameter in module.parameters()]
@@ -44,7 +44,7 @@ def sharded_norms(rank: int, world: int) -> list[float]:
 
 
 def norms_over_several_meshes(rank: int, world: int) -> float:
-    """Every tensor on another mesh: sharded over all, over one of two dimensions, replicated, and no DTensor."""
+    """Every tensor on another mesh: sharded over all ranks, over one of two dimensions, replicated, not a DTensor."""
     mesh = make_mesh("cpu", context=2)
     module, flat = module_with_gradients()
     places: list[tuple[DeviceMesh, tuple[Placement, ...]] | None] = [
@@ -72,7 +72,7 @@ def test_norm_of_one_process() -> None:
 
 
 def test_norm_counts_every_number_once() -> None:
-    """Sharded, and held twice by replicas."""
+    """Sharded gradients, and gradients that replicas hold twice."""
     expected = module_with_gradients()[1].norm().item()
     for found in run_ranks(2, sharded_norms):
         assert found == pytest.approx([expected] * 2, rel=1e-6)

@@ -40,7 +40,6 @@ def tied_model() -> PreTrainedModel:
 
 def outcome(mesh: Mesh, **changes: Any) -> Outcome:
     torch._dynamo.reset()
-    # the compiler looks at gradients of tensors that have none; processors without bfloat16 say so
     return two_steps(make_engine(mesh, LOSSES["sft"], tied_model(), **changes), make_samples())
 
 
@@ -74,7 +73,7 @@ def sharded(rank: int, world: int) -> tuple[dict[str, Outcome], bool]:
 
 @pytest.mark.slow
 def test_two_context_ranks(reference: Outcome) -> None:
-    """Recomputation repeats the collectives of attention, on both ranks alike. Tied embeddings stay one parameter."""
+    """Recomputation repeats the collectives of attention on both ranks. Tied embeddings stay one parameter."""
     found, tied = run_ranks(2, sharded)[0]
     assert tied
     for result in found.values():
@@ -92,7 +91,7 @@ def test_checkpointing_computes_layers_again(mesh: Mesh) -> None:
 
 
 def test_compiled_layers_keep_the_output_of_attention(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selective checkpointing holds fewer bytes than none, and never attends twice."""
+    """Selective checkpointing stores fewer bytes than none, and computes attention only once."""
     calls: list[str] = []
     held: dict[str, int] = {}
     attend = cpu.BACKEND.forward
@@ -108,7 +107,7 @@ def test_compiled_layers_keep_the_output_of_attention(mesh: Mesh, monkeypatch: p
             max_tokens=1000,
         )
         prepared = engine.prepare(make_samples())
-        calls = [call for call in calls if call != mode]  # those of the probe, which runs once in a process
+        calls = [call for call in calls if call != mode]  # without the calls of the probe, which runs once per process
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor, kept=kept: kept.append(tensor.nbytes) or tensor,  # type: ignore[func-returns-value]
@@ -122,7 +121,7 @@ def test_compiled_layers_keep_the_output_of_attention(mesh: Mesh, monkeypatch: p
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "host"])
 def test_varying_lengths_are_compiled_once(mesh: Mesh, checkpointing: str) -> None:
-    """Also where a length or a number of samples comes twice in a row, which looks like a constant."""
+    """Also if a length or a number of samples occurs twice in succession, which looks like a constant."""
     torch._dynamo.reset()
     counters.clear()
     model = small_model(num_hidden_layers=1)
@@ -138,14 +137,14 @@ def test_varying_lengths_are_compiled_once(mesh: Mesh, checkpointing: str) -> No
 
 
 def test_bfloat16_rounds_the_model_and_not_the_batch(mesh: Mesh) -> None:
-    """FSDP2 could cast what a forward is given; token weights and log-probabilities must stay float32."""
+    """FSDP2 could cast the inputs of forward; token weights and log-probabilities must stay float32."""
     engine = make_engine(mesh, LOSSES["sft"], tied_model(), dtype=torch.bfloat16)
-    ((batch, _),) = engine.prepare(make_samples((30,))).rows
+    ((batch, _),) = engine.prepare(make_samples((30,))).packs
     assert inside(engine.model, lambda model, given: {given.local.weights.dtype}, batch) == {torch.float32}
 
 
 def test_bfloat16_has_float32_master_weights(mesh: Mesh, reference: Outcome) -> None:
-    """One process, too, is sharded then, for the sake of the two precisions."""
+    """A single process also uses FSDP2 then, for the two precisions."""
     engine = make_engine(mesh, LOSSES["sft"], tied_model(), dtype=torch.bfloat16)
     assert isinstance(engine.model, FSDPModule)
     seen = inside(engine.model, lambda model: {model.get_output_embeddings().weight.dtype})
@@ -171,7 +170,7 @@ def test_layers_that_stay_whole_make_the_same_steps(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_weights_are_gathered_again_after_scoring(mesh: Mesh, reshard: bool) -> None:
-    """Whoever changes the weights after a pass without backward must not find the old ones in the next."""
+    """If the weights change after a pass without backward, the next pass must not use the old ones."""
     engine = make_engine(mesh, LOSSES["sft"], small_model(), dtype=torch.bfloat16, reshard=reshard)
     samples = make_samples()
     before = engine.scorer.logprobs(samples)

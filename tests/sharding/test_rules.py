@@ -1,4 +1,4 @@
-"""A rule that places parameters elsewhere: training, norm, clipping and checkpoints are those of one process."""
+"""Sharding rules for some parameters: training, norm, clipping and checkpoints equal those of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.distributed import Mesh, make_mesh
 from padfree.optim.optimizer_settings import OptimizerConfig
-from padfree.sharding.rules import ParameterPlace, Rule, everything_over, rules_by_module
+from padfree.sharding.rules import ParameterInfo, Rule, rules_by_module, shard_everything
 from padfree.train.engine import Engine, LossSettings
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, make_engine, make_samples, small_model, weights_of
@@ -23,17 +23,17 @@ Outcome = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
 def planted(mesh: Mesh) -> list[Rule]:
-    """Experts are sharded over two ranks and the same on two others; key and value projections are cut by columns."""
+    """Experts are sharded over two ranks and replicated on two more; key and value projections by column."""
     pairs = mesh.over(shard=("shard",), replicate=("context",))
     return [
-        Rule("experts", lambda place: place.role == "expert", pairs),
+        Rule("experts", lambda info: info.role == "expert", pairs),
         Rule("columns", is_key_projection, mesh.fsdp, dim=1),
     ]
 
 
-def is_key_projection(place: ParameterPlace) -> bool:
-    """By module, role and shape: key and value projections have the fewest rows."""
-    return place.role == "hidden" and place.parameter.shape[0] < place.parameter.shape[1]
+def is_key_projection(info: ParameterInfo) -> bool:
+    """By role and shape: key and value projections have fewer outputs than inputs."""
+    return info.role == "hidden" and info.parameter.shape[0] < info.parameter.shape[1]
 
 
 def engine_of(mesh: Mesh, optimizer: str, rules: list[Rule]) -> Engine:
@@ -83,19 +83,19 @@ def test_a_planted_rule_changes_no_number(optimizer: str, tmp_path: Path) -> Non
     (expected,) = run_ranks(1, on_one, optimizer)
     for numbers, weights in run_ranks(4, on_four, optimizer, tmp_path):
         assert numbers == [pytest.approx(each, rel=1e-5) for each in expected[0]]
-        assert expected[0][0][1] > 0.5, "it is clipped"
+        assert expected[0][0][1] > 0.5, "the gradient is clipped"
         for name, weight in expected[1].items():
             torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=0)
 
 
 def test_the_first_rule_that_applies_decides(mesh: Mesh) -> None:
     model = small_model("qwen3_moe")
-    heads = Rule("heads", lambda place: place.role == "head", mesh.fsdp)
-    matrices = Rule("matrices", lambda place: place.parameter.ndim >= 2, mesh.fsdp)
-    found = rules_by_module(model, [heads, matrices, everything_over(mesh.fsdp)])
+    heads = Rule("heads", lambda info: info.role == "head", mesh.fsdp)
+    matrices = Rule("matrices", lambda info: info.parameter.ndim >= 2, mesh.fsdp)
+    found = rules_by_module(model, [heads, matrices, shard_everything(mesh.fsdp)])
     names = {name: found[module].name for name, module in model.named_modules() if module in found}
     assert names["lm_head"] == names["model.layers.0.mlp.gate"] == "heads"
     assert names["model.layers.0.mlp.experts"] == names["model.embed_tokens"] == "matrices"
     assert names["model.norm"] == "fsdp"
-    with pytest.raises(AssertionError, match="follows the rule 'fsdp', its module 'matrices'"):
-        rules_by_module(small_model("llama_tied"), [matrices, everything_over(mesh.fsdp)])  # biases beside weights
+    with pytest.raises(AssertionError, match="matches rule 'fsdp', but its module uses 'matrices'"):
+        rules_by_module(small_model("llama_tied"), [matrices, shard_everything(mesh.fsdp)])  # biases beside weights

@@ -1,4 +1,4 @@
-"""Rewards to the advantages of tokens."""
+"""Token advantages from rewards."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_groups_without_signal_are_those_whose_advantages_are_0(kind: Advantage)
     signal = signal_of(found, kind)
     assert (signal.groups, signal.alone, signal.equal) == (5, 1, 2)
     assert signal.metrics() == {"groups": 5, "groups_without_signal": 3}
-    if not kind.startswith("reinforce"):  # whitening moves zeros too
+    if not kind.startswith("reinforce"):  # whitening also changes zeros
         advantages = with_advantages(found, kind)
         silent = {sample.group for sample in advantages if sample.advantages is not None and sample.advantages.any()}
         assert silent == {0, 4}
@@ -106,7 +106,7 @@ def test_all_samples_are_compared_or_none() -> None:
 @pytest.mark.parametrize(
     ("samples", "kind", "message"),
     [
-        (rewarded([1], [0]), "grpo", r"\(2 of one sample, 0 with equal .*; give each .*reinforce\+\+"),
+        (rewarded([1], [0]), "grpo", r"\(2 of one sample, 0 with equal .*; give groups .*reinforce\+\+"),
         (
             rewarded([1, 1], [0, 0]),
             "rloo",

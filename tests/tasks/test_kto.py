@@ -1,4 +1,4 @@
-"""`padfree kto`: equal to TRL on the same batch, in every layout; whole runs, resumed, evaluated, refused."""
+"""`padfree kto`: equal to TRL on the same batch, on every layout; whole runs, resume, evaluation, errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     source = load_training_data(config, load_tokenizer(config))
     engine = build_engine(config, mesh)
     return begin_run(
@@ -78,7 +78,7 @@ def make_loop(config: Config, mesh: Mesh) -> Trainer:
 
 @torch.no_grad()
 def move_weights(model: PreTrainedModel) -> None:
-    """Away from the reference, where every x is 0, and so that z₀ is above 0."""
+    """Change the weights, because at the reference every x is 0, and so that z₀ is above 0."""
     for number, weight in enumerate(model.parameters()):
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         whole = 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number + 300))
@@ -90,15 +90,15 @@ def move_weights(model: PreTrainedModel) -> None:
 
 
 def first_step(config: Config, mesh: Mesh) -> tuple[float, float, dict[str, torch.Tensor], list[Sample]]:
-    """Loss, z₀ and gradients of the first batch, with weights that are not the reference's."""
-    loop = make_loop(config, mesh)
-    move_weights(loop.engine.model)
-    batch = loop.batches.next(0)
+    """Loss, z₀ and gradients of the first batch, with weights that differ from the reference."""
+    trainer = make_trainer(config, mesh)
+    move_weights(trainer.engine.model)
+    batch = trainer.batches.next(0)
     assert batch is not None
-    loss = loop.engine.gradients(loop.engine.prepare(batch.samples)).loss
+    loss = trainer.engine.gradients(trainer.engine.prepare(batch.samples)).loss
     torch.distributed.all_reduce(loss, group=mesh.loss.group)
     gradients = {}
-    for name, weight in loop.engine.model.named_parameters():
+    for name, weight in trainer.engine.model.named_parameters():
         assert weight.grad is not None
         gradients[name] = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
     terms = batch.samples[0].terms
@@ -107,7 +107,7 @@ def first_step(config: Config, mesh: Mesh) -> tuple[float, float, dict[str, torc
 
 
 def test_the_loss_and_its_gradient_are_those_of_trl(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    """TRL's own trainer, its data preparation, collator and loss, with one batch of all samples."""
+    """TRL's trainer with its data preparation, collator and loss, on one batch of all samples."""
     reason = "TRL is not installed"
     trl = pytest.importorskip("trl.trainer.kto_trainer", reason=reason, exc_type=ImportError)
     datasets = pytest.importorskip("datasets", reason=reason)
@@ -205,14 +205,14 @@ def test_mismatched_pairs() -> None:
 
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 2}}], ids=["model", "adapter"])
 def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    whole = make_loop(make_config(folder, tmp_path / "whole", **sections), mesh)
+    whole = make_trainer(make_config(folder, tmp_path / "whole", **sections), mesh)
     whole.run()
     for steps in (1, 3, 4):
-        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
+        part = make_trainer(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
         part.run()
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     found = lines(tmp_path / "whole")
-    assert found[0]["loss/kl"] == 0.0, "it begins as the reference"
+    assert found[0]["loss/kl"] == 0.0, "the policy starts as the reference"
     assert found[3]["loss"] < found[0]["loss"]
     for name, weight in weights_of(whole.engine.model).items():
         assert torch.equal(weight, weights_of(part.engine.model)[name]), name

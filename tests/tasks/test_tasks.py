@@ -1,4 +1,4 @@
-"""Every task is whole: its settings, its file, its command, its call, its recipe and its line in the docs."""
+"""Every task is complete: settings, file, command, API function, recipe and line in the docs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_the_docs_know_it(name: str) -> None:
 
 
 def test_nothing_else_is_chosen_by_the_name_of_a_command() -> None:
-    """A dict or a comparison by command would have to be found by whoever adds a task."""
+    """Someone who adds a task would have to find every dict or comparison by command."""
     found = []
     for path in SOURCE.rglob("*.py"):
         name = str(path.relative_to(SOURCE))
-        if name.startswith(("tasks/", "config/loss", "check/", "tools/")):  # `padfree check` has losses of its own
+        if name.startswith(("tasks/", "config/loss", "check/", "tools/")):  # `padfree check` has its own losses
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             text = ast.unparse(node) if isinstance(node, (ast.Compare, ast.Subscript)) else ""

@@ -31,7 +31,7 @@ VOCABULARY = 40
 LENGTHS = (5, 9, 4, 12, 7, 6, 3, 8)
 MAX_TOKENS = 14
 LR = 1e-2
-# Where a gradient is 0 but for rounding, Adam with a small eps makes a full step of the rounding.
+# If a gradient is 0 except for rounding, Adam with a small eps would turn the rounding into a full step.
 OPTIMIZER = OptimizerConfig(lr=LR, eps=1e-2, weight_decay=0.1)
 
 LOSSES: dict[str, LossSettings] = {
@@ -87,7 +87,7 @@ def make_engine(
 
 
 def two_steps(engine: Engine, samples: list[Sample]) -> tuple[list[StepReport], dict[str, Tensor]]:
-    """Two updates with the same samples, old log-probabilities from before the first; and the weights then."""
+    """Two updates with the same samples and the old log-probabilities before the first; reports and final weights."""
     needs_old = not isinstance(engine.settings.loss, SFTSettings)
     samples = with_arrays(samples, old_logprobs=engine.scorer.logprobs(samples)) if needs_old else samples
     reports = [engine.step(samples, step=step) for step in range(2)]
@@ -102,7 +102,7 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def alone() -> Mesh:
-    """The mesh of a process that has nobody else."""
+    """The mesh of a single process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return make_mesh("cpu")

@@ -1,4 +1,4 @@
-"""What tests of training share."""
+"""Fixtures for the tests of training."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from tests.train.cases import alone
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    """This process by itself."""
+    """The mesh of this single process."""
     yield alone()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Processes to kill: forked from one that has imported everything, has one thread and no process group.
+"""Processes for tests that kill: forked from a process with one thread that has imported everything.
 
 test --forkserver--> alone(function, folder) --fork--> forked(...), forked(...), ...     these are killed
 """
@@ -19,7 +19,7 @@ from tests.ranks import rank_server
 
 
 def alone(function: Callable[[Path], Any], folder: Path) -> Any:
-    """What a function of a module returns in such a process, by way of JSON."""
+    """The result of a module's function in such a process, transferred as JSON."""
     process = rank_server().Process(target=in_folder, args=(function, folder))
     process.start()
     process.join(400)
@@ -33,7 +33,7 @@ def alone(function: Callable[[Path], Any], folder: Path) -> Any:
 
 
 def in_folder(function: Callable[[Path], Any], folder: Path) -> None:
-    # A run leaves alone what its caller ignores: SIGHUP under `nohup`, SIGINT in a shell's background.
+    # A run does not handle signals that its caller ignores: SIGHUP under `nohup`, SIGINT in a background job.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def in_folder(function: Callable[[Path], Any], folder: Path) -> None:
 
 
 def forked(function: Callable[[int], int], output: Path) -> tuple[int, int]:
-    """A child that runs this and ends with the code it returns: its process id, and what it writes to its argument."""
+    """Fork a child that exits with the function's return code; return its pid and the pipe that it writes to."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -63,5 +63,5 @@ def forked(function: Callable[[int], int], output: Path) -> tuple[int, int]:
 
 
 def ended(child: int) -> int:
-    """Its exit code, or less than 0: what killed it."""
+    """The exit code of a process; minus the signal number if it was killed."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

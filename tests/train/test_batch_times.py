@@ -1,4 +1,4 @@
-"""Where a batch's time went: measured around each part, and in the lines of a run where it belongs."""
+"""Times of a batch: measured for each phase and written with the right update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from padfree.batch import Sample
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.train.batch_times import PARTS, BatchTimes
-from tests.train.trainer_cases import RL, SFT, make_config, make_loop, save_config
+from tests.train.trainer_cases import RL, SFT, make_config, make_trainer, save_config
 
 WAIT = 0.05
 
@@ -51,14 +51,14 @@ def test_timings_that_name_sampling_are_taken_as_they_are() -> None:
     times.split_sampling({"sampling": 3.0, "waiting": 4.0})
     assert times.seconds == {"sampling": 3.0, "waiting": 4.0}
     times.seconds["sampling"] = 1.0
-    times.split_sampling({"rewards": 1.5})  # measured by another clock
+    times.split_sampling({"rewards": 1.5})  # longer than the measured time
     assert times.seconds["sampling"] == 0.0
 
 
 class SlowSampling:
-    """The samples as they are, after a while."""
+    """Returns the samples unchanged after a delay."""
 
-    timings = {"rewards": 0.01}  # noqa: RUF012 - what the loop reads
+    timings = {"rewards": 0.01}  # noqa: RUF012 - read by the trainer
 
     def __call__(self, groups: Sequence[Any]) -> list[Sample]:
         time.sleep(WAIT)
@@ -67,7 +67,7 @@ class SlowSampling:
 
 def lines_of(mesh: Mesh, folder: Path, sections: dict[str, Any], **options: Any) -> list[dict[str, float]]:
     config = make_config(folder / "run", save_config(folder / "model"), **sections)
-    make_loop(config, mesh, **options).run()
+    make_trainer(config, mesh, **options).run()
     found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     names = {f"seconds/{part}" for part in PARTS} | {"sampler_tokens_per_second", "seconds"}
     return [{name: value for name, value in line.items() if name in names} for line in found]

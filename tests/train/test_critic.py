@@ -1,4 +1,4 @@
-"""PPO with a critic: GAE and value loss against one sample at a time, resumed, exported; layouts: `test_ways_gsm8k`."""
+"""PPO with a critic: GAE and value loss against one sample at a time; resume; export. Layouts: `test_ways_gsm8k`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
 
 
 def several_turns() -> list[Sample]:
-    """Rollouts, one of which has a tool's answer between two turns of its own."""
+    """Rollouts, one of which has a tool's answer between two turns of the policy."""
     found = samples()
     mask = found[3].mask.copy()
     mask[5:8] = False
@@ -66,7 +66,7 @@ def several_turns() -> list[Sample]:
     return [Sample(tokens=s.tokens, loss_mask=s.mask, reward=s.reward, group=s.group, uid=s.uid) for s in found]
 
 
-def make_loop(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     return begin_run(
         config,
         build_engine(config, mesh),
@@ -76,7 +76,7 @@ def make_loop(config: Config, mesh: Mesh) -> Trainer:
 
 
 def moved(critic: Critic) -> None:
-    """Weights away from where they began: a new head is 0."""
+    """Change the weights: a new head is 0."""
     with torch.no_grad():
         for number, (name, weight) in enumerate(critic.engine.model.named_parameters()):
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
@@ -84,7 +84,7 @@ def moved(critic: Critic) -> None:
 
 
 def plain_model(critic: Critic) -> Any:
-    """transformers' own class with the critic's weights."""
+    """A transformers model with the critic's weights."""
     config = copy.deepcopy(critic.engine.model.config)
     kind: Any = AutoModelForSequenceClassification
     plain = kind.from_config(config, attn_implementation="eager").eval()
@@ -93,7 +93,7 @@ def plain_model(critic: Critic) -> Any:
 
 
 def plain_values(model: Any, sample: Sample) -> torch.Tensor:
-    """[n] of one sample by itself: the value of a token is read at the token before it."""
+    """[n] Values of one sample: the value of a token is read at the previous token."""
     tokens = torch.from_numpy(np.asarray(sample.tokens, np.int64))
     hidden = model.model(input_ids=tokens[None]).last_hidden_state[0]
     values = model.score(hidden)[:, 0]
@@ -123,7 +123,7 @@ def test_values_advantages_and_returns_of_one_sample_at_a_time(
     moved(critic)
     batch = several_turns()
     batch += [Sample(tokens=s.tokens, loss_mask=s.mask, reward=1.0, group=s.group, uid=f"{s.uid} again") for s in batch]
-    found, metrics = critic.rewarded(batch)
+    found, metrics = critic.add_advantages(batch)
     plain = plain_model(critic)
     for sample in found:
         with torch.no_grad():
@@ -135,15 +135,15 @@ def test_values_advantages_and_returns_of_one_sample_at_a_time(
 
 
 def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    """Clipped, by one sample at a time."""
+    """With clipping, against one sample at a time."""
     config = make_config(folder, tmp_path)
     critic = build_critic(config, mesh)
     assert critic is not None
-    batch, _ = critic.rewarded(several_turns())
+    batch, _ = critic.add_advantages(several_turns())
     moved(critic)
     engine, clip = critic.engine, CRITIC["clip"]
     prepared = engine.prepare(batch)
-    assert len(prepared.rows) > 1
+    assert len(prepared.packs) > 1
     sums = engine.gradients(prepared)
     plain, count, total, clipped = plain_model(critic), sum(s.num_labels for s in batch), 0.0, 0
     for sample in batch:
@@ -157,7 +157,7 @@ def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path
         torch.autograd.backward(loss)
         total += float(loss.detach())
         clipped += int((held > (values - returns).square()).sum())
-    assert 0 < clipped < count, "some values are held back, and some are not"
+    assert 0 < clipped < count, "some values are clipped, and some are not"
     assert float(sums.loss) == pytest.approx(total, rel=1e-5)
     fraction, number = sums.statistics["value_clip_fraction"]
     assert float(fraction / number) == pytest.approx(clipped / count)
@@ -169,13 +169,13 @@ def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path
 
 
 def test_the_policy_waits_for_the_critic(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    loop = make_loop(make_config(folder, tmp_path, critic={"warmup": 2}, run={"steps": 3}), mesh)
-    assert loop.batches.critic is not None
+    trainer = make_trainer(make_config(folder, tmp_path, critic={"warmup": 2}, run={"steps": 3}), mesh)
+    assert trainer.batches.critic is not None
     seen: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
-    policy_model, critic_model = loop.engine.model, loop.batches.critic.engine.model
-    loop.updates.on_step = lambda _: seen.append((weights_of(policy_model), weights_of(critic_model)))
-    before = weights_of(loop.engine.model)
-    loop.run()
+    policy_model, critic_model = trainer.engine.model, trainer.batches.critic.engine.model
+    trainer.updates.on_step = lambda _: seen.append((weights_of(policy_model), weights_of(critic_model)))
+    before = weights_of(trainer.engine.model)
+    trainer.run()
     for policy, _ in seen[:2]:
         assert all(torch.equal(policy[name], weight) for name, weight in before.items())
     assert not all(torch.equal(seen[2][0][name], weight) for name, weight in before.items())
@@ -184,10 +184,10 @@ def test_the_policy_waits_for_the_critic(mesh: Mesh, folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("steps", [(2, 3, 6), (4, 6)], ids=["inside batches", "between batches"])
 def test_resume_is_bitwise(steps: tuple[int, ...], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    whole = make_loop(make_config(folder, tmp_path / "whole"), mesh)
+    whole = make_trainer(make_config(folder, tmp_path / "whole"), mesh)
     whole.run()
     for count in steps:
-        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": count}), mesh)
+        part = make_trainer(make_config(folder, tmp_path / "parts", run={"steps": count}), mesh)
         part.run()
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     assert whole.batches.critic is not None
@@ -198,12 +198,12 @@ def test_resume_is_bitwise(steps: tuple[int, ...], mesh: Mesh, folder: Path, tmp
 
 
 def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    """The score of a text is the value of what follows it; a run goes on with the exported one."""
-    loop = make_loop(make_config(folder, tmp_path / "run", run={"steps": 2}), mesh)
-    loop.run()
-    assert loop.batches.critic is not None
-    exported = export_critic(loop.batches.critic, tmp_path / "critic")
-    found, _ = loop.batches.critic.rewarded(several_turns())
+    """The score of a text is the value after its last token; another run trains the exported critic further."""
+    trainer = make_trainer(make_config(folder, tmp_path / "run", run={"steps": 2}), mesh)
+    trainer.run()
+    assert trainer.batches.critic is not None
+    exported = export_critic(trainer.batches.critic, tmp_path / "critic")
+    found, _ = trainer.batches.critic.add_advantages(several_turns())
     kind: Any = AutoModelForSequenceClassification
     model = kind.from_pretrained(exported).eval()
     assert model.config.num_labels == 1
@@ -217,12 +217,12 @@ def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folde
     assert max(float(np.abs(sample.values).max()) for sample in found if sample.values is not None) > 1e-3
     critic = build_critic(make_config(folder, tmp_path / "later", critic={"path": str(exported)}), mesh)
     assert critic is not None
-    for sample, other in zip(critic.rewarded(several_turns())[0], found, strict=True):
+    for sample, other in zip(critic.add_advantages(several_turns())[0], found, strict=True):
         assert np.array_equal(np.asarray(sample.values), np.asarray(other.values))
 
 
 def test_a_critic_of_its_own_and_rollouts_of_the_run(folder: Path, tmp_path: Path) -> None:
-    """A model with other sizes as the critic; prompts that the policy answers; rewards by a reward model."""
+    """The critic has other sizes than the policy; the run samples its rollouts; a reward model computes the rewards."""
     policy = save_with_tokenizer(tmp_path / "policy")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "9"}\n' * 2)
@@ -276,7 +276,7 @@ def test_dry_run_plan_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "first step: 4 samples" in printed
         (memory,) = (line for line in printed.splitlines() if line.startswith("memory: about"))
         sizes.append(float(memory.split()[2]))
-    assert sizes[0] > 1.2 * sizes[1], "the critic is a second model that is trained"
+    assert sizes[0] > 1.2 * sizes[1], "the critic is a second trained model"
     assert main(["plan", recipe, *small]) == 0
     assert "4 samples" in capsys.readouterr().out
     for changes, message in (

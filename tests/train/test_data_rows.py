@@ -1,4 +1,4 @@
-"""Rows of several samples: one unit of a batch and of the loss, shared prefixes, resumed to the sample."""
+"""Data rows with several samples: a unit of batches and of the loss; shared prefixes; exact resume."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ def test_a_row_that_a_batch_has_twice_is_two_units(tmp_path: Path) -> None:
 # Loss and gradients
 
 
-def make_engine(mesh: Mesh, mode: WeightMode, rows: PackSettings, *, grouped: bool, max_tokens: int) -> Engine:
-    """GPT-2 computes in one type throughout: float64."""
+def make_engine(mesh: Mesh, mode: WeightMode, pack_settings: PackSettings, *, grouped: bool, max_tokens: int) -> Engine:
+    """GPT-2 computes in one dtype throughout: float64."""
     model = build("gpt2", vocab_size=40, n_positions=512).double()
     parallelize(model, transformations(mesh))
-    scorer = Scorer(model, mesh, max_tokens=max_tokens // mesh.context.size, rows=rows)
+    scorer = Scorer(model, mesh, max_tokens=max_tokens // mesh.context.size, pack_settings=pack_settings)
     constant = 77.0 if mode == "constant" else None
     settings = LossSettings(loss=SFTSettings(), weights=mode, constant=constant, groups_are_rows=grouped)
     return Engine(scorer, make_optimizer(model, OptimizerConfig(lr=0.0)), settings)
@@ -148,7 +148,7 @@ def rows_on_ranks(rank: int, world: int, folder: Path, context: int) -> list[tup
 def one_at_a_time(
     samples: Sequence[Sample], units: Sequence[object], mode: WeightMode
 ) -> tuple[float, dict[str, Tensor]]:
-    """The definition, sample by sample without padfree's weights, plans and sharing."""
+    """The definition: one sample at a time, without padfree's token weights, plans and sharing."""
     model = attach(build("gpt2", vocab_size=40, n_positions=512).double())
     counts = {unit: sum(s.num_labels for s, u in zip(samples, units, strict=True) if u == unit) for unit in set(units)}
     tokens, number = sum(counts.values()), len(counts)
@@ -163,7 +163,7 @@ def one_at_a_time(
             "sample-sum": number,
             "constant": 77.0,
         }[mode]
-        # As weights are: one float32 number a token.
+        # Token weights are float32.
         total = total - scores.logprobs.sum() * float(np.float32(1.0 / divisor))
     total.backward()  # type: ignore[no-untyped-call]
     return float(total), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -179,7 +179,7 @@ def assert_same(found: tuple[Any, ...], expected: tuple[float, dict[str, Tensor]
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (2, 2)], ids=["alone", "two data ranks", "two context ranks"])
 def test_loss_and_gradients_are_those_of_a_hand_split_file(layout: tuple[int, int], tmp_path: Path) -> None:
-    """Packed, shared and divided over ranks, against one sample at a time of a file with a row for every turn."""
+    """Packed, shared and over several ranks, against one sample at a time of a file with one row per turn."""
     data = stored(tmp_path / "rows")
     split = TokenizedDataset(
         write_store(tmp_path / "split", [[(s.tokens.tolist(), s.mask.astype(int).tolist())] for s in data])
@@ -192,11 +192,11 @@ def test_loss_and_gradients_are_those_of_a_hand_split_file(layout: tuple[int, in
         expected = one_at_a_time(list(split), units, mode)
         for rank in range(world):
             assert_same(found[rank][number], expected)
-            assert found[rank][number][2] > 1.5  # much is shared
+            assert found[rank][number][2] > 1.5  # much of the batch is shared
 
 
 def test_without_units_every_sample_counts(mesh: Mesh, tmp_path: Path) -> None:
-    """Pairs and rollouts have groups that are not rows; their samples weigh as before."""
+    """Groups of pairs and rollouts are not data rows: each of their samples counts separately."""
     data = list(stored(tmp_path))
     engine = make_engine(mesh, "sample-mean", PackSettings(), grouped=False, max_tokens=400)
     assert_same(outcome(engine, data), one_at_a_time(data, [sample.uid for sample in data], "sample-mean"))
@@ -217,7 +217,7 @@ def test_which_runs_count_rows(sections: dict[str, Any], expected: bool, mesh: M
 
 @pytest.fixture
 def rows_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A run on a store with rows of several samples."""
+    """The config of a run on stored rows with several samples."""
     save_with_tokenizer(tmp_path / "model", num_hidden_layers=1)
     (tmp_path / "train.jsonl").write_text("{}\n")
     data = stored(tmp_path / "rows", vocabulary=20)
@@ -343,7 +343,7 @@ def path(parents: Any, node: int) -> list[int]:
 
 
 def test_a_template_that_rewrites_turns_makes_rows_of_several_samples(tmp_path: Path) -> None:
-    """From a file of conversations to a run: each sample is what the model sees when it writes the turn."""
+    """From a file of conversations to a run: each sample is what the model sees when it generates the turn."""
     save_with_tokenizer(tmp_path / "model", num_hidden_layers=1)
     (tmp_path / "template.jinja").write_text(TEMPLATES["forgetful"])
     said = [("a", "bc</think>de"), ("fg", "h</think>ij"), ("k", "lm</think>no")]

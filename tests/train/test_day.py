@@ -1,4 +1,4 @@
-"""A chat template that writes the date: the day is part of the data, and a resumed run goes on with its own day."""
+"""A chat template that writes the date: the day is part of the data, and a resumed run keeps its day."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_run_of_monday_resumes_on_tuesday_with_mondays_date(
     notes: list[str] = []
     train(_with_steps(first, 4), on_note=notes.append)
     assert recorded(tmp_path) == monday
-    assert any("this run writes 2024-05-06, also when it is resumed" in note for note in notes)
+    assert any("this run uses 2024-05-06, also after a resume" in note for note in notes)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
 
@@ -106,7 +106,7 @@ def test_a_fresh_run_writes_todays_date(clock: Clock, model_folder: Path, tmp_pa
         train(config_of(folder, model_folder, TEMPLATES["plain"], steps=1))
         assert recorded(folder)["day"] == day.isoformat()
     assert recorded(tmp_path / "one")["digest"] != recorded(tmp_path / "two")["digest"]
-    # A run that does not resume is a fresh one, too.
+    # A run with checkpoint.resume=false also takes the current day.
     config = config_of(tmp_path / "one", model_folder, TEMPLATES["plain"], steps=1)
     assert preflight(config, processes=1, device_type="cpu", dry=True).source.day == MONDAY
     anew = replace(config, checkpoint=replace(config.checkpoint, resume=False))
@@ -193,12 +193,12 @@ def test_how_files_are_read_is_said_by_run_dry_run_and_plan(
 def test_token_ids_of_rows_are_checked_against_the_vocabulary(model_folder: Path, tmp_path: Path) -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [1, 9999]}]
     config = make_config(tmp_path / "run", model_folder, write_lines(tmp_path / "a.jsonl", rows))
-    with refused("data.path", r"a\.jsonl:2 has token id 9999, but the vocabulary of the model"):
+    with refused("data.path", r"a\.jsonl:2 has token id 9999, but the model's vocabulary"):
         preflight(config, processes=1, device_type="cpu", dry=True)
     source = {"path": [str(tmp_path / "a.jsonl")], "name": "ids"}
     other = {"path": [str(write_lines(tmp_path / "b.jsonl", ROWS))]}
     mixture = make_config(tmp_path / "run", model_folder, tmp_path, data={"path": [], "sources": [source, other]})
-    with pytest.raises(ValueError, match=r"a\.jsonl:2 has token id 9999, but the vocabulary of the model"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 has token id 9999, but the model's vocabulary"):
         preflight(mixture, processes=1, device_type="cpu", dry=True)
 
 

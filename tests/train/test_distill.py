@@ -1,4 +1,4 @@
-"""`padfree distill`: gradients of plain code, resuming, refusals; layouts: `test_ways_gsm8k`."""
+"""`padfree distill`: gradients against plain code, resume, errors. Layouts: `test_ways_gsm8k`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gradients(settings: DistillSettings) -> tuple[float, dict[str, Tensor]]:
 
 
 def plain_gradients(settings: DistillSettings) -> tuple[float, dict[str, Tensor]]:
-    """One sample at a time, by transformers alone, in float64."""
+    """One sample at a time, with plain transformers code, in float64."""
     student, teacher = small_model().double(), build("qwen3", **TEACHER).double()
     divergence = Divergence(kind=settings.divergence, beta=settings.beta, top_k=settings.top_k)
     samples = [sample for sample in make_samples() if sample.num_labels]
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_one_sample_at_a_time(settings: DistillSettings) 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Student and teacher with one tokenizer."""
+    """Student and teacher with the same tokenizer."""
     student = save_with_tokenizer(tmp_path_factory.mktemp("student"))
     teacher = save_with_tokenizer(tmp_path_factory.mktemp("teacher"), hidden_size=48, num_hidden_layers=3)
     return student, teacher
@@ -151,7 +151,7 @@ def test_a_teacher_with_other_weights_is_refused_on_a_resume(folders: tuple[Path
 
 
 def test_the_students_own_responses(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """On-policy: prompts are answered by the student, and the reverse KL is what is minimised."""
+    """On-policy: the student answers the prompts, and the loss is the reverse KL."""
     sections: dict[str, Any] = {
         "loss": {"kind": "distill", "distill": {"divergence": "reverse-kl"}},
         "rollout": {"reward": "exact_match", "samples_per_prompt": 2, "max_new_tokens": 6},
@@ -170,7 +170,7 @@ def test_the_students_own_responses(folders: tuple[Path, Path], tmp_path: Path) 
 
 
 def test_the_reverse_kl_as_the_advantage(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """`padfree rl` with loss.advantage=teacher: log t - log p of every token, and a run that resumes to the bit."""
+    """`padfree rl` with loss.advantage=teacher: log t - log p of every token; bit-identical resume."""
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{a}+1", "answer": str(a + 1)}) + "\n" for a in range(4)))
     sections: dict[str, Any] = {

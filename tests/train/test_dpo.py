@@ -1,4 +1,4 @@
-"""Whole runs on preference pairs: against plain transformers code, resumed, evaluated; layouts: `test_ways_gsm8k`."""
+"""Whole runs on preference pairs: against plain transformers code, resume, evaluation. Layouts: `test_ways_gsm8k`."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def make_config(folder: Path, place: Path, variant: str = "sigmoid", **sections:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     samples = load_training_data(config, load_tokenizer(config)).samples
     engine = build_engine(config, mesh)
     return begin_run(config, engine, make_batcher(config, samples), reference=build_reference(config, mesh, engine))
 
 
 def answer(model: PreTrainedModel, sample: Sample) -> tuple[torch.Tensor, int]:
-    """Plain transformers code: the sum of the log-probabilities of an answer, and how many there are."""
+    """Plain transformers code: the sum of the log-probabilities of an answer, and its number of tokens."""
     tokens = torch.from_numpy(np.asarray(sample.tokens, np.int64))
     scores = torch.log_softmax(model(input_ids=tokens[None]).logits[0].float(), -1)
     places = torch.from_numpy(np.flatnonzero(sample.scored))
@@ -98,15 +98,15 @@ def plain_loss(model: PreTrainedModel, reference: PreTrainedModel, pair: list[Sa
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_are_those_of_one_pair_at_a_time(variant: str, mesh: Mesh, folder: Path, tmp_path: Path) -> None:
     config = make_config(folder, tmp_path / "run", variant)
-    loop = make_loop(config, mesh)
-    with torch.no_grad():  # away from the reference, where all differences are 0
-        for number, weight in enumerate(loop.engine.model.parameters()):
+    trainer = make_trainer(config, mesh)
+    with torch.no_grad():  # change the weights: at the reference all differences are 0
+        for number, weight in enumerate(trainer.engine.model.parameters()):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-    batch = loop.batches.next(0)
+    batch = trainer.batches.next(0)
     assert batch is not None
-    engine = loop.engine
+    engine = trainer.engine
     prepared = engine.prepare(batch.samples)
-    assert len(prepared.rows) > 1, "pairs are divided over several rows"
+    assert len(prepared.packs) > 1, "pairs are divided over several packs"
     loss = float(engine.gradients(prepared).loss)
     reference, plain = (AutoModelForCausalLM.from_pretrained(folder / "model").eval() for _ in range(2))
     plain.load_state_dict(engine.model.state_dict())
@@ -126,14 +126,14 @@ def test_gradients_are_those_of_one_pair_at_a_time(variant: str, mesh: Mesh, fol
 
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 2}}], ids=["model", "adapter"])
 def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    whole = make_loop(make_config(folder, tmp_path / "whole", **sections), mesh)
+    whole = make_trainer(make_config(folder, tmp_path / "whole", **sections), mesh)
     whole.run()
     for steps in (1, 3, 4):
-        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
+        part = make_trainer(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
         part.run()
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     found = lines(tmp_path / "whole")
-    assert found[0]["loss/margin"] == 0.0, "it begins as the reference"
+    assert found[0]["loss/margin"] == 0.0, "the policy starts as the reference"
     assert found[3]["loss"] < found[0]["loss"]
     for name, weight in weights_of(whole.engine.model).items():
         assert torch.equal(weight, weights_of(part.engine.model)[name]), name
@@ -146,7 +146,7 @@ def test_a_precomputed_reference_gives_the_same_run_and_is_asked_once(
     train(make_config(folder, tmp_path / "asked", **sections))
     precomputed = {**sections, "reference": {"precompute": True}}
     train(make_config(folder, tmp_path / "first", **precomputed))
-    monkeypatch.setattr("padfree.train.scorer.Scorer.logprobs", None)  # nothing is scored any more
+    monkeypatch.setattr("padfree.train.scorer.Scorer.logprobs", None)  # scoring would fail
     train(make_config(folder, tmp_path / "second", **precomputed))
     for name in ("first", "second"):
         for line, other in zip(lines(tmp_path / name), lines(tmp_path / "asked"), strict=True):
@@ -163,7 +163,7 @@ def test_a_run_is_evaluated_on_held_out_pairs(folder: Path, tmp_path: Path) -> N
     assert [line["step"] for line in found] == [0, 2, 4]
     assert found[0]["eval/margin"] == 0.0
     assert found[0]["eval/loss"] == pytest.approx(np.log(2), rel=1e-6)
-    assert found[-1]["eval/pairs.jsonl/loss"] < found[0]["eval/pairs.jsonl/loss"], "which is trained on, too"
+    assert found[-1]["eval/pairs.jsonl/loss"] < found[0]["eval/pairs.jsonl/loss"], "pairs.jsonl is also trained on"
     assert found[-1]["eval/loss"] == pytest.approx(
         (12 * found[-1]["eval/pairs.jsonl/loss"] + 4 * found[-1]["eval/test.jsonl/loss"]) / 16
     )

@@ -1,4 +1,4 @@
-"""What the first step needs is imported off the main thread, and a package that fails does no harm there."""
+"""The packages of the first step are imported in a thread, and an import error there is harmless."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path: modules with these names are forgotten afterwards."""
+    """A folder on the import path; its modules are removed from sys.modules afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("early_")]:
@@ -72,7 +72,7 @@ def test_a_run_that_ends_early_waits_for_no_import_and_begins_no_further_one(pac
     sys.modules["early_gate"] = gate
     with EarlyImports(["early_slow", "early_never"]) as imports:
         assert gate.entered.wait(60)
-    assert "early_slow" in sys.modules  # still in its import
+    assert "early_slow" in sys.modules  # its import is still running
     gate.opened.set()
     imports.wait()
     assert "early_never" not in sys.modules

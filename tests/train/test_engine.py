@@ -1,4 +1,4 @@
-"""A step does the same to the weights however its samples are divided, and stops before it does harm."""
+"""A step does not depend on the division of its samples, and a non-finite step does not change the weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.losses import SFTSettings
 from padfree.train.engine import LossSettings, NonFiniteError, StepReport
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.train.cases import LOSSES, LR, make_engine, make_samples, small_model, two_steps, weights_of
 
 ODD = (5, 9, 4, 13, 7)
@@ -33,12 +34,12 @@ def outcomes(mesh: Mesh, runs: list[tuple[str, str]], **changes: Any) -> dict[tu
 
 @pytest.fixture(scope="module")
 def reference(mesh: Mesh) -> dict[tuple[str, str], Outcome]:
-    """Everything in one row of one process."""
+    """Everything in one pack on one process."""
     return outcomes(mesh, RUNS, max_tokens=1000)
 
 
 def ranks(rank: int, world: int, layouts: list[dict[str, int]]) -> tuple[list[Any], Any]:
-    """Every loss over two context ranks; in other layouts few, for `test_layout_invariance` has all of them."""
+    """Every loss on two context ranks; a few on other layouts (`test_layout_invariance` covers all of them)."""
     found = [
         outcomes(make_mesh("cpu", **layout), RUNS if (world, layout) == (2, {"context": 2}) else FEW_RUNS)
         for layout in layouts
@@ -85,14 +86,14 @@ def test_ranks_do_not_show(
         for case, outcome in by_case.items():
             assert_same(outcome, reference[case])
     message, uids, untouched = results[0][1]
-    assert all(result[1] == results[0][1] for result in results), "every rank is told the same of a NaN"
+    assert all(result[1] == results[0][1] for result in results), "every rank raises the same error for a NaN"
     assert uids == ["s0-3"]
     assert untouched
     assert message.startswith("step 7: loss nan on rank")
 
 
 def test_the_loss_is_that_of_single_samples(mesh: Mesh) -> None:
-    """Against plain transformers: one sample at a time, its own attention, its own logits, torch's own AdamW."""
+    """Against plain transformers code, one sample at a time, with torch's AdamW."""
     samples = make_samples()
     engine = make_engine(mesh, LossSettings(loss=SFTSettings(), max_grad_norm=0.5))
     report = engine.step(samples)
@@ -135,12 +136,12 @@ def test_nothing_to_train_on_is_a_loss_of_zero(mesh: Mesh) -> None:
 
 
 def test_no_token_at_all_is_refused(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match="none of the 1 of this step has a token"):
+    with refused("samples"):
         make_engine(mesh, LOSSES["sft"]).step([Sample(tokens=[])])
 
 
 def poisoned(mesh: Mesh, samples: list[Sample]) -> tuple[str, list[str], bool]:
-    """The error where token 39 makes every score NaN, its samples, and whether the weights are untouched."""
+    """Token 39 makes every score NaN: the error, its samples, and whether the weights are unchanged."""
     model = small_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[39] = float("nan")
@@ -154,7 +155,7 @@ def poisoned(mesh: Mesh, samples: list[Sample]) -> tuple[str, list[str], bool]:
 
 
 def clean_samples() -> list[Sample]:
-    """Token 39 in s0-3 alone."""
+    """Samples in which only s0-3 has token 39."""
     samples = []
     for index, sample in enumerate(make_samples()):
         tokens = np.minimum(sample.tokens, 38)
@@ -168,7 +169,7 @@ def test_nan_stops_before_the_update_and_names_the_sample(mesh: Mesh) -> None:
     message, uids, same = poisoned(mesh, clean_samples())
     assert uids == ["s0-3"]
     assert same
-    assert message.startswith("step 7: loss nan on rank 0, before the update; look at sample s0-3")
+    assert message.startswith("step 7: loss nan on rank 0, before the update; inspect sample s0-3")
 
 
 def test_an_infinite_gradient_of_a_finite_loss_stops_too(mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""The engine on one GPU: the same steps as on the CPU, to what bfloat16 allows."""
+"""The engine on one GPU: the same steps as on the CPU, within bfloat16 precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.train.cases import LOSSES, make_engine, make_samples, small_model, tw
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "opsm"])  # its threshold falls either way in bf16
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "opsm"])  # its threshold is ambiguous in bfloat16
 def test_bf16_steps_are_close_to_those_of_the_cpu(name: str) -> None:
     samples = make_samples()
     losses = {}
@@ -32,7 +32,7 @@ def test_bf16_steps_are_close_to_those_of_the_cpu(name: str) -> None:
 @pytest.mark.parametrize("name", ["sft", "clip", "gspo"])
 @pytest.mark.parametrize(("compile", "reshard"), [("none", True), ("inductor", True), ("inductor", False)])
 def test_the_host_never_waits_within_a_step(name: str, compile: str, reshard: bool) -> None:
-    """Preparing and beginning steps gives the device work and asks it nothing; only `finish` waits."""
+    """Preparing and beginning steps never synchronises; only `finish` does."""
     samples = make_samples()
     with distributed(device="cuda") as device:
         mesh = make_mesh(device)
@@ -40,7 +40,7 @@ def test_the_host_never_waits_within_a_step(name: str, compile: str, reshard: bo
         engine = make_engine(mesh, LOSSES[name], model, dtype=torch.bfloat16, compile=compile, reshard=reshard)
         if name != "sft":
             samples = with_arrays(samples, old_logprobs=engine.scorer.logprobs(samples))
-        for _ in range(2):  # kernels are loaded and compiled
+        for _ in range(2):  # load and compile kernels
             engine.step(samples, lr_factor=0.1)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -53,7 +53,7 @@ def test_the_host_never_waits_within_a_step(name: str, compile: str, reshard: bo
 
 
 def test_masters_are_those_of_fsdp_on_a_gpu() -> None:
-    """The same rounding in the same places: a step is the same to the bit."""
+    """The same operations are rounded, so that a step is bit-identical."""
     samples, found = make_samples(), []
     with distributed(device="cuda") as device:
         mesh = make_mesh(device)
@@ -69,7 +69,7 @@ def test_varying_lengths_are_compiled_once() -> None:
     with distributed(device="cuda") as device:
         model = small_model(head_dim=64).to(device)
         engine = make_engine(make_mesh(device), LOSSES["sft"], model, dtype=torch.bfloat16, compile="inductor")
-        torch._dynamo.reset()  # a test before this one may have compiled the same layers
+        torch._dynamo.reset()  # an earlier test may have compiled the same layers
         counters.clear()
         graphs = []
         for step in range(200):

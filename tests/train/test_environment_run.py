@@ -1,6 +1,6 @@
-"""Runs with an environment: the same after a kill, failures left out, trees trained like samples.
+"""Runs with an environment: bit-identical after a kill, failed episodes are dropped, trees train like samples.
 
-That they are the same on any layout is in `test_ways_gsm8k`.
+`test_ways_gsm8k` tests all layouts.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ KILL = "PADFREE_TEST_KILL"
 
 
 async def branching(prompt: Prompt, policy: Policy) -> Trajectory:
-    """A turn, a word of the tool, and two branches with a turn each; every leaf has a reward of its own."""
+    """A turn, a tool's answer, and two branches with one turn each; every leaf has its own reward."""
     await policy.generate(max_tokens=4)
     _kill_here()
-    await asyncio.sleep(0.002 * (len(prompt.tokens) % 3))  # tools take their time
+    await asyncio.sleep(0.002 * (len(prompt.tokens) % 3))  # a slow tool
     policy.add("=7 ")
     branches = [policy.branch(), policy.branch()]
     branches[1].add("b")
@@ -64,7 +64,7 @@ async def branching(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def _kill_here() -> None:
-    """End the process in its twentieth episode, once."""
+    """Kill the process in its twentieth episode, once."""
     mark = os.environ.get(KILL)
     if mark and not Path(f"{mark}.done").exists():
         with Path(mark).open("a") as file:
@@ -138,7 +138,7 @@ def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def first_samples(config: Config) -> list[Sample]:
-    """The rollouts of the first batch, as a process of the present group."""
+    """The rollouts of the first batch, on this process of the group."""
     mesh = make_mesh("cpu", context=config.parallel.context)
     mark_run_folder(config)
     tokenizer = load_tokenizer(config)
@@ -165,7 +165,7 @@ def same(samples: list[Sample], others: list[Sample]) -> None:
 
 
 def test_one_turn_is_a_rollout_without_an_environment(model_folder: Path, tmp_path: Path) -> None:
-    """To the bit; also where rewards are computed in processes."""
+    """Bit-identical, also with reward processes."""
     reward: dict[str, Any] = {"reward": f"{REWARDS}:share_of_digits", "environment": None, "max_concurrent": 12}
     with distributed(device="cpu"):
         expected = first_samples(make_config(tmp_path / "plain", model_folder, rollout=reward))
@@ -175,13 +175,13 @@ def test_one_turn_is_a_rollout_without_an_environment(model_folder: Path, tmp_pa
             "processes": {**reward, "reward_processes": 2},
         }
         for name, rollout in settings.items():
-            # as many at a time as there are, so that the sampler is asked for the same responses together
+            # all at a time, so that the sampler batches the same responses together
             config = make_config(tmp_path / name, model_folder, rollout={**rollout, "max_concurrent": 12})
             same(first_samples(config), expected)
 
 
 def plain_gradients(config: Config, samples: list[Sample], old: list[Any]) -> dict[str, Tensor]:
-    """Of the clipped ratio, by plain transformers code in float64, one leaf at a time."""
+    """Gradients of the clipped ratio with plain transformers code in float64, one leaf at a time."""
     model = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager").double()
     clip = config.loss.settings().objective  # type: ignore[union-attr]
     count, clipped = sum(sample.num_labels for sample in samples), 0
@@ -221,10 +221,10 @@ def test_samples_of_a_tree_and_their_gradients(model_folder: Path, tmp_path: Pat
             assert ((first.logprobs < 0) == first.mask).all()
         samples = with_advantages(samples, "grpo")
         engine = build_engine(config, make_mesh("cpu"))
-        rng = np.random.default_rng(0)  # away from the policy, so that some ratios are clipped
+        rng = np.random.default_rng(0)  # differ from the policy, so that some ratios are clipped
         old = [(sample.logprobs + rng.normal(0, 0.2, len(sample))).astype(np.float32) for sample in samples]
         expected = plain_gradients(config, samples, old)
-        alone = gradients(engine, samples, old, PackSettings(), 1)  # every leaf in a row of its own
+        alone = gradients(engine, samples, old, PackSettings(), 1)  # every leaf in its own pack
         assert_close(alone, expected, 1e-5)
         shared = gradients(engine, samples, old, PackSettings(share_prefixes=True), 1000)
         plan = engine.scorer.packer.plan(samples)
@@ -242,7 +242,7 @@ def failed(rank: int, world: int, failing: Config) -> str:
 def test_an_error_of_one_rank_ends_all(model_folder: Path, tmp_path: Path) -> None:
     failing = make_config(tmp_path / "failing", model_folder, rollout={"environment": f"{HERE}:sometimes"})
     errors = run_ranks(2, failed, failing)
-    assert errors[0] == errors[1], "both ranks end with the error of the one that had it"
+    assert errors[0] == errors[1], "both ranks raise the error of the one that failed"
     assert "sometimes raised RuntimeError: the tool is broken for 'prompts.jsonl:" in errors[0]
     assert lines(tmp_path / "failing", "failures.jsonl") == [{"batch": 1, "failure": errors[0]}]
 
@@ -254,11 +254,11 @@ def killed(rank: int, world: int, config: Config, mark: str) -> None:
 
 def test_killed_in_an_episode_and_resumed_to_the_bit(model_folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"checkpoint": {"every": 1, "export": True}, "run": {"steps": 3}}
-    changes["loss"] = {"old_policy": "sampler"}  # so that the sampler's log-probabilities count, too
+    changes["loss"] = {"old_policy": "sampler"}  # uses the sampler's log-probabilities
     train(make_config(tmp_path / "whole", model_folder, **_merged(changes, tmp_path / "whole")))
     config = make_config(tmp_path / "parts", model_folder, **_merged(changes, tmp_path / "parts"))
     run_ranks(1, killed, config, str(tmp_path / "mark"), dying=[0])
-    assert len(lines(tmp_path / "parts")) == 1, "it died in the episodes of the second batch"
+    assert len(lines(tmp_path / "parts")) == 1, "it was killed in the episodes of the second batch"
     train(config)
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     assert lines(tmp_path / "parts", "rollouts.jsonl") == lines(tmp_path / "whole", "rollouts.jsonl")
@@ -284,7 +284,7 @@ def test_failed_groups_are_left_out_and_listed(model_folder: Path, tmp_path: Pat
         assert line["episodes_failed"] == failed[batch]
         assert line["groups_failed"] == failed[batch] / 3
         assert line["samples"] == line["episodes"] == 12 - failed[batch]
-    # a resumed run lists those of the batches that it makes again once
+    # failures of batches that a resumed run repeats are listed once
     train(make_config(tmp_path / "run", model_folder, rollout=rollout, run={"steps": 4}))
     assert [line for line in lines(tmp_path / "run", "failures.jsonl") if line["batch"] < 4] == listed
     with refused("rollout.on_failure"):
@@ -296,7 +296,7 @@ def test_a_filter_does_not_take_failed_groups(model_folder: Path, tmp_path: Path
     rollout = {"environment": f"{HERE}:sometimes", "on_failure": "skip", "filter": "equal"}
     train(make_config(tmp_path / "run", model_folder, rollout=rollout, run={"steps": 2}))
     for line in lines(tmp_path / "run"):
-        assert line["samples"] == 12, "other prompts take their place"
+        assert line["samples"] == 12, "other prompts replace them"
         assert line["groups_asked"] > 4
 
 
@@ -351,7 +351,7 @@ def test_an_agent_is_trained_and_repeats_itself(model_folder: Path, tmp_path: Pa
 
 
 def test_servers_get_the_requests_of_episodes(model_folder: Path, tmp_path: Path) -> None:
-    """Log-probabilities of all leaves are the trainer's, as far as another program rounds alike."""
+    """The log-probabilities of all leaves equal the trainer's, up to the rounding of the server."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     with serving(FakeVllm(model=model, tokenizer=tokenizer, vocabulary=len(tokenizer))) as urls:

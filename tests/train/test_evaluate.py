@@ -1,4 +1,4 @@
-"""Evaluations: exact (on any layout: `test_ways_gsm8k`), without a trace in the weights, and the best one is kept."""
+"""Evaluations are exact (layouts: `test_ways_gsm8k`) and do not change the weights; the best one is kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.trainer import Trainer, is_better
 from tests.train.cases import make_samples, weights_of
-from tests.train.trainer_cases import SFT, lines, make_config, make_loop, save_config
+from tests.train.trainer_cases import SFT, lines, make_config, make_trainer, save_config
 
 EVAL = {"path": ["in memory"], "every": 2}
 
@@ -41,9 +41,9 @@ def held_out() -> list[Sample]:
 
 
 def evaluated_loop(config: Config, mesh: Mesh) -> Trainer:
-    loop = make_loop(config, mesh)
-    loop.evaluate = HeldOut(loop.engine.scorer, TokenMeasure(), held_out())
-    return loop
+    trainer = make_trainer(config, mesh)
+    trainer.evaluate = HeldOut(trainer.engine.scorer, TokenMeasure(), held_out())
+    return trainer
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -83,8 +83,8 @@ def test_numbers_are_those_of_one_sample_at_a_time(mesh: Mesh, model_folder: Pat
 
 
 def test_weights_are_the_same_with_and_without_evaluation(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {**SFT, "lora": {"rank": 2, "dropout": 0.3}}  # it draws from the random state
-    without = make_loop(make_config(tmp_path / "without", model_folder, **sections), mesh)
+    sections: dict[str, Any] = {**SFT, "lora": {"rank": 2, "dropout": 0.3}}  # dropout uses the random state
+    without = make_trainer(make_config(tmp_path / "without", model_folder, **sections), mesh)
     without.run()
     with_them = evaluated_loop(make_config(tmp_path / "with", model_folder, **sections, eval=EVAL), mesh)
     with_them.run()
@@ -108,9 +108,9 @@ def test_the_best_is_kept_and_a_resumed_run_goes_on_as_if_nothing_had_happened(
     assert [line["step"] for line in expected] == list(range(7))
     assert evaluations(tmp_path / "parts") == expected
     best = max(expected[1:], key=lambda line: line["eval/loss"])
-    for loop, folder in ((whole, "whole"), (part, "parts")):
-        assert loop.best is not None
-        assert (loop.best.step, loop.best.value) == (best["step"], best["eval/loss"])
+    for trainer, folder in ((whole, "whole"), (part, "parts")):
+        assert trainer.best is not None
+        assert (trainer.best.step, trainer.best.value) == (best["step"], best["eval/loss"])
         names = {path.name for path in (tmp_path / folder / "checkpoints").glob("step-*")}
         assert names == {f"step-{best['step']:08d}", "step-00000006"}
     part.load_best()
@@ -207,7 +207,7 @@ def test_responses_to_held_out_prompts(draws: int, folder: Path, tmp_path: Path)
     names = {"reward", "pass@1", "response_length", "response_cut"} | ({"pass@k"} if draws > 1 else set())
     assert [line["step"] for line in found] == [0, 1, 2]
     assert found[0].keys() == {"step", *(f"eval/{name}" for name in names)}
-    assert found[0]["eval/pass@1"] == 1.0, "a reward of 0 is enough here"
+    assert found[0]["eval/pass@1"] == 1.0, "a reward of 0 passes here"
     assert 1.0 <= found[0]["eval/response_length"] <= 4.0
     sections["eval"] = {"path": [], "every": None}
     config = whole_config(folder, tmp_path / "without", **sections)

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, starved, or fed with what they cannot use."""
+"""Runs that are killed, stopped, out of resources, or given unusable data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.refused import refused
 from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of
 from tests.train.processes import alone, ended, forked
-from tests.train.trainer_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from tests.train.trainer_cases import RL, SFT, lines, make_config, make_trainer, samples, save_config
 from tests.waiting import wait_until
 
 KILLS = 20
@@ -55,7 +55,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int | None = None) -> int:
-    """A run whose saves take long. It halts after `most` updates, and dies at the `die_at`-th wait for the disk."""
+    """A run whose saves take long. It halts after `most` updates, and is killed at the `die_at`-th fsync."""
     made, waits, real = 0, 0, os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -71,33 +71,33 @@ def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int 
         made += 1
         if made == most:
             if die_at is not None:
-                loop.checkpointer.wait()  # a thread may still be on its way to where it dies
+                trainer.checkpointer.wait()  # the thread may not have reached its kill point yet
             os.write(pipe, b"halted")
             time.sleep(300)
 
     os.fsync = fsync
-    loop = make_loop(config, alone_mesh(), on_step=on_step)
+    trainer = make_trainer(config, alone_mesh(), on_step=on_step)
     os.write(pipe, b"ready")
-    loop.run()
-    save_file(weights_of(loop.engine.model), Path(config.run.folder) / "final.safetensors")
+    trainer.run()
+    save_file(weights_of(trainer.engine.model), Path(config.run.folder) / "final.safetensors")
     return 0
 
 
 def killed_often(folder: Path) -> dict[str, Any]:
-    """A run that is killed again and again, at random or within a save, and then left to end; and one in peace.
+    """A run that is killed repeatedly, at random or within a save, and then finishes; and an uninterrupted run.
 
     kills   0      1     2      3     4    5      6    7      8      9     ...
 
             after  torn  after  torn  any  early  any  early  after  torn       saves of 2 3 6 7 ... are asynchronous
 
-    after   at random after a save: on any machine it goes on
-    torn    at one of the waits for the disk before the folder of a save gets its name
+    after   at random after a save, so that the run advances on any machine
+    torn    at an fsync before the folder of a save gets its final name
     any     at random
-    early   at one of the waits of a save
+    early   at an fsync of a save
     """
     model, output = save_config(folder / "model"), folder / "output"
     rng = np.random.default_rng(0)
-    num_steps = KILLS + 4  # of which each attempt saves one at most
+    num_steps = KILLS + 4  # each attempt saves at most one step
 
     def config(name: str, *, asynchronous: bool = False) -> Config:
         checkpoint = {"every": 1, "asynchronous": asynchronous}
@@ -125,7 +125,7 @@ def killed_often(folder: Path) -> dict[str, Any]:
                 wait_until(lambda: latest_step() > before)
             time.sleep(rng.uniform(0, 2 * a_step))
         else:
-            os.read(read, 6)  # it is dead by now, or has halted
+            os.read(read, 6)  # it has been killed or has halted
         os.kill(child, signal.SIGKILL)
         assert ended(child) == -signal.SIGKILL, output.read_text()
         os.close(read)
@@ -149,8 +149,8 @@ def killed_often(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_killed_twenty_times_and_the_same_in_the_end(tmp_path: Path) -> None:
     found = alone(killed_often, tmp_path)
-    assert found["torn"] >= 4, "some were in the middle of a save"
-    assert len(found["steps"]) >= 5, "it went on between them"
+    assert found["torn"] >= 4, "some kills were in the middle of a save"
+    assert len(found["steps"]) >= 5, "the run advanced between kills"
     assert found["weights"]
     assert found["lines"]
 
@@ -159,7 +159,7 @@ def test_killed_twenty_times_and_the_same_in_the_end(tmp_path: Path) -> None:
 
 
 def write_recipe(folder: Path) -> Path:
-    """A recipe of 8 steps with a model and data of its own, everything in this folder."""
+    """Write a recipe of 8 steps with its model and data to this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     save_with_tokenizer(folder / "model", num_hidden_layers=1)
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
@@ -176,7 +176,7 @@ def write_recipe(folder: Path) -> Path:
 
 
 def before_step(number: int, action: Callable[[], object]) -> None:
-    """Do something once, in the step of this number."""
+    """Call the function once, in this step."""
     real = Engine.begin
 
     def begin(self: Engine, *args: Any, **options: Any) -> PendingStep:
@@ -188,23 +188,23 @@ def before_step(number: int, action: Callable[[], object]) -> None:
 
 
 def stuck() -> None:
-    """In a call from which no handler of Python's is run, for many minutes."""
+    """Block for many minutes in a call that does not run Python's signal handlers."""
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
 
 def until_signalled() -> None:
-    """In a step until the run has noted a signal, however late that is sent."""
-    signals: Any = signal.getsignal(signal.SIGTERM)  # a method of the run's `StopSignals`
+    """Stay in a step until the run has received a signal."""
+    signals: Any = signal.getsignal(signal.SIGTERM)  # a bound method of the run's `StopSignals`
     wait_until(lambda: bool(signals.__self__.received), 240.0)
 
 
 def signalled(folder: Path) -> list[Any]:
-    """[exit code, newest checkpoint] of a run that gets signals in its steps 1 and 3, two in step 4, and none."""
+    """[exit code, newest checkpoint] of starts with a signal in steps 1 and 3, two in step 4, and none."""
     recipe, output = write_recipe(folder), folder / "output"
 
     def started(name: str, step: int, halt: Callable[[], object]) -> tuple[int, int]:
         def run(pipe: int) -> int:
-            # a shell starts background jobs with SIGINT ignored, and a run leaves an ignored signal ignored
+            # A shell starts background jobs with SIGINT ignored, and a run keeps ignored signals ignored.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             before_step(step, lambda: (os.write(pipe, b"x"), halt()))
             return main(["sft", str(recipe), f"run.folder={folder / name}"])
@@ -244,8 +244,8 @@ def test_a_signal_finishes_the_step_saves_and_exits_75_and_a_second_one_exits_at
     ]
     assert same
     assert "stopped by a signal after 2 steps" in output
-    assert "padfree sft: SIGTERM: the run stops after the step or evaluation that it is in, saves" in output
-    assert "padfree sft: SIGTERM: ended at once, nothing more is saved" in output, "though the main thread is busy"
+    assert "padfree sft: SIGTERM: the run finishes its current step or evaluation, saves" in output
+    assert "padfree sft: SIGTERM: ended at once, nothing more is saved" in output, "although the main thread is blocked"
     assert "Traceback" not in output
 
 
@@ -253,7 +253,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_75_and_a_second_one_exits_at
 
 
 def worker(folder: Path, kill_at: int) -> int:
-    """What torchrun starts: a run whose second rank dies once, and that waits for a signal before it ends."""
+    """A torchrun worker: its second rank is killed once, and the run waits for a signal before it ends."""
     mark = folder / "killed"
 
     def die() -> None:
@@ -267,7 +267,7 @@ def worker(folder: Path, kill_at: int) -> int:
 
 
 def launch(folder: Path, kill_at: int) -> None:
-    """torchrun, for a process of its own."""
+    """Run torchrun in a separate process."""
     with (folder / "output").open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
@@ -291,7 +291,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
 
     def goes_on() -> bool:
         assert launched.is_alive(), output_file.read_text()
-        return metrics.exists() and metrics.read_text().count("\n") >= 4  # the fourth line is of the second start
+        return metrics.exists() and metrics.read_text().count("\n") >= 4  # the second start writes the fourth line
 
     wait_until(goes_on, 240.0)
     launched.terminate()
@@ -299,7 +299,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
     output = output_file.read_text()
     assert not launched.is_alive(), output
     assert (tmp_path / "killed").exists()
-    assert "(exitcode: -9) local_rank: 1" in output, output  # rank 0 may be ended before it can name the other
+    assert "(exitcode: -9) local_rank: 1" in output, output  # rank 0 may end before it can name the other
     assert "stopped by a signal after" in output, output
     step = int(output.split("stopped by a signal after ")[1].split()[0])
     assert 4 <= step < 8
@@ -313,7 +313,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
 
 
 def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> None:
-    """Leave behind what this rank ended with, and when."""
+    """Write this rank's error and its time to a file."""
     peers.PATIENCE = 1.0
 
     def make(groups: Any) -> list[Sample]:
@@ -339,11 +339,11 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
     begin = time.monotonic()
     try:
         with failing_together():
-            make_loop(config, make_mesh("cpu"), make_samples=make).run()
+            make_trainer(config, make_mesh("cpu"), make_samples=make).run()
     except Exception as error:
         print(type(error).__name__, error, file=sys.stderr, flush=True)  # noqa: T201
-    assert time.monotonic() - begin < 120, "long before a collective gives up"
-    os._exit(3)  # its connections close as those of a process that ends with an error
+    assert time.monotonic() - begin < 120, "long before a collective times out"
+    os._exit(3)  # closes connections like a process that ends with an error
 
 
 @pytest.mark.parametrize(
@@ -377,26 +377,26 @@ def test_what_fails_on_one_rank_ends_all_with_its_line(
 
 
 def quiet(mesh: Mesh, config: Config, found: list[Sample]) -> list[dict[str, Any]]:
-    make_loop(config, mesh, found).run()
+    make_trainer(config, mesh, found).run()
     return lines(Path(config.run.folder))
 
 
 def test_nothing_to_train_on(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model_folder, **SFT)
     with refused("data.path", "in memory has no samples"):
-        make_loop(config, mesh, [])
-    loop = make_loop(config, mesh)
-    loop.batches.batcher.load_state_dict({**loop.batches.batcher.state_dict(), "position": 36})
-    with refused("data.path", "it gave no batch"):
-        loop.run()
+        make_trainer(config, mesh, [])
+    trainer = make_trainer(config, mesh)
+    trainer.batches.batcher.load_state_dict({**trainer.batches.batcher.state_dict(), "position": 36})
+    with refused("data.path", "gave no batch"):
+        trainer.run()
 
 
 def test_data_that_ends_before_the_steps_do(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model_folder, **SFT, data={"epochs": 1}, run={"steps": 99})
-    result = make_loop(config, mesh).run()
+    result = make_trainer(config, mesh).run()
     assert (result.step, result.stopped) == (3, False)
     assert result.checkpoint == tmp_path / "checkpoints" / "step-00000003"
-    assert make_loop(config, mesh).run().step == 3, "nothing is left to do, which is no error"
+    assert make_trainer(config, mesh).run().step == 3, "nothing is left to do, which is not an error"
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])
@@ -412,21 +412,21 @@ def test_masked_samples_change_nothing(mesh: Mesh, model_folder: Path, tmp_path:
     masked = [Sample(tokens=np.arange(5), loss_mask=np.zeros(5), uid=i, reward=1.0 * i, group=0) for i in range(4)]
     for name, sections in (("sft", SFT), ("rl", {**RL, "loss": {"kind": "clip"}})):
         config = make_config(tmp_path / name, model_folder, **sections, run={"steps": 2})
-        loop = make_loop(config, mesh, masked)
-        before = weights_of(loop.engine.model)
-        loop.run()
+        trainer = make_trainer(config, mesh, masked)
+        before = weights_of(trainer.engine.model)
+        trainer.run()
         for line in lines(tmp_path / name):
             assert (line["loss"], line["gradient_norm"], line["scored_tokens"]) == (0, 0, 0)
-        for key, weight in weights_of(loop.engine.model).items():
+        for key, weight in weights_of(trainer.engine.model).items():
             assert torch.equal(weight, before[key]), key
 
 
 def test_a_sample_above_the_caps(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     with refused("max_tokens"):
-        make_loop(make_config(tmp_path, model_folder, batch={"samples": 4, "max_tokens": 8}), mesh).run()
+        make_trainer(make_config(tmp_path, model_folder, batch={"samples": 4, "max_tokens": 8}), mesh).run()
     budget = make_config(tmp_path, model_folder, batch={"tokens": 8, "max_tokens": 16})
     with refused("budget"):
-        make_loop(budget, mesh).run()
+        make_trainer(budget, mesh).run()
     for batch in ({"samples": 4, "max_tokens": 8}, {"tokens": 8, "max_tokens": 8}):
         folder = tmp_path / next(iter(batch))
         config = make_config(folder, model_folder, batch={**batch, "overlong": "alone"}, data={"epochs": 1})
@@ -438,30 +438,30 @@ def test_a_sample_above_the_caps(mesh: Mesh, model_folder: Path, tmp_path: Path)
 def test_nan_stops_before_the_update_and_leaves_everything_behind(
     mesh: Mesh, model_folder: Path, tmp_path: Path
 ) -> None:
-    """Token 39, of the sixth sample alone, is embedded as NaN: in the second batch."""
+    """Token 39, which only the sixth sample has, is embedded as NaN: in the second batch."""
     clean = [Sample(tokens=np.minimum(sample.tokens, 38), uid=sample.uid) for sample in samples()]
     clean[5].tokens[2] = 39
     config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False}, checkpoint={"every": 1})
-    loop = make_loop(config, mesh, clean)
+    trainer = make_trainer(config, mesh, clean)
     after_one: dict[str, torch.Tensor] = {}
-    loop.updates.on_step = lambda _: after_one.update(weights_of(loop.engine.model))
-    embeddings = loop.engine.model.get_input_embeddings()
+    trainer.updates.on_step = lambda _: after_one.update(weights_of(trainer.engine.model))
+    embeddings = trainer.engine.model.get_input_embeddings()
     embeddings.register_forward_hook(lambda _, ids, rows: rows.masked_fill(ids[0][..., None] == 39, float("nan")))
     with pytest.raises(NonFiniteError) as caught:
-        loop.run()
+        trainer.run()
     path = tmp_path / "nonfinite-step-00000001.jsonl"
     assert str(caught.value) == (
-        f"step 1: loss nan on rank 0, before the update; look at sample {clean[5].uid}, or lower optimizer.lr; "
-        f"they are written to {path}"
+        f"step 1: loss nan on rank 0, before the update; inspect sample {clean[5].uid}, or lower optimizer.lr; "
+        f"the samples are in {path}"
     )
     (row,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert (row["uid"], row["tokens"]) == (clean[5].uid, clean[5].tokens.tolist())
-    for name, weight in weights_of(loop.engine.model).items():
+    for name, weight in weights_of(trainer.engine.model).items():
         assert torch.equal(weight, after_one[name]), name
     assert [line["step"] for line in lines(tmp_path)] == [0]
-    again = make_loop(config, mesh, clean)
+    again = make_trainer(config, mesh, clean)
     assert again.step == 1
-    assert again.run().step == 6, "without the fault it goes on"
+    assert again.run().step == 6, "without the fault the run resumes"
 
 
 def refuse(*_: Any, **__: Any) -> None:
@@ -471,28 +471,28 @@ def refuse(*_: Any, **__: Any) -> None:
 def test_a_full_disk_is_one_line_and_what_was_saved_resumes(
     mesh: Mesh, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = make_loop(make_config(tmp_path / "whole", model_folder, **RL), mesh)
+    whole = make_trainer(make_config(tmp_path / "whole", model_folder, **RL), mesh)
     whole.run()
     config = make_config(tmp_path / "run", model_folder, **RL, checkpoint={"every": 1})
     for step, place in ((1, "checkpoint.checkpointer.write_safetensors"), (3, "record.metrics.MetricsFile.write")):
-        loop = make_loop(config, mesh)
+        trainer = make_trainer(config, mesh)
 
-        def fill(_: Any, step: int = step, place: str = place, loop: Any = loop) -> None:
-            if loop.step == step:
+        def fill(_: Any, step: int = step, place: str = place, trainer: Any = trainer) -> None:
+            if trainer.step == step:
                 monkeypatch.setattr(f"padfree.{place}", refuse)
 
-        loop.updates.on_step = fill
+        trainer.updates.on_step = fill
         with pytest.raises(
             ValueError, match=r"^[a-z.]+: /.* cannot be written \(No space left on device\); free space"
         ):
-            loop.run()
+            trainer.run()
         monkeypatch.undo()
-    loop = make_loop(config, mesh)
-    assert loop.step == 3
-    loop.run()
+    trainer = make_trainer(config, mesh)
+    assert trainer.step == 3
+    trainer.run()
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
     for name, weight in weights_of(whole.engine.model).items():
-        assert torch.equal(weight, weights_of(loop.engine.model)[name]), name
+        assert torch.equal(weight, weights_of(trainer.engine.model)[name]), name
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(
@@ -500,14 +500,14 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(
 ) -> None:
     (tmp_path / "file").touch()
     with refused("run.folder", r".*file/run cannot be written \(Not a directory\)"):
-        make_loop(make_config(tmp_path / "file" / "run", model_folder, **SFT), mesh)
+        make_trainer(make_config(tmp_path / "file" / "run", model_folder, **SFT), mesh)
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_resumes(
     mesh: Mesh, model_folder: Path, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path / "run", model_folder, **RL, checkpoint={"every": 1})
-    whole = make_loop(config, mesh)
+    whole = make_trainer(config, mesh)
     whole.run()
     newest = tmp_path / "run" / "checkpoints" / "step-00000006"
     shard = newest / "rank-00000.safetensors"
@@ -515,28 +515,28 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_resumes(
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"is damaged .*; remove step-00000006 to resume from .*step-00000005$"):
-        make_loop(config, mesh)
+        make_trainer(config, mesh)
     shard.unlink()
     with pytest.raises(CheckpointError, match=r"is missing; remove step-00000006 to resume from .*step-00000005$"):
-        make_loop(config, mesh)
+        make_trainer(config, mesh)
     shutil.rmtree(newest)
-    loop = make_loop(config, mesh)
-    assert loop.step == 5
-    loop.run()
+    trainer = make_trainer(config, mesh)
+    assert trainer.step == 5
+    trainer.run()
     for name, weight in weights_of(whole.engine.model).items():
-        assert torch.equal(weight, weights_of(loop.engine.model)[name]), name
+        assert torch.equal(weight, weights_of(trainer.engine.model)[name]), name
 
     hidden = json.loads(model_folder.read_text()) | {"hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(hidden))
     with refused("model.path", "hidden_size is 64 in the model's config, but .* with 32"):
-        make_loop(make_config(tmp_path / "run", tmp_path / "config.json", **RL), mesh)
+        make_trainer(make_config(tmp_path / "run", tmp_path / "config.json", **RL), mesh)
     longer = {"batch": RL["batch"], "loss": {**RL["loss"], "epochs": 3}}
     with refused("loss.epochs"):
-        make_loop(make_config(tmp_path / "run", model_folder, **longer), mesh)
+        make_trainer(make_config(tmp_path / "run", model_folder, **longer), mesh)
 
 
 if __name__ == "__main__":
     as_started_by_torchrun()
     code = worker(Path(sys.argv[1]), int(sys.argv[2]))
     sys.stdout.flush()
-    os._exit(code)  # a forked worker that returns 0 would wait for torchrun, which after a signal waits for the worker
+    os._exit(code)  # a forked worker that returns would wait for torchrun, which after a signal waits for the worker

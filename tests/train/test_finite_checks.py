@@ -1,4 +1,4 @@
-"""Weights and metrics that are not finite are named, wherever they come from, and never reported as a result."""
+"""Non-finite weights and metrics raise an error that names them, and are never reported as a result."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_an_export_that_its_dtype_cannot_hold_is_refused(good: Path, tmp_path: P
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("length", [1, 5, 40])
 def test_the_cpu_kernel_hides_nothing(where: str, value: float, length: int) -> None:
-    """As the reference does it: a query that sees a single key, too, for which the fused kernel gives 0."""
+    """Like the reference, also for a query that sees a single key, for which the fused kernel gives 0."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(length, 2, 16, generator=generator) for name in "qkv"}
     tensors[where][:, 0] = value
@@ -133,7 +133,7 @@ ROLLOUTS = [{"tokens": [3, 4, 5], "response_length": 2, "reward": n % 2, "group"
 PROMPTS = [{"prompt": f"{n}+1=", "answer": f"#### {n + 1}"} for n in range(4)]
 SMALL = ["model.dtype=float32", "batch.samples=4", "batch.max_tokens=64", "run.device=cpu", "run.steps=1"]
 RUNS: dict[str, tuple[str, str, list[dict[str, Any]], list[str]]] = {
-    # the setting that the line begins with: command, recipe, rows, settings
+    # setting named by the error: command, recipe, data rows, settings
     "model": ("sft", "sft", TEXTS, ["model.path=BAD"]),
     "reference.path": ("rl", "rl", ROLLOUTS, ["reference.path=BAD", "loss.kl_coefficient=0.1"]),
     "reference.path of dpo": ("dpo", "dpo", PAIRS, ["reference.path=BAD"]),
@@ -182,7 +182,7 @@ def test_finite_weights_that_overflow_give_an_evaluation_no_numbers(
     assert main(["eval", str(RECIPES / "sft.toml"), *overrides, "--json", str(target)]) == 1
     captured = capsys.readouterr()
     *progress, said = captured.err.splitlines()
-    assert said.startswith("padfree eval: eval: eval/loss is nan, and so are 1 more; look at the")
+    assert said.startswith("padfree eval: eval: eval/loss is nan (non-finite metrics: 2); check the")
     assert all(line.startswith("tokenising ") for line in progress)
     assert not captured.out
     assert not target.exists()
@@ -201,10 +201,10 @@ def test_a_perplexity_that_no_float_can_hold_is_not_another_number() -> None:
     assert TokenMeasure().metrics({"loss": 2.0, "accuracy": 0.0})["perplexity"] == math.exp(2.0)
 
 
-# What a line knows of the cause
+# What the error says about the cause
 
 
-RUINOUS = "optimizer.lr=3e38"  # float32 can hold it, but not its first step: AdamW divides it by 1 - beta1
+RUINOUS = "optimizer.lr=3e38"  # finite in float32, but its first step is not: AdamW divides it by 1 - beta1
 
 
 def run_sft(good: Path, tmp_path: Path, *changes: str) -> int:
@@ -218,7 +218,7 @@ def test_an_update_that_ruins_the_weights_saves_and_exports_nothing(
     assert run_sft(good, tmp_path, RUINOUS, "schedule.warmup=0") == 1
     said = capsys.readouterr().err
     assert said.startswith("padfree sft: step 1: the updates have made ")
-    assert said.endswith("nothing is saved; go on from the checkpoint before with a lower optimizer.lr\n")
+    assert said.endswith("nothing is saved; resume the previous checkpoint with a lower optimizer.lr\n")
     assert not (tmp_path / "run" / "model").exists()
     assert not list((tmp_path / "run").glob("checkpoints/step*"))
 
@@ -229,8 +229,8 @@ def test_a_loss_that_is_not_finite_in_the_first_step_is_not_blamed_on_the_learni
     bad = damaged(good, tmp_path / "bad", NORM, 3e38, **{NORM: torch.full((32,), 3e38)})
     assert run_sft(Path(bad), tmp_path) == 1
     said = capsys.readouterr().err
-    assert said.startswith("padfree sft: step 0: loss nan on rank 0, before the update; look at sample ")
-    assert "; the weights are finite and as they were loaded, so that optimizer.lr is not the cause; they are" in said
+    assert said.startswith("padfree sft: step 0: loss nan on rank 0, before the update; inspect sample ")
+    assert "so optimizer.lr is not the cause; the samples are in" in said
 
 
 def test_a_later_loss_names_the_weights_that_are_not_finite(
@@ -240,4 +240,4 @@ def test_a_later_loss_names_the_weights_that_are_not_finite(
     said = capsys.readouterr().err
     assert "padfree sft: step 1: loss nan" in said
     assert "; the cause is in the weights: " in said
-    assert "is not finite; go on from a checkpoint with a lower optimizer.lr; they are written to" in said
+    assert "is not finite; resume a checkpoint with a lower optimizer.lr; the samples are in" in said

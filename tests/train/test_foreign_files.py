@@ -1,4 +1,4 @@
-"""Files of a model that hold something else: one line with the path, whatever reads them."""
+"""Model files with unexpected contents: a one-line error with the path, whichever command reads them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-@pytest.mark.filterwarnings("ignore")  # those of transformers about such files
+@pytest.mark.filterwarnings("ignore")  # warnings of transformers about these files
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_holds_something_else(

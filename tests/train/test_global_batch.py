@@ -1,4 +1,4 @@
-"""A batch between its updates: which samples come next, and that a checkpoint brings all of it back to the bit."""
+"""A batch between its updates: the samples of each update, and a bit-identical restore from a checkpoint."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_brings_it_back(old: bool, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_old_logprobs_beside_the_samples_is_read() -> None:
-    """As earlier versions wrote it."""
+    """The format of earlier versions."""
     batch = make_batch(samples())
     state = batch.state()
     state[f"{KEY}/old"] = state.pop(f"{KEY}/old_logprobs")

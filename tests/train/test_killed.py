@@ -1,4 +1,4 @@
-"""Runs of several ways to train that are killed with SIGKILL in the middle, and resumed: the same to the bit."""
+"""Runs of several commands, killed with SIGKILL and resumed: bit-identical to uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_killed_runs_resume_to_the_bit(tmp_path: Path) -> None:
         found = [latest_in(folder / CHECKPOINTS) for folder in (whole, killed)]
         files = [sorted(path.glob("rank-*")) for path in found if path is not None]
         assert len(files[0]) == len(files[1]) == 1
-        # Weights and optimizer state of all that is trained, the critic among it, and the random state.
+        # Weights and optimizer state of all trained models, including the critic, and the random state.
         assert files[0][0].read_bytes() == files[1][0].read_bytes(), way
 
 

@@ -1,4 +1,4 @@
-"""What a model can be given, and the first sample that is beyond it."""
+"""The limits of a model, and the first sample that exceeds them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_limits_are_read_off_the_modules() -> None:
     ends = {name for name, limits in found.items() if limits.positions is not None}
     assert ends == {"gpt2", "opt"}
     assert found["gpt2"].positions == found["opt"].positions == 256
-    assert ModelLimits.of(build("qwen3", vocab_size=256)).positions is None, "as many tokens as positions"
+    assert ModelLimits.of(build("qwen3", vocab_size=256)).positions is None, "the vocabulary is not a position table"
 
 
 def test_two_models_can_be_given_what_both_can() -> None:
@@ -48,7 +48,7 @@ def test_the_first_sample_beyond_the_limits_is_named() -> None:
 
     check(10, 3)
     check(5, None, look_at_tokens=False)
-    with refused("data", "line 1 has 3 tokens and the model 2 positions"):
+    with refused("data", "line 1 has 3 tokens, but the model has 2 positions"):
         check(10, 2)
-    with refused("data", "line 1 has token id 7, but the vocabulary of the model has 7"):
+    with refused("data", "line 1 has token id 7, but the model's vocabulary has 7"):
         check(7, None)

@@ -1,4 +1,4 @@
-"""Mixtures of sources: what a weight means in every kind of run, what is shown of it, and resuming to the sample."""
+"""Mixtures of sources: weights in every kind of run, reports, and exact resume."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> Path:
-    """Two sources of every kind of data: files of the same names in the folder and in `more`."""
+    """Two sources for every kind of data: files of the same names in the folder and in `more`."""
     save_with_tokenizer(folder / "model", num_hidden_layers=1)
     save_with_tokenizer(folder / "teacher", hidden_size=48, num_hidden_layers=1)
     (folder / "more").mkdir()
@@ -71,7 +71,7 @@ def batches(config: Config) -> tuple[list[list[Any]], Any]:
     return list(make_batcher(config, source.samples, source.parts)), source
 
 
-# What a weight means
+# Weights
 
 
 @pytest.mark.parametrize("way", ["sft", "dpo", "reward", "distill", "clip", "environment"])
@@ -81,7 +81,7 @@ def test_two_epochs_show_every_row_as_its_weight_says(way: str, folder: Path) ->
     for groups in found:
         for group in groups:
             names = {str(sample.source) for sample in group}
-            assert len(names) == 1  # a group is of one source
+            assert len(names) == 1  # a group has one source
             if way == "clip":
                 assert len(group) == 2  # whole groups
                 assert len({sample.group for sample in group}) == 1
@@ -137,7 +137,7 @@ def test_each_source_has_its_own_columns_and_format(folder: Path, tmp_path: Path
     assert {bool(sample.mask[0]) for sample in samples if sample.source == "plain.jsonl"} == {True}
 
 
-# What is counted and shown
+# Counts and reports
 
 
 def test_shares_of_the_tokens(folder: Path) -> None:
@@ -187,7 +187,7 @@ def test_steps_of_several_epochs_of_unlike_length(folder: Path) -> None:
     assert count_steps(config, source, enough=1000) == len(found)
 
 
-# What is refused
+# Errors
 
 
 def refused(config: Config) -> str:
@@ -247,7 +247,7 @@ def test_the_order_does_not_depend_on_ranks(folder: Path) -> None:
     one, two = lines(folder / "one rank"), lines(folder / "two ranks")
     assert [line["tokens"] for line in one] == [line["tokens"] for line in two]
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in two], rel=1e-5)
-    # The loss of a step is that of its sources, each by its tokens.
+    # The loss of a step is the mean of its sources' losses, weighted by their tokens.
     for first, second, groups in zip(one, two, batches(mixture(folder, "sft"))[0], strict=False):
         tokens = Counter[str]()
         for (sample,) in groups:
@@ -265,7 +265,7 @@ def test_rewards_by_source(folder: Path) -> None:
         found = {name: line[name] for name in line if name.startswith("source/")}
         assert found
         assert set(found) <= {"source/rollouts.jsonl/reward", "source/more/reward"}
-        assert set(found.values()) == {0.5}  # of each problem one is right
+        assert set(found.values()) == {0.5}  # one of two answers to each problem is right
 
 
 def test_what_may_change_on_resume(folder: Path, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_what_may_change_on_resume(folder: Path, tmp_path: Path) -> None:
     assert refused(resumed([one])).startswith("data.sources.1.weight: 1.0, but ")
     message = refused(resumed([], path=[str(folder / "texts.jsonl")]))
     assert message.startswith("data.sources.0.weight: 1.0, but ")
-    with pytest.raises(ValueError, match=r"data\.sources\.0\.path: .* makes other samples"):
+    with pytest.raises(ValueError, match=r"data\.sources\.0\.path: .* gives other samples"):
         train(resumed([two | {"weight": 0.5, "name": "a"}, one | {"weight": 2.0}]))
     moved = tmp_path / "moved"
     moved.mkdir()

@@ -1,6 +1,6 @@
-"""Weights, gradients and optimizer state that wait on the CPU: the same numbers, saved and exported as ever.
+"""Offloading of weights, gradients and optimizer state to the CPU: the same results, checkpoints and exports.
 
-On the CPU the mechanism is the same, and both places are one.
+The tests run on the CPU, where device and host are the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tied_model() -> PreTrainedModel:
 
 
 def policies(model: PreTrainedModel) -> list[object]:
-    """What each unit does with its weights while they are not used."""
+    """The offload policy of each FSDP2 unit."""
     groups = [
         module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
     ]
@@ -38,7 +38,7 @@ def policies(model: PreTrainedModel) -> list[object]:
 
 
 def offloaded(mesh: Mesh, folder: Path, **changes: object) -> list[float]:
-    """Two steps, saved and exported after them; then one more in a model that is loaded and resumed."""
+    """Two steps, a checkpoint and an export; then one more step of a loaded model."""
     engine = make_engine(mesh, LOSSES["clip"], tied_model(), offload=True, **changes)
     samples = make_samples()
     samples = with_arrays(samples, old_logprobs=engine.scorer.logprobs(samples))
@@ -68,7 +68,7 @@ def ranks(rank: int, world: int, folder: Path) -> list[float]:
 
 
 def test_offloading_changes_no_number(mesh: Mesh, expected: list[float], tmp_path: Path) -> None:
-    """One process, which is then a unit of FSDP2, too; and two."""
+    """One process, which also uses FSDP2 then; and two."""
     assert offloaded(mesh, tmp_path / "one", checkpointing="full") == pytest.approx(expected, rel=1e-4)
     assert run_ranks(2, ranks, tmp_path / "two")[0] == pytest.approx(expected, rel=1e-4)
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("one", "two"))
@@ -80,11 +80,11 @@ def test_every_unit_is_offloaded(mesh: Mesh) -> None:
     model = tied_model()
     parallelize(model, transformations(mesh, offload=True))
     assert len(policies(model)) == 2
-    assert policies(model) == [CPUOffloadPolicy(pin_memory=False)] * 2  # memory is pinned for a GPU only
+    assert policies(model) == [CPUOffloadPolicy(pin_memory=False)] * 2  # memory is pinned only for a GPU
 
 
 def test_norms_are_on_the_device_of_the_run() -> None:
-    """Gradients on the CPU, and the rest of a step elsewhere: here on the meta device."""
+    """Gradients are on the CPU and the run on another device: here the meta device."""
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.full((3,), 2.0)
     assert gradient_norm([parameter], torch.device("meta")).device.type == "meta"
@@ -100,6 +100,6 @@ def test_a_run_on_the_cpu_is_refused(mesh: Mesh, tmp_path: Path) -> None:
             "run": {"folder": str(tmp_path)},
         }
     )
-    message = "^parallel.offload: true, but the device is the CPU already; set parallel.offload=false$"
+    message = "^parallel.offload: true, but the device is already the CPU; set parallel.offload=false$"
     with pytest.raises(ValueError, match=message):
         build_engine(config, mesh)

@@ -1,4 +1,4 @@
-"""What a run cannot do is said before its first step, in the same line by the run, its dry run and the plan."""
+"""Runs that cannot work are refused before the first step, with the same error by run, dry run and plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Write = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders with the same tokenizer of 45 letters: a rotary model, one with a table of positions, a small one."""
+    """Models with the same tokenizer of 45 letters: rotary, with a position table, and with a small vocabulary."""
     folder = tmp_path_factory.mktemp("models")
     found = {"qwen3": save_with_tokenizer(folder / "qwen3")}
     for name, model in (
@@ -71,7 +71,7 @@ SMALL = {
     "rl-local": ["batch.samples=4", "rollout.samples_per_prompt=4"],
 }
 REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
-    # recipe, model, rows, changes, what is said
+    # recipe, model, data rows, changes, error
     ("sft", "qwen3", [*PAIRS, LONG], ["batch.max_tokens=16"], "batch.max_tokens: 16, but d.jsonl:7 has 35 tokens; set"),
     (
         "sft",
@@ -94,28 +94,34 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         ["batch.max_tokens=16", "rollout.max_new_tokens=20", "data.columns={}"],
         "batch.max_tokens: 16, but d.jsonl:1 has 24 tokens with its response, and 7 more are too long; set",
     ),
-    ("sft", "gpt2", [*PAIRS, LONG], [], "data.path: d.jsonl:7 has 35 tokens and the model 16 positions; set data.max_"),
+    (
+        "sft",
+        "gpt2",
+        [*PAIRS, LONG],
+        [],
+        "data.path: d.jsonl:7 has 35 tokens, but the model has 16 positions; set",
+    ),
     (
         "rl-local",
         "gpt2",
         PROMPTS,
         ["rollout.max_new_tokens=20", "data.columns={}"],
-        "data.path: d.jsonl:1 has 24 tokens and the model 16 positions; set a lower rollout.max_new_tokens, or",
+        "data.path: d.jsonl:1 has 24 tokens, but the model has 16 positions; set a lower rollout.max_new_tokens, or",
     ),
-    ("sft", "small", PAIRS, [], "data.path: d.jsonl:1 has token id 12, but the vocabulary of the model has 10; set"),
+    ("sft", "small", PAIRS, [], "data.path: d.jsonl:1 has token id 12, but the model's vocabulary has 10 entries; set"),
     (
         "rl",
         "small",
         [*ROLLOUTS, {**ROLLOUTS[0], "tokens": [1, 2, 3, 4, 99]}],
         ["batch.samples=8"],
-        "data.path: d.jsonl:9 has token id 99, but the vocabulary of the model has 10; set model.tokenizer",
+        "data.path: d.jsonl:9 has token id 99, but the model's vocabulary has 10 entries; set model.tokenizer",
     ),
     (
         "rl-local",
         "small",
         PROMPTS,
         ["data.columns={}", "rollout.max_new_tokens=4"],
-        "data.path: d.jsonl:1 has token id 16, but the vocabulary of the model has 10",
+        "data.path: d.jsonl:1 has token id 16, but the model's vocabulary has 10 entries",
     ),
     (
         "rl",
@@ -150,7 +156,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         [*LOGPROBS, *ROLLOUTS[:1]],
         ["batch.samples=8"],
-        "data.path: d.jsonl:9 has no 'logprobs', and other rows have; give that column in every row, or in none",
+        "data.path: d.jsonl:9 has no 'logprobs', but other rows have it; give that column in every row, or in none",
     ),
     (
         "rl",
@@ -196,7 +202,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "model.attention: 'fa4' cannot serve: it runs on cuda, not on cpu; use 'auto' or 'cpu' or 'reference'",
     ),
     ("sft", "qwen3", PAIRS, ["run.folder=FOLDER/d.jsonl/run"], "run.folder: "),
-    ("sft", "qwen3", PAIRS, ["parallel.offload=true"], "parallel.offload: true, but the device is the CPU already"),
+    ("sft", "qwen3", PAIRS, ["parallel.offload=true"], "parallel.offload: true, but the device is already the CPU"),
     (
         "sft",
         "qwen3",
@@ -216,7 +222,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         [*ROLLOUTS, {**ROLLOUTS[0], "tokens": [1, 2, 3, 4, 20]}],
         ["batch.samples=8", "loss.kl_coefficient=0.1", "reference.path=SMALL"],
-        "data.path: d.jsonl:9 has token id 20, but the vocabulary of the model has 10",
+        "data.path: d.jsonl:9 has token id 20, but the model's vocabulary has 10 entries",
     ),
     (
         "rl",
@@ -279,8 +285,8 @@ def test_run_and_dry_run_refuse_the_same_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("model", "rows", "changes", "message"),
     [
-        ("gpt2", [*PAIRS, LONG], [], "data.path: d.jsonl:7 has 35 tokens and the model 16 positions"),
-        ("small", PAIRS, [], "data.path: d.jsonl:1 has token id 12, but the vocabulary of the model has 10"),
+        ("gpt2", [*PAIRS, LONG], [], "data.path: d.jsonl:7 has 35 tokens, but the model has 16 positions"),
+        ("small", PAIRS, [], "data.path: d.jsonl:1 has token id 12, but the model's vocabulary has 10 entries"),
         ("qwen3", PAIRS, ["model.attention=fast"], "model.attention: 'fast'"),
     ],
 )
@@ -299,7 +305,7 @@ def test_the_plan_refuses_it_too(
 
 
 def test_what_is_no_mistake_is_let_through_and_noted(models: dict[str, str], write: Write, tmp_path: Path) -> None:
-    """A rotary model beyond its trained length, a run that the data ends, and a larger tokenizer that is not used."""
+    """Samples beyond the trained length of a rotary model, too little data, and unused tokens of a larger tokenizer."""
     config = load_config(
         RECIPES / "sft.toml",
         [
@@ -317,15 +323,15 @@ def test_what_is_no_mistake_is_let_through_and_noted(models: dict[str, str], wri
     read = "is read as prompt and response (prompt, response); as plain text"
     assert notes == (
         f"data: d.jsonl {read}",
-        "samples have up to 305 tokens, the model was made for 256 (max_position_embeddings)",
-        "run.steps is 100, but the data end after about 8 steps, before that, where cosine ends; set run.steps=8, or "
+        "samples have up to 305 tokens, but the model supports 256 (max_position_embeddings)",
+        "run.steps is 100, but the data ends after about 8 steps, before the cosine schedule ends; set run.steps=8, or "
         "data.epochs=none",
     )
     for change in ({"run": replace(config.run, steps=8)}, {"data": replace(config.data, epochs=None)}):
         cured = replace(config, **change)  # type: ignore[arg-type]
         assert preflight(cured, processes=1, device_type="cpu").notes == notes[:2]
     small = ["model.path=" + models["small"], "model.dtype=float32", "batch.samples=2", "data.append_eos=false"]
-    path = write("e.jsonl", *[{"prompt": "0", "response": "123"}] * 3)  # ids below 10: no other letter occurs
+    path = write("e.jsonl", *[{"prompt": "0", "response": "123"}] * 3)  # only ids below 10 occur
     fits = load_config(RECIPES / "sft.toml", [*small, f"data.path={path}", f"run.folder={tmp_path / 'run'}"])
     assert preflight(fits, processes=1, device_type="cpu").notes == (f"data: e.jsonl {read}",)
 
@@ -339,13 +345,13 @@ def test_what_has_no_effect_and_what_trains_nothing_is_noted(
     config = load_config(RECIPES / "rl.toml", [*shared, f"data.path={write('d.jsonl', *rows)}", "loss.gspo.low=0.1"])
     assert {note for note in preflight(config, processes=1, device_type="cpu").notes if "is read as" not in note} == {
         "loss.gspo.low has no effect with loss.kind=clip",
-        "optimizer.lr is 0: no weight is changed",
+        "optimizer.lr is 0: no weight changes",
         "data.path: 1 of 9 samples have no token to train, the first is d.jsonl:9",
     }
     config = load_config(RECIPES / "sft.toml", [*shared, f"data.path={write('e.jsonl', *PAIRS)}", "loss.clip.low=0.1"])
     assert {note for note in preflight(config, processes=1, device_type="cpu").notes if "is read as" not in note} == {
         "loss.clip.low has no effect with loss.kind=sft",
-        "optimizer.lr is 0: no weight is changed",
+        "optimizer.lr is 0: no weight changes",
     }
 
 
@@ -357,9 +363,9 @@ def test_a_run_prints_its_notes_first(
     assert main(["sft", str(RECIPES / "sft.toml"), *overrides]) == 0
     lines = capsys.readouterr().out.splitlines()
     notes = [
-        index for index, line in enumerate(lines) if line.startswith("note: run.steps is 5, but the data end after")
+        index for index, line in enumerate(lines) if line.startswith("note: run.steps is 5, but the data ends after")
     ]
-    steps = [index for index, line in enumerate(lines) if line.startswith("step 1/1 ")]  # of the data, not of run.steps
+    steps = [index for index, line in enumerate(lines) if line.startswith("step 1/1 ")]  # as the data allows
     assert len(notes) == len(steps) == 1
     assert notes < steps
 
@@ -384,7 +390,7 @@ def test_steps_are_counted_as_a_run_makes_them(
 
 
 def test_a_token_is_found_where_it_counts(models: dict[str, str], write: Write) -> None:
-    """Behind a sample's end, or in a sample that is dropped, a token id does not matter."""
+    """Token ids after the truncated end of a sample, or in a dropped sample, are not checked."""
     values = {
         "model": {"path": models["qwen3"]},
         "data": {"path": json.loads(write("d.jsonl", LONG, {"prompt": "1", "response": "11z"}, PAIRS[0]))},

@@ -1,4 +1,4 @@
-"""What `auto` becomes, by device and memory."""
+"""The resolution of `auto` settings by device and memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def needed(config: Config, hidden: int = 256) -> float:
 
 @pytest.mark.parametrize("way", ["none", "host", "selective", "full"])
 def test_the_fastest_that_fits_is_taken(way: str, tmp_path: Any) -> None:
-    """With exactly the memory that a way needs it is that way; all that are faster need more."""
+    """With exactly the memory that a choice needs, it is chosen; all faster choices need more."""
     asked, hidden = config_of(tmp_path), 2048 if way == "host" else 256
     wanted = {
         reshard: config_of(tmp_path, compile="inductor", checkpointing=way, reshard=reshard)
@@ -120,7 +120,7 @@ def test_a_gpu_without_a_compiler_is_not_compiled_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert module._compiler("cuda") == (
-        "none", "the compiler needs a C compiler, and there is none (install gcc, or set CC)"
+        "none", "the compiler needs a C compiler, and none was found (install gcc, or set CC)"
     )  # fmt: skip
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/cc")
     assert module._compiler("cuda")[0] == "inductor"

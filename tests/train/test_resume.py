@@ -1,4 +1,4 @@
-"""A resumed run goes on with what its checkpoint was made with: other data, models and settings are said or refused."""
+"""A resumed run is compared with its checkpoint: changed data, models and settings are reported or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from padfree.train.run import train
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.cases import VOCABULARY
-from tests.train.trainer_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from tests.train.trainer_cases import RL, SFT, lines, make_config, make_trainer, samples, save_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,19 +56,19 @@ def test_the_table_in_the_docs_is_that_of_the_fields() -> None:
 
 
 def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, tmp_path: Path) -> None:
-    make_loop(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
+    make_trainer(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
     chosen = {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-4, "weight_decay": 0.1, "max_grad_norm": 0.5}
     said: list[str] = []
     other = {"model": {"attention": "reference"}, "batch": {"samples": 4, "max_tokens": 20}, "run": {"steps": 3}}
     config = make_config(tmp_path, model, **other, optimizer=chosen)
-    loop = make_loop(config, mesh, on_note=said.append)
-    groups = loop.engine.optimizer.param_groups
+    trainer = make_trainer(config, mesh, on_note=said.append)
+    groups = trainer.engine.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-4 for group in groups)
-    assert loop.run().step == 3
+    assert trainer.run().step == 3
     assert [line["lr"] for line in lines(tmp_path)] == [5e-3, 5e-3, 1e-3]
     (line,) = said
-    assert line.startswith(f"resuming {tmp_path / 'checkpoints' / 'step-00000002'} with other settings: ")
+    assert line.startswith(f"resuming {tmp_path / 'checkpoints' / 'step-00000002'} with changed settings: ")
     assert "optimizer.betas [0.8, 0.9] (was [0.9, 0.95])" in line
     assert "batch.max_tokens 20 (was 16)" in line
     assert "run.steps 3 (was 2)" in line
@@ -80,8 +80,8 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
         *("model.attention", "batch.max_tokens", "run.steps"),
     }
     said.clear()
-    make_loop(config, mesh, on_note=said.append)
-    assert said == [], "the checkpoint was made with these"
+    make_trainer(config, mesh, on_note=said.append)
+    assert said == [], "the checkpoint was made with these settings"
 
 
 # What must stay
@@ -94,7 +94,7 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
         ({"data": {"epochs": 4}}, r"data\.epochs: 4, but .* was made with 3; keep it, give another run\.folder, or"),
         ({"batch": {"samples": 5}}, r"batch\.samples: 5, but .* was made with 4"),
         ({"batch": {"samples": None, "tokens": 30}}, r"batch\.samples: None, but .* was made with 4"),
-        ({"run": {"seed": 1}}, r"run\.seed: 1, but .* was made with 0; .* start anew with checkpoint\.resume=false$"),
+        ({"run": {"seed": 1}}, r"run\.seed: 1, but .* was made with 0; .* start over with checkpoint\.resume=false$"),
         ({"lora": {"rank": 2}}, r"lora\.rank: 2, but .* was made with 0"),
         ({"loss": {"kind": "clip"}}, r"loss\.kind: 'clip', but .* was made with 'sft'"),
     ],
@@ -102,44 +102,44 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
 def test_what_must_stay_is_refused_by_its_name(
     sections: dict[str, Any], message: str, mesh: Mesh, model: Path, tmp_path: Path
 ) -> None:
-    make_loop(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
+    make_trainer(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
     values = {**SFT, **sections, "run": {"steps": 3, **sections.get("run", {})}}
     values["batch"] = {**SFT["batch"], **sections.get("batch", {})}
     changed = make_config(tmp_path, model, **values)
     with pytest.raises(ValueError, match=f"^{message}"):
-        train(changed)  # before it looks at the data, which is not there
+        train(changed)  # before the data, which does not exist, is read
     if "lora" not in sections:
         with pytest.raises(ValueError, match=f"^{message}"):
-            make_loop(changed, mesh)
+            make_trainer(changed, mesh)
 
 
 def test_what_a_rollout_batch_was_begun_with_stays_until_it_is_done(mesh: Mesh, model: Path, tmp_path: Path) -> None:
-    for steps in (3, 4):  # 4 updates a batch
+    for steps in (3, 4):  # 4 updates per batch
         folder = tmp_path / str(steps)
-        make_loop(make_config(folder, model, **RL, run={"steps": steps}), mesh).run()
+        make_trainer(make_config(folder, model, **RL, run={"steps": steps}), mesh).run()
         warmer = make_config(folder, model, **{**RL, "loss": {**RL["loss"], "temperature": 1.5}}, run={"steps": 5})
         if steps == 3:
             with refused("loss.temperature"):
-                make_loop(warmer, mesh)
+                make_trainer(warmer, mesh)
         else:
-            assert make_loop(warmer, mesh).run().step == 5
+            assert make_trainer(warmer, mesh).run().step == 5
 
 
 @pytest.mark.parametrize(("field", "value"), [("rms_norm_eps", 1e-3), ("rope_theta", 7.0), ("hidden_act", "relu")])
 def test_a_model_that_computes_something_else_is_refused(field: str, value: Any, mesh: Mesh, tmp_path: Path) -> None:
     path = save_config(tmp_path / "model")
     config = make_config(tmp_path / "run", path, **SFT, run={"steps": 1})
-    make_loop(config, mesh).run()
-    make_loop(config, mesh)
+    make_trainer(config, mesh).run()
+    make_trainer(config, mesh)
     stored = json.loads(path.read_text())
     if field == "rope_theta":
         stored["rope_parameters"]["rope_theta"] = value
     path.write_text(json.dumps({**stored, "use_cache": False, **({} if field == "rope_theta" else {field: value})}))
     with refused("model.path", rf"\S*{field} is .* in the model's config, but .* made with .*"):
-        make_loop(config, mesh)
+        make_trainer(config, mesh)
     path.write_text(json.dumps({**stored, "use_cache": False}) if field != "rope_theta" else json.dumps(stored))
     if field != "rope_theta":
-        make_loop(config, mesh)  # what does not change the arithmetic may change
+        make_trainer(config, mesh)  # fields that do not affect the computation may change
 
 
 def test_a_reference_with_other_weights_is_refused(mesh: Mesh, model: Path, tmp_path: Path) -> None:
@@ -149,27 +149,27 @@ def test_a_reference_with_other_weights_is_refused(mesh: Mesh, model: Path, tmp_
     shutil.copytree(tmp_path / "0", tmp_path / "reference")
     reference = {"path": str(tmp_path / "reference")}
     config = make_config(tmp_path / "run", model, **RL, reference=reference, run={"steps": 1})
-    make_loop(config, mesh).run()
-    make_loop(config, mesh)
+    make_trainer(config, mesh).run()
+    make_trainer(config, mesh)
     shutil.rmtree(tmp_path / "reference")
     shutil.copytree(tmp_path / "1", tmp_path / "reference")
     with refused("reference.path"):
-        make_loop(config, mesh)
+        make_trainer(config, mesh)
 
 
 def test_a_checkpoint_from_before_the_record_is_said_and_resumed(mesh: Mesh, model: Path, tmp_path: Path) -> None:
-    make_loop(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
+    make_trainer(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
     path = tmp_path / "checkpoints" / "step-00000002" / "manifest.json"
     content = json.loads(path.read_text())["content"]
     del content["extra"]["made_with"]
     path.write_text(json.dumps({"sha256": hash_of(content), "content": content}))
     said: list[str] = []
     config = make_config(tmp_path, model, **SFT, run={"steps": 3})
-    assert make_loop(config, mesh, on_note=said.append).run().step == 3
+    assert make_trainer(config, mesh, on_note=said.append).run().step == 3
     (line,) = said
-    assert line.endswith("is of a version that did not note data, model and settings; they are not compared")
+    assert line.endswith("was written by a version that did not record data, model and settings; they are not compared")
     said.clear()
-    make_loop(config, mesh, on_note=said.append)
+    make_trainer(config, mesh, on_note=said.append)
     assert said == []
 
 
@@ -182,17 +182,17 @@ def unlike(rank: int, world: int, folder: str, model: str) -> list[str]:
     ):
         config = make_config(Path(folder) / name, Path(model), **SFT, **sections)
         with pytest.raises(ValueError) as caught:
-            make_loop(config, mesh, data=data)
+            make_trainer(config, mesh, data=data)
         said.append(str(caught.value))
     return said
 
 
 def test_ranks_that_read_or_do_something_else_are_refused(model: Path, tmp_path: Path) -> None:
-    """Machines may hold other files under one name; the ranks would train on batches that do not belong together."""
+    """Machines may have different files with the same name; the ranks would train on inconsistent batches."""
     first, second = run_ranks(2, unlike, str(tmp_path), str(model))
     assert first == second
-    assert first[0].startswith("run: rank 1 has settings unlike those of rank 0; start every process with the same")
-    assert first[1].startswith("data.path: rank 1 has data unlike those of rank 0; ")
+    assert first[0].startswith("run: ranks 0 and 1 have different settings; start every process with the same")
+    assert first[1].startswith("data.path: ranks 0 and 1 have different data; ")
 
 
 # Data
@@ -221,7 +221,7 @@ def test_other_data_is_refused_whatever_its_length(tmp_path: Path, monkeypatch: 
 
     assert run(1) == 1
     moved = rows(tmp_path, "moved.jsonl", right)
-    assert run(2, path=[moved]) == 2, "the same samples from elsewhere"
+    assert run(2, path=[moved]) == 2, "the same samples in another file"
     assert run(3, path=[moved], max_length=99) == 3
     with refused("data.loss_on"):
         run(4, path=[moved], max_length=99, loss_on="all")

@@ -1,4 +1,4 @@
-"""`padfree reward`: against TRL and plain transformers code, resumed, exported; layouts: `test_ways_gsm8k`."""
+"""`padfree reward`: against TRL and plain transformers code, resume, export. Layouts: `test_ways_gsm8k`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     tokenizer = load_tokenizer(config)
     samples = load_training_data(config, tokenizer).samples
     return begin_run(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
@@ -102,13 +102,13 @@ def test_gradients_are_those_of_one_pair_at_a_time(
     shared: bool, sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path
 ) -> None:
     config = make_config(folder, tmp_path / "run", batch={"share_prefixes": shared}, **sections)
-    loop = make_loop(config, mesh)
-    move_adapters(loop.engine.model)
-    batch = loop.batches.next(0)
+    trainer = make_trainer(config, mesh)
+    move_adapters(trainer.engine.model)
+    batch = trainer.batches.next(0)
     assert batch is not None
-    engine = loop.engine
+    engine = trainer.engine
     prepared = engine.prepare(batch.samples)
-    assert len(prepared.rows) > 1, "pairs are divided over several rows"
+    assert len(prepared.packs) > 1, "pairs are divided over several packs"
     assert (prepared.plan.prefixes is not None) == shared
     loss = float(engine.gradients(prepared).loss)
     plain = AutoModelForSequenceClassification.from_config(
@@ -146,7 +146,7 @@ def margin_of(chosen: Sample) -> float:
 
 @torch.no_grad()
 def move_adapters(model: Any) -> None:
-    """Away from where they begin: there a half of them is 0, and so is the gradient of the other half."""
+    """Change the adapters: initially half of them are 0, so the gradients of the other half are 0."""
     for number, (name, weight) in enumerate(model.named_parameters()):
         if is_adapter(name):
             weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
@@ -156,7 +156,7 @@ def move_adapters(model: Any) -> None:
 def test_an_exported_model_gives_transformers_the_same_scores(
     sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path
 ) -> None:
-    """Also where texts end with the padding token, and in padded batches; evaluation, the best one, and going on."""
+    """Also if texts end with the padding token, and in padded batches; evaluation, best model, further training."""
     held_out = {"path": [str(folder / "test.jsonl")], "every": 2}
     train(make_config(folder, tmp_path / "run", eval=held_out, checkpoint={"best": "eval/accuracy"}, **sections))
     found = [json.loads(line) for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()]
@@ -198,7 +198,7 @@ def test_the_loss_is_that_of_trl(tmp_path: Path) -> None:
     """TRL's own method on the same scores and margins."""
     trainer = pytest.importorskip("trl.trainer.reward_trainer", reason="TRL is not installed", exc_type=ImportError)
     rng = np.random.default_rng(0)
-    theirs = torch.from_numpy(rng.normal(size=6)).requires_grad_()  # three chosen ones, then three rejected
+    theirs = torch.from_numpy(rng.normal(size=6)).requires_grad_()  # three chosen, then three rejected answers
     margins = torch.tensor([0.0, 0.5, 1.25], dtype=torch.float64)
     own: Any = SimpleNamespace(
         model=SimpleNamespace(training=True),
@@ -211,7 +211,7 @@ def test_the_loss_is_that_of_trl(tmp_path: Path) -> None:
     inputs = {"attention_mask": torch.ones(6, 4), "margin": margins}
     expected = trainer.RewardTrainer.compute_loss(own, lambda **_: SimpleNamespace(logits=theirs[:, None]), inputs)
     expected.backward()
-    order = [0, 3, 1, 4, 2, 5]  # on a row a pair lies side by side, each sample having two tokens
+    order = [0, 3, 1, 4, 2, 5]  # in a pack the answers of a pair are adjacent; each sample has two tokens
     ends = torch.tensor([False, True] * 6)
     ours = torch.zeros(12, dtype=torch.float64)
     ours[1::2] = theirs.detach()[order]
@@ -247,10 +247,10 @@ def test_ends_are_the_last_tokens_that_are_no_padding() -> None:
 
 @pytest.mark.parametrize("sections", [{}, ADAPTERS], ids=["whole", "adapters"])
 def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    whole = make_loop(make_config(folder, tmp_path / "whole", **sections), mesh)
+    whole = make_trainer(make_config(folder, tmp_path / "whole", **sections), mesh)
     whole.run()
     for steps in (1, 3, 4):
-        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
+        part = make_trainer(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
         part.run()
     found = lines(tmp_path / "whole")
     assert found[3]["loss"] < found[0]["loss"]
@@ -260,7 +260,7 @@ def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, t
 
 
 def rewarded(rank: int, world: int, config: Config) -> list[list[float | str]]:
-    """Rewards of this rank's responses, the first rank having all, on every layout; rows as wide as they want last."""
+    """Rewards of this rank's responses (rank 0 has all of them) on every layout; the last has packs of any width."""
     meshes = [make_mesh("cpu", context=context) for context in range(1, world + 1)]
     if world > 1:
         meshes.append(make_mesh("cpu", contexts=context_sizes(world)))
@@ -284,7 +284,7 @@ ANSWERS = [
 
 @pytest.fixture(scope="module")
 def judge_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained reward model."""
+    """The folder of a trained reward model."""
     place = tmp_path_factory.mktemp("judge")
     train(make_config(folder, place / "run", run={"steps": 2}))
     return place / "run" / "model"
@@ -307,7 +307,7 @@ def rl_config(folder: Path, reward_model: Path, place: Path) -> Config:
 
 
 def test_a_reward_model_judges_responses(mesh: Mesh, folder: Path, judge_folder: Path, tmp_path: Path) -> None:
-    """Whoever asks, on any ranks: the scores that transformers gives to prompt, response and end token."""
+    """On any rank and layout: the scores that transformers gives to prompt, response and end token."""
     config = rl_config(folder, judge_folder, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(judge_folder)
     model: Any = AutoModelForSequenceClassification.from_pretrained(judge_folder).eval()
@@ -327,7 +327,7 @@ def test_a_reward_model_judges_responses(mesh: Mesh, folder: Path, judge_folder:
     shown = [json.loads(line) for line in (tmp_path / "rl" / "rollouts.jsonl").read_text().splitlines()]
     assert shown
     for line in shown:
-        prompt = line["prompt"].replace(" ", "")  # which the tokenizer puts between its letters
+        prompt = line["prompt"].replace(" ", "")  # the tokenizer puts spaces between its letters
         assert line["reward"] == pytest.approx(by_transformers(prompt, line["response"]), rel=1e-5, abs=1e-6)
     measured = [json.loads(line) for line in (tmp_path / "rl" / "evaluation.jsonl").read_text().splitlines()]
     assert measured[0]["eval/reward"] != 0.0

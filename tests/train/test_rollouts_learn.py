@@ -1,4 +1,4 @@
-"""A random model learns a task from its reward alone; all three seeds are in bench/rollout.py."""
+"""A random model learns a task from rewards alone; bench/rollout.py runs all three seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that write their own rollouts: the same on any layout and after a resume, and clear where they cannot be."""
+"""Runs that sample their rollouts: the same on any layout and after a resume; clear errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def not_a_number(response: str, row: Mapping[str, Any]) -> float:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen3 with tied embeddings, and a tokenizer that writes text back as it was."""
+    """A small Qwen3 with tied embeddings, and a tokenizer that decodes to the original text."""
     return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True, num_hidden_layers=1)
 
 
@@ -83,10 +83,10 @@ def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def first_samples(config: Config) -> list[Sample]:
-    """The rollouts of the first batch, as a process of the present group."""
+    """The rollouts of the first batch, on this process of the group."""
     mesh = make_mesh("cpu", context=config.parallel.context)
     if mesh.loss.rank == 0:
-        mark_run_folder(config)  # which the rollouts write to
+        mark_run_folder(config)  # the rollouts write to it
     tokenizer = load_tokenizer(config)
     batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     groups: Sequence[Any] = next(batcher)
@@ -126,7 +126,7 @@ def test_rollouts_are_those_of_one_process_on_any_layout(model_folder: Path, tmp
                 assert (sample.uid, sample.group, sample.reward) == (other.uid, other.group, other.reward)
                 np.testing.assert_allclose(sample.logprobs, other.logprobs, atol=1e-4)
         assert error.startswith(f"reward: {HERE}:raises raised KeyError: 'no such answer' for sample 'prompts.jsonl:")
-    assert results[0][1] == results[1][1], "both ranks end with the error of the one that had it"
+    assert results[0][1] == results[1][1], "both ranks raise the error of the one that failed"
     for folder in ("data", "context"):
         for line, other in zip(lines(tmp_path / folder), lines(tmp_path / "one"), strict=True):
             assert line == pytest.approx(other, rel=1e-4, abs=1e-5)
@@ -158,10 +158,10 @@ def test_samples_and_what_is_written_of_them(model_folder: Path, tmp_path: Path)
         assert sample.reward == pytest.approx(
             share_of_digits(text, {"prompt": tokenizer.decode(sample.tokens[:first])})
         )
-    assert endings == {False, True}, "some end by eos, some have no more room"
+    assert endings == {False, True}, "some end with eos, some at max_new_tokens"
     train(config)
     for line in lines(tmp_path / "run"):
-        assert 0 < line["loss/sampler_difference"] < 1e-5, "one and the same model, in float32"
+        assert 0 < line["loss/sampler_difference"] < 1e-5, "the same model, in float32"
         assert line["response_length_max"] <= 6
         assert line["reward_max"] > line["reward_min"]
     shown = lines(tmp_path / "run", FILE)
@@ -180,7 +180,7 @@ def test_a_resumed_run_repeats_the_rollouts_to_the_bit(model_folder: Path, tmp_p
     for steps in (2, 6):
         part = make_config(tmp_path / "parts", model_folder, loss=loss, run={"steps": steps})
         train(part)
-        # As if the first run had gone on behind its last checkpoint and died in the middle of a line.
+        # As if the first run had continued after its last checkpoint and died while writing a line.
         with (tmp_path / "parts" / FILE).open("a") as file:
             file.write(json.dumps({"batch": 2, "response": "?"}) + '\n{"batch": 2, "resp' if steps == 2 else "")
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
@@ -216,11 +216,11 @@ def test_a_prompt_that_comes_twice_in_a_batch_makes_two_groups(model_folder: Pat
         for name in ("prompts.jsonl:5", "prompts.jsonl:5 (time 2)")
     )
     assert len(once) == len(twice) == 3
-    assert once != twice, "each response has noise of its own"
+    assert once != twice, "each response has its own noise"
 
 
 def test_smallest_sizes(model_folder: Path, tmp_path: Path) -> None:
-    """A group of one, prompts of one token, responses of one token, one sample in a batch."""
+    """Groups of one sample, prompts of one token, responses of one token, batches of one sample."""
     (tmp_path / "one.jsonl").write_text('{"prompt": "7"}\n')
     config = make_config(
         tmp_path / "run",
@@ -298,7 +298,7 @@ def test_a_run_whose_groups_have_no_signal_says_that_nothing_was_learned(
 ) -> None:
     said: list[str] = []
     train(make_config(tmp_path / "run", model_folder, run={"steps": 2}, **sections), on_note=said.append)
-    found = [line for line in said if line.startswith("nothing was learned: none of 8 groups had rewards that differ")]
+    found = [line for line in said if line.startswith("nothing was learned: in each of 8 groups")]
     assert len(found) == (0 if learns else 1)
 
 
@@ -332,7 +332,7 @@ def test_no_prompts_and_no_tokenizer(model_folder: Path, tmp_path: Path) -> None
         train(make_config(tmp_path / "run", model_folder, model=model))
 
 
-# The copy
+# Weights for the sampler
 
 
 def test_the_copy_of_a_sharded_bfloat16_model(mesh: Mesh, model_folder: Path) -> None:

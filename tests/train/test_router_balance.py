@@ -1,4 +1,4 @@
-"""Experts that share the work: the loss of the whole batch however it is divided, and biases that move once a step."""
+"""Load balancing of experts: the loss of the whole batch for any division, and biases that move once per step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.train.cases import alone, make_engine, make_samples, small_model
 COEFFICIENT = 0.5
 SETTINGS = LossSettings(loss=SFTSettings(), load_balancing=COEFFICIENT)
 WITHOUT_ROUTERS = (
-    "afmoe",  # its router and that of the next are linear layers in a module that returns something else
+    "afmoe",  # its router, like the next one's, is a linear layer in a module with another output
     "hunyuan_v1_moe",
     "granitemoehybrid_dense",  # no experts
 )
@@ -44,7 +44,7 @@ def mesh() -> Any:
 def gradients(
     mesh: Mesh, samples: list[Sample], model: dict[str, Any] | None = None, **changes: Any
 ) -> tuple[dict[str, Tensor], Any]:
-    """`model`: changes to its config."""
+    """Gradients of one batch. `model`: changes to the model's config."""
     engine = make_engine(mesh, SETTINGS, small_model("qwen3_moe", **(model or {})), **changes)
     sums = engine.gradients(engine.prepare(samples))
     found = {}
@@ -58,7 +58,7 @@ def gradients(
 
 
 def by_transformers(model: PreTrainedModel, samples: list[Sample]) -> tuple[dict[str, Tensor], float, float]:
-    """Each sample by itself with transformers' own attention, and its load-balancing loss over all their tokens."""
+    """Each sample separately with transformers' attention, and its load-balancing loss over all their tokens."""
     logits: list[list[Tensor]] = []
     loss, count = torch.zeros(()), sum(sample.num_labels for sample in samples)
     for sample in samples:
@@ -81,7 +81,7 @@ def test_it_is_the_loss_of_transformers_over_all_tokens(mesh: Mesh) -> None:
     plain = make_engine(mesh, LossSettings(loss=SFTSettings()), small_model("qwen3_moe"))
     plain.gradients(plain.prepare(samples))
     without = {name: p.grad for name, p in plain.model.named_parameters()}
-    assert largest_difference(without, expected)[0] > 1e-3, "the loss of the routers shows"
+    assert largest_difference(without, expected)[0] > 1e-3, "the routers' loss has an effect"
     for split in SPLITS:
         found, (total, router) = gradients(mesh, samples, **split)
         assert largest_difference(found, expected)[0] < 1e-5
@@ -100,7 +100,7 @@ def test_recomputed_layers_count_once(mesh: Mesh, checkpointing: Any) -> None:
 
 def test_compiled_layers_give_the_same(mesh: Mesh) -> None:
     samples = make_samples((5, 9))
-    model = {"num_hidden_layers": 1}  # another would be compiled in the same way
+    model = {"num_hidden_layers": 1}  # further layers compile in the same way
     expected, totals = gradients(mesh, samples, model)
     found, again = gradients(mesh, samples, model, compile="aot_eager")
     assert largest_difference(found, expected)[0] < 1e-5
@@ -111,7 +111,7 @@ FEW = [Sample(tokens=np.arange(1, 6), uid=0), Sample(tokens=np.arange(1, 4), uid
 
 
 def over_ranks(rank: int, world: int) -> dict[str, Any]:
-    """Data ranks and context ranks. Few samples over context ranks have pads, and more slots than samples fillers."""
+    """Data ranks and context ranks. Few samples on context ranks give padding; more slots than samples give fillers."""
     samples, meshes = make_samples(), [make_mesh("cpu", context=context) for context in (1, 2)]
     return {
         "gradients": [gradients(mesh, samples, **split) for mesh in meshes for split in SPLITS],
@@ -151,7 +151,7 @@ def test_biases_move_against_the_load(mesh: Mesh) -> None:
     counts = torch.bincount(torch.cat(chosen).flatten(), minlength=router.num_experts).double()
     bias = router.owner._buffers[router.bias]  # type: ignore[union-attr]
     assert bias is not None
-    assert counts.sum() == 2 * sum(len(sample) for sample in samples), "no pad here: all tokens count"
+    assert counts.sum() == 2 * sum(len(sample) for sample in samples), "no padding here: all tokens count"
     assert torch.equal(bias.double(), torch.sign(counts.mean() - counts) * 0.25)
     assert bias.abs().sum() > 0
 
@@ -172,7 +172,7 @@ def test_a_model_without_experts_is_refused(mesh: Mesh) -> None:
 
 
 def test_stock_experts_are_compiled_without_a_break() -> None:
-    """In bfloat16, for which there is a grouped matmul; in compiled layers as out of them."""
+    """In bfloat16, which has a grouped matmul; in compiled and uncompiled layers."""
     from padfree.cp import shard
     from padfree.model import attach
     from padfree.testing.models import row

@@ -1,4 +1,4 @@
-"""Reward models and critics on one GPU: the steps of the CPU, to what bfloat16 allows, and a host that never waits."""
+"""Reward models and critics on one GPU: the same steps as on the CPU, within bfloat16 precision; no synchronisation."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def make_engine(name: str, folder: Path, mesh: Mesh, dtype: torch.dtype, *, shar
     model = load_model(
         folder, device=mesh.device, head="scalar", shard=lambda model: parallelize(model, steps), spread=0.3
     )
-    rows = PackSettings(ends=name == "reward", share_prefixes=shared)
-    scorer = ScalarScorer(model, mesh, max_tokens=64, rows=rows)
+    pack_settings = PackSettings(ends=name == "reward", share_prefixes=shared)
+    scorer = ScalarScorer(model, mesh, max_tokens=64, pack_settings=pack_settings)
     optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-2))
     if name == "reward":
         settings = RewardModelSettings(margin=0.1)
@@ -84,7 +84,7 @@ def test_the_host_never_waits_within_a_step(name: str, compile: str, shared: boo
     samples = scalar_samples()
     with distributed(device="cuda") as device:
         engine = make_engine(name, folder, make_mesh(device), torch.bfloat16, shared=shared, compile=compile)
-        for _ in range(2):  # kernels are loaded and compiled
+        for _ in range(2):  # load and compile kernels
             engine.step(samples)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Log-probabilities of whole samples, on every rank alike."""
+"""Log-probabilities of whole samples, the same on every rank."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def scored(mesh: Mesh, name: str = "llama_tied") -> Arrays:
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma2", "granite", "gpt2"])
 def test_against_the_model_itself(name: str, mesh: Mesh) -> None:
-    """Soft caps and scales of the head included, dropout not; 0 where nothing is scored."""
+    """With the head's soft caps and scales, without dropout; 0 for unscored tokens."""
     model = model_of(name).eval()
-    model.set_attn_implementation("eager")  # sdpa leaves soft caps out in some versions of transformers
+    model.set_attn_implementation("eager")  # some versions of transformers ignore soft caps with sdpa
     for sample, found in zip(make_samples(), scored(mesh, name), strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.from_numpy(sample.tokens)[None]).logits[0, :-1] / TEMPERATURE

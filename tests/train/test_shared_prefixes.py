@@ -61,7 +61,7 @@ ARCHITECTURES = ["llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "
 
 def tree_samples(seed: int = 0) -> list[Sample]:
     """A group of depth 3 with branches at trained tokens, equal samples, a sample that is the prefix of others, a
-    second group, and a sample by itself. Trained from token 4 on, each with numbers of its own."""
+    second group, and a single sample. Each is trained from token 4 on and has its own advantages."""
     rng = np.random.default_rng(seed)
 
     def new(length: int) -> list[int]:
@@ -86,9 +86,9 @@ def tree_samples(seed: int = 0) -> list[Sample]:
 
 
 def gradients(
-    engine: Engine, samples: list[Sample], old: Any, rows: PackSettings, max_tokens: int
+    engine: Engine, samples: list[Sample], old: Any, pack_settings: PackSettings, max_tokens: int
 ) -> dict[str, Tensor]:
-    engine.scorer.packer.rows, engine.scorer.packer.max_tokens = rows, max_tokens
+    engine.scorer.packer.pack_settings, engine.scorer.packer.max_tokens = pack_settings, max_tokens
     engine.gradients(engine.prepare(samples if old is None else with_arrays(samples, old_logprobs=old)))
     found = {
         name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
@@ -111,7 +111,7 @@ def both_ways(mesh: Mesh, settings: LossSettings, name: str = "qwen3") -> None:
     samples = tree_samples()
     engine = make_engine(mesh, settings, small_model(name))
     old = [sample.ref_logprobs for sample in samples]
-    expected = gradients(engine, samples, old, PackSettings(), 1)  # every sample in a row of its own
+    expected = gradients(engine, samples, old, PackSettings(), 1)  # every sample in its own pack
     shared = gradients(engine, samples, old, PackSettings(share_prefixes=True), 1000)
     plan = engine.scorer.packer.plan(samples)
     assert plan.sharing > 1.8
@@ -130,7 +130,7 @@ def test_architectures(name: str, mesh: Mesh) -> None:
 
 
 def test_float64_to_the_last_digits() -> None:
-    """GPT-2 computes in one type throughout; others take norms in float32."""
+    """GPT-2 computes in one dtype throughout; other models compute norms in float32."""
     model = attach(build("gpt2").double())
     samples = [replace(sample, group=None) for sample in tree_samples()]
 
@@ -182,7 +182,7 @@ def test_log_probabilities_and_reports_are_those_of_the_samples(mesh: Mesh) -> N
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["clip"])
     plain = engine.scorer.logprobs(samples)
-    engine.scorer.packer.rows = PackSettings(share_prefixes=True)
+    engine.scorer.packer.pack_settings = PackSettings(share_prefixes=True)
     engine.scorer.packer.max_tokens = 1000
     for one, other in zip(engine.scorer.logprobs(samples), plain, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -196,7 +196,7 @@ def test_log_probabilities_and_reports_are_those_of_the_samples(mesh: Mesh) -> N
 def test_a_changed_leaf_changes_no_other_sample_bitwise(mesh: Mesh) -> None:
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["sft"])
-    engine.scorer.packer.rows, engine.scorer.packer.max_tokens = PackSettings(share_prefixes=True), 1000
+    engine.scorer.packer.pack_settings, engine.scorer.packer.max_tokens = PackSettings(share_prefixes=True), 1000
     before = engine.scorer.logprobs(samples)
     tokens = samples[1].tokens.copy()
     tokens[-3:] = (tokens[-3:] + 1) % VOCABULARY
@@ -257,16 +257,16 @@ def test_dropout_is_not_shared(mesh: Mesh) -> None:
     model = small_model("gpt2", resid_pdrop=0.1)
     attach(model)
     with refused("batch.share_prefixes"):
-        Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes=True))
-    scorer = Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes="auto"))
+        Scorer(model, mesh, max_tokens=1000, pack_settings=PackSettings(share_prefixes=True))
+    scorer = Scorer(model, mesh, max_tokens=1000, pack_settings=PackSettings(share_prefixes="auto"))
     assert scorer.packer.unshared_reason is not None
     samples = [
         replace(sample, tokens=np.append(np.arange(90) % VOCABULARY, sample.tokens), **NO_ARRAYS)
         for sample in tree_samples()
     ]
-    with pytest.warns(PadfreeWarning, match=r"each is computed: dropout 0\.1"):
+    with pytest.warns(PadfreeWarning, match=r"each sample computes its own: dropout 0\.1"):
         assert scorer.packer.plan(samples).prefixes is None
-    assert scorer.packer.plan(samples).prefixes is None  # and says so once
+    assert scorer.packer.plan(samples).prefixes is None  # it warns once
 
 
 @pytest.mark.parametrize(
@@ -296,13 +296,13 @@ def test_other_trees_compile_nothing(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("name", ["lfm2", "llama4"])
 def test_layers_that_carry_a_state_or_count_positions_are_not_shared(name: str, mesh: Mesh) -> None:
-    """The model itself refuses a row that shares, too."""
+    """The model itself also refuses a pack with shared prefixes."""
     model = attach(build(name))
     assert (
-        Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes="auto")).packer.unshared_reason
+        Scorer(model, mesh, max_tokens=1000, pack_settings=PackSettings(share_prefixes="auto")).packer.unshared_reason
         is not None
     )
     with refused("batch.share_prefixes"):
-        Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes=True))
+        Scorer(model, mesh, max_tokens=1000, pack_settings=PackSettings(share_prefixes=True))
     with refused("share_prefixes"):
         hidden_states(model, shard(collate(tree_samples(), share_prefixes=True)))

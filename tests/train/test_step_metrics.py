@@ -53,7 +53,7 @@ def make_report() -> StepReport:
         num_labels=20,
         padding_share=0.25,
         plan=plan_step([10, 10, 10], ranks=1, max_tokens=20),
-        votes=0,
+        stop_votes=0,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run meets outside of itself: streams, signals, disks, clocks, and functions of the user that end it."""
+"""The environment of a run: streams, signals, disks, clocks, and user functions that end the process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 8
 
 
 def finished(run: Path) -> bool:
-    """All steps, the last checkpoint and the exported model are there."""
+    """Whether all steps, the last checkpoint and the exported model exist."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     newest = (run / "checkpoints" / "latest").read_text()
     exported = (run / "model" / "model.safetensors").exists()
@@ -48,7 +48,7 @@ def nobody_reads(_: Path) -> None:
         except BlockingIOError:
             pass
     os.set_blocking(write, True)
-    os.set_inheritable(read, True)  # it stays open, and nobody looks
+    os.set_inheritable(read, True)  # it stays open, and nobody reads it
     os.dup2(write, 1)
 
 
@@ -99,7 +99,7 @@ def test_streams_that_fail_change_nothing(tmp_path: Path) -> None:
 
 
 def with_signals(folder: Path) -> dict[str, Any]:
-    """Each signal in step 3; the same with a reader of stdout that ends by it, as in `| tee` and Ctrl-C."""
+    """Each signal in step 3; also with a reader of stdout that the signal ends, as in `| tee` and Ctrl-C."""
     recipe, found = write_recipe(folder), {}
     cases = [(name, False) for name in ("SIGHUP", "SIGUSR1", "SIGXCPU")] + [("SIGINT", True)]
     for name, piped in cases:
@@ -126,11 +126,11 @@ def test_signals_save_and_end_the_run(tmp_path: Path) -> None:
     output = found.pop("output")
     for name, state in found.items():
         assert state == [STOPPED, "step-00000004", "stop", name], output
-        assert f"padfree sft: {name}: the run stops after the step or evaluation that it is in" in output
+        assert f"padfree sft: {name}: the run finishes its current step or evaluation" in output
     assert "Traceback" not in output
 
 
-# Functions of the user
+# User functions
 
 REWARDS = {
     "exits": "import sys\ndef reward(response, row): sys.exit(0)",
@@ -183,7 +183,7 @@ def test_a_reward_cannot_end_a_run_in_silence(tmp_path: Path) -> None:
     [
         (0.001, 10**6, [], "run.folder: {run} has 0.00 MiB free, but a checkpoint takes about "),
         (3.5, 10**6, [], "; free space, or give a folder on another disk, or set checkpoint.export=false"),
-        (1e6, 3, [], "run.folder: the file system of {run} has room for 3 more files"),
+        (1e6, 3, [], "run.folder: the file system of {run} has space for only 3 more files"),
         (3.5, 10**6, ["checkpoint.export=false"], None),
         (1e6, None, [], None),
     ],
@@ -208,7 +208,7 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(
     error = capsys.readouterr().err
     assert error.count("padfree sft: ") == (message is not None)
     assert message is None or message.format(run=run) in error
-    assert run.exists() == (message is None and not dry), "nothing is written before it is refused"
+    assert run.exists() == (message is None and not dry), "a refused run writes nothing"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -228,7 +228,7 @@ def test_the_space_is_counted_as_it_is_used(optimizer: str, tmp_path: Path, monk
 
 
 def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`time.time` goes back and forth by years; durations come from the clock that does not jump."""
+    """`time.time` jumps by years; durations use the monotonic clock."""
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     recipe, real = write_recipe(tmp_path), time.time
     jumps = iter([0, 10**8, -(10**8), 10**9, -(10**9)] * 100_000)

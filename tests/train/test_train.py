@@ -122,9 +122,10 @@ def test_settings_reach_the_parts(model_folder: Path, tmp_path: Path) -> None:
     )
     with distributed(device="cpu") as device:
         engine = build_engine(config, make_mesh(device))
-    assert engine.settings.weights == "group-mean"
+    assert engine.settings.aggregation == "group-mean"
     assert (engine.scorer.temperature, engine.scorer.packer.max_tokens) == (0.5, 64)
-    assert (engine.scorer.packer.rows.layout, engine.scorer.packer.rows.method) == ("headtail", "ring")
+    pack_settings = engine.scorer.packer.pack_settings
+    assert (pack_settings.layout, pack_settings.method) == ("headtail", "ring")
     assert all(layer.gradient_checkpointing for layer in engine.model.model.layers)
     settings = config.loss.settings()
     assert (settings.objective.low, settings.objective.high) == (0.1, 0.2)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Models that are given the same token ids must mean the same tokens by them."""
+"""Models that receive the same token ids must have the same tokens for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from padfree.config import Config, load_config
 from padfree.config.hub import GIVEN_TEXT, named_models
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.preflight import preflight
-from padfree.train.vocabulary import compare
+from padfree.train.vocabulary import compare_vocabularies
 from tests.refused import refused
 
 RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
@@ -69,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def settings_with_text(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Every setting whose value may be any text, or a list or table of texts."""
+    """Every setting whose value is free text, or a list or table of texts."""
     hints = get_type_hints(kind)
     for entry in fields(kind):
         hint, name = hints[entry.name], f"{prefix}{entry.name}"
@@ -89,7 +89,7 @@ def _takes_text(hint: Any) -> bool:
 
 ON_TEXT = ["batch.samples=4", "batch.max_tokens=64"]
 RUNS: dict[str, tuple[str, list[str]]] = {
-    # the setting, and a run that uses it; MODEL is the other model
+    # a setting, and a run that uses it; MODEL is replaced by the other model
     "model.tokenizer": ("sft", ["model.tokenizer=MODEL"]),
     "reference.path": ("rl", ["reference.path=MODEL", "loss.kl_coefficient=0.1"]),
     "teacher.path": ("distill", ["teacher.path=MODEL"]),
@@ -106,7 +106,7 @@ NO_MODELS = """
 
 
 def test_every_setting_that_names_a_model_is_known() -> None:
-    """A new setting of free text is a model, and is compared, or stands in NO_MODELS."""
+    """A new setting of free text must be compared as a model, or be listed in NO_MODELS."""
     values = {"model.path": "m", "model.tokenizer": "t", "reference.path": "r", "loss.kl_coefficient": "1"}
     assert set(RUNS) | {"model.path"} | set(GIVEN_TEXT) | set(NO_MODELS.split()) == set(settings_with_text(Config))
     config = load_config(RECIPES / "rl.toml", [f"{name}={value}" for name, value in values.items()])
@@ -137,7 +137,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(
     line = str(caught.value)
     assert line.startswith(f"{setting}: {folders[other]} has other token ids than ")
     assert folders["own"] in line
-    turned = setting == "model.tokenizer"  # the run has the other tokenizer
+    turned = setting == "model.tokenizer"  # the run uses the other tokenizer
     swapped, renamed = ("'+' is 9 in", "'é' is 12 in") if turned else ("'7' is 12 in", "'+' is unknown in")
     assert f"{swapped if other == 'swap' else renamed} the former" in line
     assert "\n" not in line
@@ -169,8 +169,8 @@ def test_what_is_assumed_of_a_model_without_a_tokenizer_is_said(
     config = config_of(setting, folders["own"], folders["bare"], tmp_path)
     notes = [note for note in preflight(config, processes=1, device_type="cpu", dry=True).notes if "tokenizer" in note]
     assert notes == [
-        f"{setting}: {folders['bare']} has no tokenizer; token ids are taken to mean the same in {folders['bare']} and "
-        f"{folders['own']}"
+        f"{setting}: {folders['bare']} has no tokenizer; assuming that token ids have the same meaning in "
+        f"{folders['bare']} and {folders['own']}"
     ]
 
 
@@ -190,6 +190,6 @@ def test_an_evaluation_compares_too(
 
 def test_the_first_token_that_differs_is_the_one_with_the_lowest_id() -> None:
     own = {"a": 0, "b": 1, "c": 2}
-    assert compare(own, {**own, "d": 3}, "teacher.path", "T", "M") is None
+    assert compare_vocabularies(own, {**own, "d": 3}, "teacher.path", "T", "M") is None
     with refused("teacher.path"):
-        compare(own, {"a": 0, "b": 2, "c": 1}, "teacher.path", "T", "M")
+        compare_vocabularies(own, {"a": 0, "b": 2, "c": 1}, "teacher.path", "T", "M")

@@ -1,4 +1,4 @@
-"""Every way to train, from the data to the exported model, on problems of GSM8K: the same metrics on any layout."""
+"""Every training command, from data to exported model, on GSM8K problems: the same metrics on any layout."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def config_of(folder: Path, way: str, layout: str) -> Config:
 
 @pytest.mark.slow
 def test_every_way_is_the_same_on_any_layout(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics and evaluations of two steps; what was sampled; and exports, which transformers loads."""
+    """Metrics and evaluations of two steps, sampled responses, and exports that transformers loads."""
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     configs = {layout: [config_of(folder, way, layout) for way in WAYS] for layout in LAYOUTS}
     ranks(0, 1, configs["1"])
@@ -113,4 +113,4 @@ def test_every_way_is_the_same_on_any_layout(folder: Path, tmp_path: Path, monke
         first, second = lines(folder / f"{way} 1")
         assert 0 < first["reward"] < 1
         assert first["loss/ratio"] == pytest.approx(1.0, abs=1e-5)
-        assert second["loss/ratio"] != pytest.approx(1.0, abs=1e-5), "the second half meets a changed model"
+        assert second["loss/ratio"] != pytest.approx(1.0, abs=1e-5), "the second mini-batch uses an updated model"

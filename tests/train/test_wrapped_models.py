@@ -1,4 +1,4 @@
-"""Fine-tuning with a multimodal checkpoint on text: the language model is trained, the rest is exported as it was."""
+"""Fine-tuning a multimodal checkpoint on text: the language model is trained, the rest is exported unchanged."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ ON_TWO_RANKS = ("Qwen3_5", "Llama4")
 
 
 def two_ranks(rank: int, world: int, folder: Path) -> None:
-    """The whole run, its export aside, and its second step once more."""
+    """The whole run, except its export, and its second step repeated."""
     for name in ON_TWO_RANKS:
         config = run_config(folder, name, "two")
         assert train(config).step == 2
@@ -115,7 +115,7 @@ def two_ranks(rank: int, world: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Models, data, and what two ranks made of them."""
+    """Models, data, and the results of two ranks."""
     folder = tmp_path_factory.mktemp("wrapped")
     for name in WRAPPERS:
         save(folder / name, name)
@@ -146,7 +146,7 @@ def test_the_language_model_is_trained_and_the_rest_stays(name: str, folder: Pat
     moved = {key for key in trained if not torch.equal(before[key], after[key])}
     assert len(moved) > len(trained) / 2
     assert (exported / "preprocessor_config.json").exists()
-    again = load_model(exported)  # and can be trained further
+    again = load_model(exported)  # it can be trained further
     wrapper = wrapper_of(again)
     assert wrapper is not None
     assert wrapper.config.architectures == [f"{name}ForConditionalGeneration"]

@@ -1,4 +1,4 @@
-"""Settings, samples and loops of tiny runs, for the tests of whole runs."""
+"""Settings, samples and trainers of tiny runs, for the tests of whole runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RL: dict[str, Any] = {
     "loss": {"kind": "clip", "epochs": 2, "mini_batches": 2, "aggregation": "sample-mean", "kl_coefficient": 0.1},
 }
 ONE_UPDATE: dict[str, Any] = {"batch": RL["batch"], "loss": {"kind": "clip", "aggregation": "sample-mean"}}
-"""RL that makes one update with each batch."""
+"""RL with one update per batch."""
 TIMES = (
     "seconds",
     "tokens_per_second",
@@ -40,11 +40,11 @@ TIMES = (
     "sampler_tokens_per_second",
     *(f"seconds/{part}" for part in PARTS),
 )
-"""What depends on the machine or on the layout."""
+"""Metrics that depend on the machine or on the layout."""
 
 
 def save_config(folder: Path) -> Path:
-    """A config file: load_model initialises the weights from the seed, tied embeddings among them."""
+    """Write a config file: load_model initialises the weights from the seed, including tied embeddings."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": VOCABULARY, "num_hidden_layers": 1}
     build("llama_tied", **sizes).config.save_pretrained(folder)
     return folder / "config.json"
@@ -79,7 +79,7 @@ def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
 
 
 class FromFunction:
-    """Stands for `SampledBatches`: a function makes the samples of each batch of groups."""
+    """Replaces `SampledBatches`: a function makes the samples of each batch of groups."""
 
     def __init__(self, batcher: Any, make: Any) -> None:
         self._batcher, self._make = batcher, make
@@ -98,7 +98,7 @@ class FromFunction:
     state = metrics
 
 
-def make_loop(
+def make_trainer(
     config: Config, mesh: Mesh, found: list[Sample] | None = None, make_samples: Any = None, **options: Any
 ) -> Trainer:
     batcher, engine = make_batcher(config, samples() if found is None else found), build_engine(config, mesh)

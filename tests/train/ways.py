@@ -1,4 +1,4 @@
-"""Small runs of every way to train, all on the same problems."""
+"""Small runs of every training command on the same problems."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HELD_OUT: Mapping[str, Sequence[str]] = {
 
 
 async def tool(prompt: Prompt, policy: Policy) -> Trajectory:
-    """The policy begins, a calculator adds the first two numbers of the problem, and two branches go on from there."""
+    """The policy begins, a calculator adds the first two numbers of the problem, and two branches continue."""
     await policy.generate(max_tokens=6)
     question = "+".join(re.findall(r"\d+", prompt.row["prompt"])[:2])
     policy.add(f"<<{question}={calculate(question)}>>")
@@ -57,7 +57,7 @@ async def tool(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def write_data(folder: Path, problems: Sequence[tuple[str, str]]) -> None:
-    """Problems and their solutions as prompts, as pairs, as text to learn, and as rollouts: right ones, and others."""
+    """Write problems and solutions as prompts, pairs, SFT texts, and rollouts with right and wrong answers."""
     shifted = [solution for _, solution in (*problems[1:], problems[0])]
     pairs, rollouts = [], []
     for number, ((problem, solution), other) in enumerate(zip(problems, shifted, strict=True)):
@@ -84,7 +84,7 @@ def way_config(folder: Path, way: str, name: str, **sections: Any) -> Config:
         "optimizer": {"lr": 2e-3, "eps": 1e-3},
         "run": {"folder": str(folder / name), "steps": 2, "device": "cpu"},
     }
-    if way in ("dpo", "distill"):  # a reference that is not the model itself: no difference is 0 but for rounding
+    if way in ("dpo", "distill"):  # a reference other than the model, so that no difference is 0 except for rounding
         values["reference" if way == "dpo" else "teacher"] = {"path": str(folder / "teacher")}
     for given in (WAYS[way], sections):
         for section, changes in given.items():
@@ -93,6 +93,6 @@ def way_config(folder: Path, way: str, name: str, **sections: Any) -> Config:
 
 
 def held_out(folder: Path, way: str) -> dict[str, Any]:
-    """Settings of an evaluation at the start and at the end; none for ways that have none."""
+    """Settings of an evaluation at the start and at the end; empty for commands without evaluation."""
     names = HELD_OUT.get(way, ())
     return {"path": [str(folder / f"{name}.jsonl") for name in names], "samples": 4} if names else {}

@@ -1,9 +1,9 @@
-"""Checkpoints: complete or not there, readable by any number of processes.
+"""Checkpoints: either complete or absent, and readable by any number of processes.
 
-checkpointer      Checkpointer: what all ranks do together to save and to load
-manifest          what a checkpoint holds, and whether it fits the model
-optimizer_state   optimizer state by the names of parameters
-files             safetensors and JSON: written, synced, hashed, checked and read
+checkpointer       Checkpointer: collective save and load
+manifest           the contents of a checkpoint, and checks that it fits the model
+optimizer_state    optimizer state by parameter name
+checkpoint_files   write, sync, hash, check and read safetensors and JSON files
 """
 
 from padfree.checkpoint.checkpointer import Checkpointer

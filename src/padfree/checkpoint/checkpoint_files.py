@@ -1,10 +1,10 @@
-"""Files of a checkpoint: how they are written, synced, checked and read.
+"""Files of a checkpoint: writing, syncing, checking and reading.
 
-    write_safetensors   {"model/norm.weight": [3], ...} -> rank-00000.safetensors, its bytes and SHA-256
-    Reader.fill         pieces [0:3] and [3:5] of two files -> rows 2:4 of the whole tensor
+    write_safetensors   {"model/norm.weight": [3], ...} -> rank-00000.safetensors, its size and SHA-256
+    Reader.fill         pieces [0:3] and [3:5] in two files -> region [2:4] of the whole tensor
 
-A file is hashed while it is written, and its hash is compared before anything is read from it. Nothing here knows what
-the tensors mean.
+A file is hashed while it is written, and its hash is checked before anything is read from it. This module does not know
+what the tensors mean.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class CheckpointError(UserError):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write and sync a safetensors file, one tensor in host memory at a time; its bytes and SHA-256."""
+    """Write and sync a safetensors file, with one tensor in host memory at a time; return its size and SHA-256."""
     header: dict[str, Any] = {}
     end = 0
-    ordered = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # so that every one is aligned
+    ordered = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps every tensor aligned
     for key in ordered:
         tensor = tensors[key]
         begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -68,15 +68,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, s
 
 
 class Reader:
-    """The pieces of a checkpoint's tensors, each file opened when it is needed."""
+    """Reads tensors that are stored as pieces in several files. A file is opened on first use."""
 
     def __init__(self, path: Path, tensors: dict[str, Any], prefix: str = "") -> None:
-        self.tensors, self._prefix = tensors, prefix  # which keys have in the files and not here
+        self.tensors, self._prefix = tensors, prefix  # `prefix` + key is the key in the files
         self._path = path
         self._files: dict[str, Any] = {}
 
     def fill(self, key: str, local: Tensor, region: Region) -> None:
-        """Copy what lies in `region` of the whole tensor into `local`."""
+        """Copy `region` of the whole tensor into `local`."""
         filled = 0
         for file, offset, shape in self.tensors[key]["pieces"]:
             bounds = [
@@ -93,15 +93,15 @@ class Reader:
             piece = self._files[file].get_slice(stored)[there] if there else self._files[file].get_tensor(stored)
             local[here].copy_(piece)
             filled += piece.numel()
-        assert filled == local.numel(), f"{key}: {filled} of {local.numel()} entries are in the checkpoint"
+        assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
-    def below(self, prefix: str) -> Reader:
-        """The same pieces under the rest of their keys, of those that begin so."""
+    def with_prefix(self, prefix: str) -> Reader:
+        """A reader of the tensors whose keys start with `prefix`, without the prefix."""
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 
-    def whole(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose keys begin so, by the rest of their keys."""
+    def read_all(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose keys start with `prefix`, by key without the prefix."""
         found = {}
         for key, about in self.tensors.items():
             if key.startswith(prefix):
@@ -134,14 +134,16 @@ def hash_of(content: Any) -> str:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Refuse what JSON would change or cannot hold."""
+    """Refuse values that JSON would change or cannot represent."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise UserError(where, f"the key {key!r} is no text", "JSON has no other keys")
+                raise UserError(where, f"the key {key!r} is not a string", "use strings as keys")
             check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             check_json(item, f"{where}[{index}]")
     elif type(value) not in (str, int, float, bool, type(None)):
-        raise UserError(where, f"{type(value).__name__}", "give numbers, text, lists or dicts of them")
+        raise UserError(
+            where, f"JSON cannot store a {type(value).__name__}", "give numbers, strings, lists or dicts of them"
+        )

@@ -1,29 +1,29 @@
-"""Checkpoints that are complete or not there.
+"""Checkpoints that are either complete or absent.
 
-    <folder>/latest                             the name of the last one saved
+    <folder>/latest                             the name of the newest checkpoint
     <folder>/step-00000010/
-        manifest.json                           step, host state, checksums, and where each piece of each tensor is
+        manifest.json                           step, host state, checksums, and the location of each piece of a tensor
         rank-00000.safetensors                  the pieces that rank 0 held, and its random state
         rank-00001.safetensors
 
-    weight [5, 2] on 2 ranks       rank-00000 has rows 0:3, rank-00001 rows 3:5
-    the same, read by 3 ranks      rows 0:2 | 2:4 (one row of each file) | 4:5
+    weight [5, 2] on 2 ranks       rank-00000 holds [0:3], rank-00001 holds [3:5]
+    the same, read by 3 ranks      [0:2] | [2:4] (from both files) | [4:5]
 
-Every rank writes the pieces it holds, as safetensors with their offsets in the whole tensor, and reads the pieces that
-overlap what it holds; so any number of ranks can resume. A copy that several ranks hold is written once. Of a model
-with adapters only the adapters are saved. A reference model that has been refreshed exists nowhere else, so it is saved
-as well.
+Every rank writes the pieces that it holds, with their offsets in the whole tensor. To load, it reads the pieces that
+overlap its own shards, so any number of ranks can resume. A replica that several ranks hold is written once. For a
+model with adapters, only the adapters are saved. A refreshed reference model exists nowhere else, so it is saved, too.
 
-Why not the files of torch.distributed.checkpoint: reading them unpickles their `.metadata`, which can run code, and its
-safetensors storage has no place for what is not a tensor. This format is JSON and safetensors, and a checksum of every
-file is compared before anything is loaded.
+torch.distributed.checkpoint is not used because reading its `.metadata` unpickles it, which can run code, and because
+its safetensors storage cannot hold values that are not tensors. This format is JSON and safetensors, and the checksum
+of every file is checked before anything is loaded.
 
-A checkpoint is written into `step-….partial`, synced, renamed, and then `latest` is replaced by a rename: whenever the
-process dies, `latest` names a complete one. A name that is taken is not written again (`step-00000010.1`). Removal also
-begins with a rename. Whatever fails on one rank fails on all with the same line, and the checkpoints before stay.
+A checkpoint is written to `step-….partial`, synced and renamed; then `latest` is replaced by a rename. Whenever the
+process dies, `latest` names a complete checkpoint. An existing checkpoint is never overwritten: the new one is named
+`step-00000010.1`. Deletion also starts with a rename. If one rank fails, all ranks raise the same error, and earlier
+checkpoints stay.
 
-With `asynchronous`, `save` copies this rank's pieces to host memory and returns; a thread writes, using a process group
-of its own. The next `save`, or `wait`, waits for it and raises what it raised.
+With `asynchronous`, `save` copies this rank's pieces to host memory and returns; a thread writes them and communicates
+over its own process group. The next `save`, or `wait`, waits for the thread and raises its error.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from padfree.checkpoint.manifest import (
     CRITIC,
     FORMAT,
     MANIFEST,
-    Trained,
+    TrainedModel,
     base_tensors,
     bits_of,
     check_critic,
@@ -89,17 +89,17 @@ NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What one rank contributes to one checkpoint."""
+    """The data that one rank contributes to one checkpoint."""
 
     name: str
-    tensors: dict[str, Tensor]  # what goes into this rank's file
-    offsets: dict[str, list[int]]  # where those that are pieces begin
-    content: dict[str, Any]  # the manifest without what the ranks tell each other
-    rank_state: dict[str, Any]  # what of it is no tensor
+    tensors: dict[str, Tensor]  # the contents of this rank's file
+    offsets: dict[str, list[int]]  # offsets of pieces in their whole tensors
+    content: dict[str, Any]  # the manifest, without the data gathered from the ranks
+    rank_state: dict[str, Any]  # the part that is not tensors
 
 
 class Checkpointer:
-    """Saves to and resumes from one folder. Every rank makes one and calls it alike."""
+    """Saves to and loads from one folder. All methods are collective."""
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, asynchronous: bool = False) -> None:
         if keep_last < 1:
@@ -110,9 +110,9 @@ class Checkpointer:
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._rank = dist.get_rank() if several else 0
         self._world = dist.get_world_size() if several else 1
-        # Its own group: the thread's messages must not mix with those of a training step.
+        # A separate group: the thread's messages must not mix with those of a training step.
         self._group: ProcessGroup | None = dist.new_group(backend="gloo") if several else None
-        self.kept: Path | None = None  # a checkpoint that stays, however old it becomes
+        self.kept: Path | None = None  # a checkpoint that is never deleted, whatever its age
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._fingerprints: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
@@ -128,13 +128,12 @@ class Checkpointer:
         extra: Mapping[str, Any],
         rank_state: Mapping[str, Any],
         reference: Mapping[str, Tensor] | None = None,
-        critic: Trained | None = None,
+        critic: TrainedModel | None = None,
     ) -> Path:
-        """Write a checkpoint and return its folder, which with `asynchronous` is complete after `wait`.
+        """Write a checkpoint and return its folder. With `asynchronous` it is complete only after `wait`.
 
-        `extra` (the same on every rank) and `rank_state` hold what JSON can hold, and tensors at their top level.
-        Lists come back as lists, also where they were tuples. `reference` holds the tensors of a model besides, and
-        `critic` is another one that is trained.
+        `extra` (the same on every rank) and `rank_state` hold values that JSON can represent, and tensors at their top
+        level. Tuples are restored as lists. `reference`: tensors of a reference model. `critic`: another trained model.
         """
         self.wait()
         host_state = {key: value for key, value in rank_state.items() if not isinstance(value, Tensor)}
@@ -149,7 +148,7 @@ class Checkpointer:
             "adapters": describe_adapters(model, self._fingerprint(model)),
             "optimizer": None if optimizer is None else describe_optimizer(model, optimizer),
             "critic": None if critic is None else describe_optimizer(*critic),
-            "extra": copy.deepcopy(shared),  # the thread may still write what the run has gone on to change
+            "extra": copy.deepcopy(shared),  # the run may change it while the thread is still writing
         }
         whole = state_tensors(model, optimizer)
         whole |= {f"reference/{name}": tensor for name, tensor in (reference or {}).items()}
@@ -183,7 +182,7 @@ class Checkpointer:
         return self.folder / job.name
 
     def wait(self) -> None:
-        """Until an asynchronous save is complete. Raises what went wrong with it, once."""
+        """Wait until an asynchronous save is complete. Raise its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -192,17 +191,17 @@ class Checkpointer:
             raise failure
 
     def keep(self, path: Path | None) -> None:
-        """From now on this checkpoint stays, however old it becomes, and no other."""
+        """Never delete this checkpoint, whatever its age. It replaces an earlier choice; None: no such checkpoint."""
         self.kept = path
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """A block after which no save is under way. An error of the block goes before one of the save."""
+        """Wait for a save at the end of the block. An error of the block takes precedence over one of the save."""
         try:
             yield
         except BaseException:
             if self._thread is not None:
-                self._thread.join()  # the checkpoint may still become complete: the other ranks' threads write as well
+                self._thread.join()  # the checkpoint may still be completed, because other ranks' threads write as well
             raise
         self.wait()
 
@@ -213,7 +212,7 @@ class Checkpointer:
             self._failure = failure
 
     def _writes(self, tensor: Tensor) -> bool:
-        """Whether this rank is the one that writes the part it holds."""
+        """Whether this rank writes the part of the tensor that it holds."""
         if not isinstance(tensor, DTensor):
             return self._rank == 0
         coordinate = tensor.device_mesh.get_coordinate()
@@ -222,11 +221,11 @@ class Checkpointer:
         return all(index == 0 for placement, index in copies if placement.is_replicate())
 
     def _begin(self, step: int) -> str:
-        """Make the folder to write into; the checkpoint's name."""
+        """Create the folder to write into; return the checkpoint's name."""
         name = ""
-        with self._together() as errors:
+        with self._failing_together() as errors:
             if self._rank == 0:
-                with _reported(errors, self.folder, self._unwritten()):
+                with _collecting_error(errors, self.folder, self._write_problem()):
                     self.folder.mkdir(parents=True, exist_ok=True)
                     for path in self.folder.iterdir():
                         if path.suffix in (".partial", ".removing") and NAME.fullmatch(path.stem):
@@ -237,20 +236,20 @@ class Checkpointer:
                         number += 1
                         name = f"{stem}.{number}"
                     (self.folder / f"{name}.partial").mkdir()
-        return str(self._exchange(name)[0])
+        return str(self._gather(name)[0])
 
     def _finish(self, job: _Job) -> None:
         partial = self.folder / f"{job.name}.partial"
         file = f"rank-{self._rank:05d}.safetensors"
         size, digest = 0, ""
         try:
-            with self._together() as errors, _reported(errors, partial / file, self._unwritten()):
+            with self._failing_together() as errors, _collecting_error(errors, partial / file, self._write_problem()):
                 size, digest = write_safetensors(partial / file, job.tensors)
             shapes = {key: list(job.tensors[key].shape) for key in job.offsets}
-            gathered = self._exchange((file, size, digest, job.offsets, shapes, job.rank_state))
-            with self._together() as errors:
+            gathered = self._gather((file, size, digest, job.offsets, shapes, job.rank_state))
+            with self._failing_together() as errors:
                 if self._rank == 0:
-                    with _reported(errors, self.folder, self._unwritten()):
+                    with _collecting_error(errors, self.folder, self._write_problem()):
                         self._commit(partial, join_manifest(job.content, gathered))
         except CheckpointError:
             if self._rank == 0:
@@ -261,7 +260,7 @@ class Checkpointer:
         for file, about in content["files"].items():
             if not (partial / file).exists():
                 raise CheckpointError(
-                    "checkpoint", f"{partial / file} was written and is not there", "give a folder that all ranks share"
+                    "checkpoint", f"{partial / file} was written but is missing", "give a folder that all ranks share"
                 )
             assert (partial / file).stat().st_size == about["bytes"]
         write_text(partial / MANIFEST, json.dumps({"sha256": hash_of(content), "content": content}))
@@ -282,19 +281,19 @@ class Checkpointer:
     # Resuming
 
     def latest(self) -> Path | None:
-        """The last complete checkpoint; None: there is none."""
+        """The newest complete checkpoint, or None."""
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
-        """The `latest` of the first rank, on every rank: a shared file system may show them different moments."""
-        path: Path | None = self._exchange(self.latest() if self._rank == 0 else None)[0]
+        """The `latest` of rank 0, on every rank: a shared file system may show ranks different states."""
+        path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
-        """A checkpoint's `extra` without its tensors, to look at before anything is loaded."""
+        """A checkpoint's `extra` without its tensors. Nothing is loaded into a model."""
         path, content = Path(path), {}
-        cure = self._cure(path)
-        with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
+        cure = self._fix(path)
+        with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
             content = read_manifest(path, cure)
         found: dict[str, Any] = content["extra"]
         return found
@@ -306,24 +305,24 @@ class Checkpointer:
         model: nn.Module,
         optimizer: Optimizer | None,
         reference: Mapping[str, Tensor] | None = None,
-        critic: Trained | None = None,
+        critic: TrainedModel | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Fill model and optimizer; `extra`, and this rank's `rank_state`, which is None on another number of ranks.
+        """Load model and optimizer; return `extra` and this rank's `rank_state`, None if the number of ranks differs.
 
-        `reference` is filled if the checkpoint holds one, and left as it is if not. A `critic` must be there.
-        The checkpoint is checked as a whole before anything is changed.
+        `reference` is loaded if the checkpoint holds one, and left unchanged otherwise. A `critic` must be in the
+        checkpoint. The whole checkpoint is checked before anything is changed.
         """
         path = Path(path)
-        cure = self._cure(path)
+        cure = self._fix(path)
         content: dict[str, Any] = {}
         base, refreshed = self._fingerprint(model), False
-        with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
+        with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
             content = read_manifest(path, cure)
             check_model(content, path, model, optimizer, base)
             refreshed = reference is not None and check_reference(content, path, reference)
             if critic is not None:
                 check_critic(content, path, critic)
-        with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
+        with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
             files = sorted(content["files"])
             for file in files[self._rank :: self._world]:
                 check_file(path / file, content["files"][file], cure)
@@ -338,7 +337,7 @@ class Checkpointer:
             if critic is not None:
                 for name, tensor in saved_tensors(critic.model).items():
                     reader.fill(f"{CRITIC}model/{name}", local_part(tensor), local_region(tensor))
-                load_optimizer(*critic, content["critic"], reader.below(CRITIC))
+                load_optimizer(*critic, content["critic"], reader.with_prefix(CRITIC))
         rank_state: dict[str, Any] | None = None
         if content["world"] == self._world:
             rank_state = content["rank_state"][self._rank]
@@ -346,38 +345,38 @@ class Checkpointer:
                 for key in file.keys():  # noqa: SIM118  a file, not a mapping
                     if key.startswith("rank/"):
                         rank_state[key.removeprefix("rank/")] = file.get_tensor(key)
-        return {**content["extra"], **reader.whole("extra/")}, rank_state
+        return {**content["extra"], **reader.read_all("extra/")}, rank_state
 
     def _complete(self) -> list[Path]:
         return complete_in(self.folder)
 
-    def _cure(self, path: Path) -> str:
+    def _fix(self, path: Path) -> str:
         others = [other for other in self._complete() if other.resolve() != path.resolve()]
-        return f"remove {path.name} to {f'resume from {others[-1]}' if others else 'start anew'}"
+        return f"remove {path.name} to {f'resume from {others[-1]}' if others else 'start over'}"
 
-    def _unwritten(self) -> str:
+    def _write_problem(self) -> str:
         latest = self.latest()
-        stays = f", {latest} is still there to resume from" if latest else ""
+        stays = f"; the run can still be resumed from {latest}" if latest else ""
         return f"cannot be written; free space or give another folder{stays}"
 
     # Ranks
 
     def _fingerprint(self, model: nn.Module) -> str | None:
-        """A fingerprint of the weights below adapters, which do not change; None for a model without adapters."""
+        """A fingerprint of the frozen weights under adapters; None for a model without adapters."""
         if model not in self._fingerprints:
             base = base_tensors(model)
             self._fingerprints[model] = self.fingerprint(base) if base else None
         return self._fingerprints[model]
 
     def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
-        """A hash of the numbers in these tensors, the same however ranks share them. Every rank calls it."""
+        """A hash of the values of these tensors that does not depend on their sharding. Collective."""
         bits = {name: bits_of(tensor) for name, tensor in tensors.items() if self._writes(tensor)}
         total: Counter[str] = Counter()
-        for gathered in self._exchange(bits):
+        for gathered in self._gather(bits):
             total.update(gathered)
         return hash_of(total)
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self._world
@@ -386,17 +385,17 @@ class Checkpointer:
         return values
 
     @contextmanager
-    def _together(self) -> Iterator[list[CheckpointError]]:
-        """A block that collects errors in a list: after it every rank raises if any rank has one."""
+    def _failing_together(self) -> Iterator[list[CheckpointError]]:
+        """A block that collects errors in a list. At its end, all ranks raise an error if any rank has one."""
         errors: list[CheckpointError] = []
         yield errors
-        for gathered in self._exchange(errors):
+        for gathered in self._gather(errors):
             if gathered:
                 raise gathered[0]
 
 
 def complete_in(folder: Path) -> list[Path]:
-    """All complete checkpoints of a folder, the last saved one last."""
+    """All complete checkpoints of a folder, the newest last."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
@@ -404,12 +403,12 @@ def complete_in(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was saved after."""
+    """The step after which a checkpoint was saved."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def latest_in(folder: Path) -> Path | None:
-    """The last complete checkpoint of a folder; None: there is none."""
+    """The newest complete checkpoint of a folder, or None."""
     pointer = folder / LATEST
     if pointer.exists():
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -420,8 +419,8 @@ def latest_in(folder: Path) -> Path | None:
 
 
 @contextmanager
-def _reported(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
-    """Put what goes wrong in the block into the list; `what` is "problem; cure"."""
+def _collecting_error(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
+    """Append an error of the block to the list. `what`: "problem; fix"."""
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it holds, where it lies, and whether it fits the model of this run.
+"""The manifest of a checkpoint: its contents, their location, and checks that they fit the model of this run.
 
     manifest.json            {"sha256": of the content, "content": {step, world, model, optimizer, extra, rank_state,
         "tensors": {"model/norm.weight": {"dtype": "F32", "shape": [5], "pieces": [
@@ -6,10 +6,10 @@
             ["rank-00001.safetensors", [3], [2]]]}, ...},
         "files": {"rank-00000.safetensors": {"bytes": 412, "sha256": ...}, ...}}}
 
-A model with adapters is saved without the frozen weights below them: every start reads those from where they came from.
-The manifest keeps a fingerprint of them, so that the adapters are not put on other weights.
+A model with adapters is saved without its frozen weights, which every start reads from their original files. The
+manifest holds a fingerprint of these weights, so that the adapters are not loaded onto other weights.
 
-Nothing here talks to other ranks; `padfree.checkpoint.checkpointer` does.
+This module does not communicate with other ranks; `padfree.checkpoint.checkpointer` does.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from padfree.model.lora import ADAPTER, is_adapter, is_trained_with_adapters
 FORMAT = 1
 MANIFEST = "manifest.json"
 CRITIC = "critic/"
-"""What the keys of a critic's tensors begin with."""
+"""Prefix of the keys of a critic's tensors."""
 
 
-# What a checkpoint holds
+# Contents
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that are saved, by name: what is trained if it has adapters, else all."""
+    """The tensors of a model that are saved, by name: the trained ones if it has adapters, otherwise all."""
     tensors = named_tensors(model)
     if not any(map(is_adapter, tensors)):
         return tensors
@@ -48,21 +48,21 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The frozen weights below adapters; empty for a model without adapters."""
+    """The frozen weights under adapters; empty for a model without adapters."""
     tensors, saved = named_tensors(model), saved_tensors(model)
     return {name: tensor for name, tensor in tensors.items() if name not in saved and tensor.is_floating_point()}
 
 
 def bits_of(tensor: Tensor) -> int:
-    """The sum of the bits of this rank's part.
+    """The sum of the bits of this rank's part, as 16-bit integers.
 
-    Rounded to bfloat16 first, so that the dtype that the weights are held in does not show.
+    Values are rounded to bfloat16 first, so that the result does not depend on the dtype of the weights.
     """
     return int(local_part(tensor).bfloat16().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """Scale of the adapters and `base`, the fingerprint of the weights below them; None without adapters."""
+    """Scale of the adapters, and `base`, the fingerprint of the frozen weights; None without adapters."""
     if base is None:
         return None
     config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types it as a tensor or a module
@@ -70,25 +70,27 @@ def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | No
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Whole tensors by key: `model/<name>` and `optimizer/<kind of state>/<name of the parameter>`."""
+    """Whole tensors by key: `model/<name>` and `optimizer/<kind of state>/<parameter name>`."""
     tensors = {f"model/{name}": tensor for name, tensor in saved_tensors(model).items()}
     if optimizer is not None:
         tensors |= {f"optimizer/{key}": tensor for key, tensor in optimizer_tensors(model, optimizer).items()}
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise UserError("checkpoint", f"{key} is {tensor.dtype}", f"only {', '.join(DTYPES.values())} can be saved")
+            raise UserError(
+                "checkpoint", f"{key} is {tensor.dtype}", f"convert it to one of {', '.join(DTYPES.values())}"
+            )
     return tensors
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """A model and its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer
 
 
-def critic_tensors(critic: Trained) -> dict[str, Tensor]:
-    """Those of a critic that is trained beside the model, by key."""
+def critic_tensors(critic: TrainedModel) -> dict[str, Tensor]:
+    """The tensors of a critic and its optimizer, by key."""
     return {f"{CRITIC}{key}": tensor for key, tensor in state_tensors(*critic).items()}
 
 
@@ -96,13 +98,13 @@ def class_name(model: nn.Module) -> str:
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
-# Whether it is this model's
+# Checks against the model
 
 
 def check_model(
     content: dict[str, Any], path: Path, model: nn.Module, optimizer: Optimizer | None, base: str | None = None
 ) -> None:
-    """Refuse a checkpoint of another model; `base` is the fingerprint of the weights below its adapters, if it has."""
+    """Refuse a checkpoint of another model. `base`: fingerprint of the frozen weights, if the model has adapters."""
     there, here = content.get("adapters"), describe_adapters(model, base)
     differs, cure = None, "give the folder of this run"
     if content["model"] != class_name(model):
@@ -110,14 +112,14 @@ def check_model(
     elif there and not here:
         differs, cure = "it has adapters", "set lora.rank, or give another run.folder"
     elif here and not there:
-        differs, cure = "it has no adapters, this run has", "set lora.rank to 0, or give another run.folder"
-    elif unlike := _different(content["tensors"], "model/", saved_tensors(model)):
+        differs, cure = "it has no adapters, but this run has", "set lora.rank to 0, or give another run.folder"
+    elif unlike := _first_difference(content["tensors"], "model/", saved_tensors(model)):
         differs = unlike
     elif there and here and there["scale"] != here["scale"]:
         differs, cure = "its adapters were trained with another alpha / rank", "keep lora.alpha"
     elif there != here:
-        differs = "its adapters were trained with other weights below them"
-        cure = "keep model.path and what is there, and run.seed for random weights"
+        differs = "its adapters were trained on other frozen weights"
+        cure = "keep model.path and its files, and run.seed for random weights"
     if differs:
         raise CheckpointError("checkpoint", f"{path} is of another model ({differs})", cure)
     if optimizer is None:
@@ -127,15 +129,15 @@ def check_model(
     names = [group["params"] for group in describe_optimizer(model, optimizer)["groups"]]
     if names != [group["params"] for group in content["optimizer"]["groups"]]:
         raise CheckpointError(
-            "checkpoint", f"{path} was saved with other groups of parameters in the optimizer", "keep its settings"
+            "checkpoint", f"{path} was saved with other parameter groups in the optimizer", "keep its settings"
         )
 
 
 def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str, Tensor]) -> bool:
-    """Whether the checkpoint holds the weights of a reference model, which must then be of this one's shapes."""
+    """Whether the checkpoint holds a reference model; raise an error if its tensors do not fit this reference."""
     if not any(key.startswith("reference/") for key in content["tensors"]):
         return False
-    if differs := _different(content["tensors"], "reference/", reference):
+    if differs := _first_difference(content["tensors"], "reference/", reference):
         raise CheckpointError(
             "checkpoint",
             f"{path} has another reference model ({differs})",
@@ -144,9 +146,9 @@ def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str,
     return True
 
 
-def check_critic(content: dict[str, Any], path: Path, critic: Trained) -> None:
-    """Refuse a checkpoint without a critic, or with another one than this."""
-    differs = _different(content["tensors"], f"{CRITIC}model/", saved_tensors(critic.model))
+def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> None:
+    """Refuse a checkpoint without a critic, or with a different critic."""
+    differs = _first_difference(content["tensors"], f"{CRITIC}model/", saved_tensors(critic.model))
     if content.get("critic") is None or differs:
         reason = differs if content.get("critic") is not None else "it has none"
         raise CheckpointError(
@@ -154,8 +156,8 @@ def check_critic(content: dict[str, Any], path: Path, critic: Trained) -> None:
         )
 
 
-def _different(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
-    """The first of the tensors below `prefix` whose shape or dtype is not the wanted one, in words."""
+def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
+    """A description of the first tensor under `prefix` whose shape or dtype differs; None if all are equal."""
     saved = {
         key.removeprefix(prefix): (about["shape"], about["dtype"])
         for key, about in tensors.items()
@@ -166,14 +168,14 @@ def _different(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Ten
         return None
     name = min(name for name in saved.keys() | asked.keys() if saved.get(name) != asked.get(name))
     there, here = (" ".join(map(str, table[name])) if name in table else "missing" for table in (saved, asked))
-    return f"{name} is {there} there and {here} here"
+    return f"{name} is {there} in the checkpoint and {here} in this run"
 
 
-# The file
+# Reading and writing
 
 
 def join_manifest(content: dict[str, Any], gathered: list[Any]) -> dict[str, Any]:
-    """The whole manifest from what every rank told: file, size, checksum, offsets and shapes of pieces, rank state."""
+    """The whole manifest, from each rank's file, size, checksum, offsets and shapes of pieces, and rank state."""
     tensors: dict[str, Any] = {key: {**about, "pieces": []} for key, about in content["tensors"].items()}
     files: dict[str, Any] = {}
     for file, size, digest, offsets, shapes, _ in gathered:
@@ -186,7 +188,7 @@ def join_manifest(content: dict[str, Any], gathered: list[Any]) -> dict[str, Any
 def read_manifest(path: Path, cure: str) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.exists():
-        raise CheckpointError("checkpoint", f"{path} is not there or not complete (no {MANIFEST})", cure)
+        raise CheckpointError("checkpoint", f"{path} does not exist or is incomplete (no {MANIFEST})", cure)
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:

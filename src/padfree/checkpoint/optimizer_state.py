@@ -1,8 +1,8 @@
-"""Optimizer state by the names of parameters, not by their order.
+"""Optimizer state by parameter name, not by order.
 
 optimizer.state[parameter] = {"step": [], "exp_avg": [5, 2]}
-  tensors       optimizer/step/norm.weight, optimizer/exp_avg/norm.weight        with the tensors of the model
-  description   {"groups": [{"lr": 1e-5, ..., "params": [names]}], "values": {name: what is no tensor}}
+  tensors       optimizer/step/norm.weight, optimizer/exp_avg/norm.weight        stored with the tensors of the model
+  description   {"groups": [{"lr": 1e-5, ..., "params": [names]}], "values": {name: values that are not tensors}}
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from padfree.errors import UserError
 from padfree.model.load import local_part, local_region, named_tensors
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Options of an optimizer that say how it computes; they stay those of the run that resumes."""
+"""Options that select an optimizer's implementation; a resumed run keeps its own."""
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Whole tensors of the state, by `<kind of state>/<name of the parameter>`."""
+    """Whole tensors of the state, by `<kind of state>/<parameter name>`."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_tensors(model).items():
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -32,22 +32,22 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
             if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
                 raise UserError(
                     "optimizer",
-                    f"the state {kind!r} of {name} is this rank's alone",
-                    "use an optimizer whose state is sharded as the parameters are",
+                    f"the state {kind!r} of {name} is not sharded like the parameter",
+                    "use an optimizer whose state is sharded like the parameters",
                 )
             tensors[f"{kind}/{name}"] = value
     return tensors
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer without its tensors: groups with names for parameters, and plain values of the state."""
+    """The optimizer without its tensors: groups with parameter names, and state values that are not tensors."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        strangers = [parameter for parameter in group["params"] if id(parameter) not in names]
-        if strangers:
+        unknown = [parameter for parameter in group["params"] if id(parameter) not in names]
+        if unknown:
             raise UserError(
-                "optimizer", "has parameters that are not the model's", "make it after the model is sharded"
+                "optimizer", "has parameters that are not the model's", "create it after the model is sharded"
             )
         options = {
             key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
@@ -63,7 +63,7 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, Any], reader: Reader) -> None:
-    """Fill an optimizer whose groups hold the parameters that `described` names."""
+    """Load an optimizer whose groups hold the parameters that `described` names."""
     parameters = named_tensors(model)
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -90,7 +90,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
             state[numbers[name]][kind] = value.detach()
     filled = {number: values for number, values in state.items() if values}
     optimizer.load_state_dict({"state": filled, "param_groups": groups})
-    # torch has cast the state to the parameters' dtype; an optimizer that keeps more digits gets them back.
+    # torch has cast the state to the parameters' dtype; restore the dtype of states with a higher precision.
     for name, number in numbers.items():
         own = optimizer.state.get(parameters[name], {})
         for kind, value in filled.get(number, {}).items():
@@ -99,7 +99,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
 
 
 def _like(value: Any, current: Any) -> Any:
-    """A value out of JSON as the type that the optimizer keeps it in."""
+    """Convert a value from JSON to the type of the optimizer's current value."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value

@@ -1,12 +1,13 @@
 """Optimizers.
 
-settings    the sections `[optimizer]` and `[schedule]`, without torch
-optimizer   groups of parameters by role, each with its update rule, base learning rate and options
-adamw       the update rule of embeddings, heads and vectors, or of all parameters
-muon        the update rule of hidden matrices: momentum, orthogonalised
-matrices    gathers the matrices of sharded parameters, each on one of the ranks that hold its shards
-schedule    what base learning rates are multiplied by in each step
-masters     float32 weights behind bfloat16 ones in a single process
+optimizer_settings   the sections `[optimizer]` and `[schedule]`, without torch
+optimizer            parameter groups by role, each with its update rule, base learning rate and options
+rule                 the interface of an update rule
+adamw                the update rule of embeddings, heads and vectors, or of all parameters
+muon                 the update rule of hidden matrices: orthogonalised momentum
+matrices             gathers each sharded matrix on one of the ranks that hold its shards
+schedule             the learning-rate factor of each step
+master_weights       float32 master weights with bfloat16 compute copies, in a single process
 
 An update rule is one file: a class with `step` and `state_bytes` (`padfree.optim.rule`).
 """

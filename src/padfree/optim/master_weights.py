@@ -1,14 +1,14 @@
-"""Float32 master weights of a single process, and the copies in a lower precision that it computes with.
+"""Float32 master weights in a single process, and compute copies of them in a lower precision.
 
-    between steps        layer.weight   master, float32     what AdamW steps, and what is saved and exported
-    while it computes    layer.weight   copy, bfloat16      written from the masters once, when `compute_copies` begins
+    between steps        layer.weight   master, float32     updated by the optimizer, saved and exported
+    during computation   layer.weight   copy, bfloat16      written from the masters once, when `compute_copies` begins
     in backward          copy.grad      bfloat16            added to master.grad (float32) as soon as a layer is done
 
-FSDP2 does the same for many processes. In a single one there is nothing to gather or to reduce, and its hooks cost the
-host more time than the device needs for a small model: 28 layers of hidden size 1024 wait for the host.
+FSDP2 does the same for several processes. A single process has nothing to gather or reduce, and FSDP2's hooks would
+cost the host more time than a small model needs on the device: with 28 layers of hidden size 1024, the device waits.
 
-The modules hold masters whenever nothing is computed, so that everything else sees a plain float32 model. Recomputation
-in backward reads the modules' weights again, so `compute_copies` must be around backward as well as forward.
+Outside of computation the modules hold the masters, so that all other code sees a plain float32 model. Recomputation in
+backward reads the modules' weights again, so `compute_copies` must enclose backward as well as forward.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch
 from torch import Tensor, nn
 
 ATTRIBUTE = "padfree_masters"
-"""Where a model keeps its `MasterWeights`."""
+"""The attribute of a model that holds its `MasterWeights`."""
 
 
 class MasterWeights:
-    """The float32 parameters of a model, and a copy of each in the type that is computed in."""
+    """The float32 parameters of a model, and a copy of each in the compute dtype."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module]) -> None:
         self.dtype = dtype
         self._depth = 0
         self._units: list[_Unit] = []
-        copies: dict[int, nn.Parameter] = {}  # by master: tied parameters have one
+        copies: dict[int, nn.Parameter] = {}  # by id of the master: tied parameters share one copy
         taken: set[nn.Module] = set()
-        for unit in (*units, model):  # what belongs to no layer belongs to the root
+        for unit in (*units, model):  # modules outside the layers belong to the root unit
             modules = [module for module in unit.modules() if module not in taken]
             taken.update(modules)
             self._units.append(_Unit(modules, dtype, copies))
 
     @contextmanager
     def compute_copies(self) -> Iterator[None]:
-        """Modules hold the copies, as the masters are when the outermost of these blocks begins."""
+        """Put the copies into the modules. The outermost block updates them from the masters when it begins."""
         self._depth += 1
         if self._depth == 1:
             for unit in self._units:
@@ -53,13 +53,13 @@ class MasterWeights:
                     unit.leave()
 
     def collect_gradients(self) -> None:
-        """Add what backward left in the copies to the gradients of the masters."""
+        """Add the gradients of the copies to those of the masters."""
         for unit in self._units:
             unit.collect()
 
 
 class _Unit:
-    """The parameters of a layer, or of what is outside of the layers."""
+    """The parameters of one layer, or of all modules outside the layers."""
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype, copies: dict[int, nn.Parameter]) -> None:
         self.places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
@@ -107,7 +107,7 @@ class _Unit:
         for master, copy in zip(self.master_weights, self.copies, strict=True):
             if copy.grad is None:
                 continue
-            if master.grad is None:  # the first term of a sum is copied, all at once
+            if master.grad is None:  # the first gradients are copied, all in one call
                 master.grad = torch.empty_like(master)
                 sums.append(master.grad)
                 terms.append(copy.grad)
@@ -119,10 +119,10 @@ class _Unit:
 
 
 def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module]) -> None:
-    """Compute in `dtype` from now on, with float32 weights behind it. `units`: the layers.
+    """Compute in `dtype` from now on, with float32 master weights. `units`: the layers.
 
-    Frozen weights become `dtype` themselves: that is what they would be rounded to at every use. The model may be on
-    the meta device and get its weights later.
+    Frozen weights are converted to `dtype`, because every use would round them to it anyway. The model may be on the
+    meta device and get its weights later.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -132,9 +132,9 @@ def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn
 
 @contextmanager
 def compute_copies(model: nn.Module) -> Iterator[MasterWeights | None]:
-    """Put around forward and backward of a model; does nothing for a model without masters."""
+    """Use around forward and backward of a model. Does nothing for a model without master weights."""
     found = getattr(model, ATTRIBUTE, None)
-    if isinstance(found, tuple):  # the first time that the weights are needed
+    if isinstance(found, tuple):  # the first use creates the copies
         found = MasterWeights(model, *found)
         object.__setattr__(model, ATTRIBUTE, found)
     if found is None:

@@ -1,13 +1,13 @@
-"""Functions of whole matrices, computed for matrices that are divided over ranks.
+"""Apply a function of whole matrices to matrices that are sharded over ranks.
 
-    5 matrices [4, 3] on 2 ranks, each of which holds 2 rows of every matrix
+    5 matrices [4, 3] on 2 ranks, each of which holds 2 matrix rows of every matrix
 
-    rank 0   rows 0:2 of 0 1 2 3 4   ->   whole 0 2 4   ->   function   ->   rows 0:2 of 0 1 2 3 4
-    rank 1   rows 2:4 of 0 1 2 3 4   ->   whole 1 3     ->   function   ->   rows 2:4 of 0 1 2 3 4
+    rank 0   [0:2] of 0 1 2 3 4   ->   whole 0 2 4   ->   function   ->   [0:2] of 0 1 2 3 4
+    rank 1   [2:4] of 0 1 2 3 4   ->   whole 1 3     ->   function   ->   [2:4] of 0 1 2 3 4
 
-Every matrix is computed by one rank of those that share it: two all-to-alls move each number twice, and no work is
-repeated. Replicas of the shards, which hold the same numbers, each compute them. Where shards have whole matrices, as
-experts [E, out, in] that are cut along E have, nothing is sent.
+One of the ranks that share a matrix computes it: two all-to-alls move each number twice, and no work is repeated.
+Replicas of the shards all compute the same results. If the shards are whole matrices (experts [E, out, in] sharded
+along E), nothing is sent.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from padfree.model.load import region_of
 
 
 class MatrixSplit(NamedTuple):
-    """Matrices that are divided over the ranks of a group along `dim` (-2: rows, -1: columns)."""
+    """How matrices are sharded over the ranks of a group: along `dim` (-2: matrix rows, -1: columns)."""
 
     group: ProcessGroup
     dim: int
-    sizes: tuple[int, ...]  # of each rank's part along `dim`
+    sizes: tuple[int, ...]  # size of each rank's shard along `dim`
 
 
-def cut_of(parameter: Tensor) -> MatrixSplit | None:
-    """How the matrices [..., A, B] of a parameter are divided; None: every rank holds whole ones."""
+def matrix_split_of(parameter: Tensor) -> MatrixSplit | None:
+    """How the matrices [..., A, B] of a parameter are sharded; None: every rank holds whole matrices."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, placements, found = parameter.device_mesh, parameter.placements, None
@@ -43,7 +43,7 @@ def cut_of(parameter: Tensor) -> MatrixSplit | None:
         dim = getattr(placement, "dim", 0) - parameter.ndim
         if not placement.is_shard() or dim < -2 or mesh.size(mesh_dim) == 1:
             continue
-        assert found is None, f"{placements}: matrices are cut along one dimension of the mesh at most"
+        assert found is None, f"{placements}: matrices are sharded along at most one mesh dimension"
         sizes = []
         for rank in range(mesh.size(mesh_dim)):
             there = [rank if each == mesh_dim else index for each, index in enumerate(coordinate)]
@@ -54,18 +54,18 @@ def cut_of(parameter: Tensor) -> MatrixSplit | None:
 
 
 def on_whole_matrices(
-    function: Callable[[Tensor], Tensor], parts: Tensor, cut: MatrixSplit | None, first: int = 0
+    function: Callable[[Tensor], Tensor], parts: Tensor, split: MatrixSplit | None, first: int = 0
 ) -> Tensor:
-    """`function` [n, A, B] -> [n, A, B] of the matrices of which each rank gives its parts [n, a, b]; its parts of the
-    results.
+    """Apply `function` [n, A, B] -> [n, A, B] to matrices that are sharded over ranks. Collective.
 
-    Matrix i is computed by rank (`first` + i) % size of the group. Every rank of it calls this alike.
+    `parts` [n, a, b]: this rank's shards; the result holds its shards of the results. Rank (`first` + i) % size of the
+    group computes matrix i.
     """
-    if cut is None:
+    if split is None:
         return function(parts)
-    group, dim, sizes = cut
+    group, dim, sizes = split
     ranks, own = range(group.size()), group.rank()
-    mine = [slice((rank - first) % group.size(), None, group.size()) for rank in ranks]  # matrices of each rank
+    mine = [slice((rank - first) % group.size(), None, group.size()) for rank in ranks]  # the matrices of each rank
     counts = [len(range(len(parts))[each]) for each in mine]
     shapes = [[counts[own], *parts.shape[1:]] for _ in ranks]
     for shape, size in zip(shapes, sizes, strict=True):

@@ -7,13 +7,14 @@
                                 embeddings, heads             adamw   lr        weight_decay
                                 vectors                       adamw   lr        no decay
 
-Weight decay applies to parameters of two dimensions and more and not to vectors (norms, biases): pulling the scale of a
-norm to 0 does not regularise. Roles of parameters are in `padfree.model.roles`; adapters are hidden matrices.
+Weight decay applies to parameters with two or more dimensions, not to vectors (norms, biases): pulling the scale of a
+norm to 0 does not regularise. `padfree.model.roles` defines the roles of parameters; adapters are hidden matrices.
 
-The schedule multiplies the base rate of every group. A step that must not be made, because the loss or the gradient is
-not finite, is a flag on the device, and so is the factor that clips the gradient: the host does not wait.
+The schedule multiplies the base rate of every group. A flag on the device tells whether to make the step: it is skipped
+if the loss or the gradient is not finite. The clipping factor is also a tensor on the device, so that the host does not
+synchronise.
 
-With `parallel.offload` parameters, gradients and state are on the CPU, and the optimizer steps there.
+With `parallel.offload`, parameters, gradients and optimizer state are on the CPU, and the optimizer runs there.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ RULES: Mapping[str, UpdateRule] = {"adamw": AdamW(), "muon": Muon()}
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Steps every group by its rule. A group has `params`, `rule`, `base_lr` and the options of the rule."""
+    """Applies each group's update rule. A group has `params`, `rule`, `base_lr` and the options of the rule."""
 
     def __init__(self, groups: list[Group]) -> None:
         super().__init__([{"lr": group["base_lr"], **group} for group in groups], {})
 
     @property
     def rates(self) -> dict[str, float]:
-        """The present learning rates, by the names of their metrics: `lr` of the first group, `lr/RULE` of others."""
+        """The current learning rates by metric name: `lr` for the first group's rule, `lr/RULE` for others."""
         rates = {group["rule"]: group["lr"] for group in reversed(self.param_groups)}
         first = self.param_groups[0]["rule"]
         return {"lr": rates.pop(first), **{f"lr/{rule}": rate for rule, rate in rates.items()}}
 
     def set_rates(self, factor: float) -> None:
-        """Every learning rate becomes `factor` times the base rate of its group."""
+        """Set every learning rate to `factor` times the base rate of its group."""
         for group in self.param_groups:
             group["lr"] = group["base_lr"] * factor
 
     def step(self, finite: Tensor | None = None, scale: Tensor | None = None) -> None:  # type: ignore[override]
         """Make one step with the gradients multiplied by `scale` []. If `finite` [] is false, change nothing."""
-        # With offloaded parameters the flag is on the GPU and the optimizer on the CPU: this copy waits for the flag.
+        # With offloaded parameters the flag is on the GPU and the optimizer on the CPU: this copy synchronises.
         device = self.param_groups[0]["params"][0].device
         finite = torch.ones((), dtype=torch.bool, device=device) if finite is None else finite.to(device)
         scale = None if scale is None else scale.to(device)
@@ -62,7 +63,7 @@ class Optimizer(torch.optim.Optimizer):
             RULES[group["rule"]].step(group, self.state, finite, scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The state alone: learning rates and options remain those that this optimizer was made with."""
+        """Load the state only. Learning rates and options of this optimizer are kept."""
         options = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, own in zip(self.param_groups, options, strict=True):
@@ -70,20 +71,22 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
-    """Over the parameters that require a gradient. Make it after the model is sharded."""
+    """An optimizer of the parameters that require gradients. Call this after the model is sharded."""
     groups = make_groups(model, settings)
     if not groups:
-        raise UserError("model", f"{type(model).__name__} has no parameter that requires a gradient", "unfreeze some")
+        raise UserError(
+            "model", f"{type(model).__name__} has no parameter that requires a gradient", "unfreeze some parameters"
+        )
     return Optimizer(groups)
 
 
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """Of the state of float32 parameters; `numbers`: how many numbers of a parameter there are, if not all."""
+    """Bytes of the state of float32 parameters. `numbers`: number of elements to count; default: all."""
     return sum(RULES[group["rule"]].state_bytes(numbers(each)) for group in groups for each in group["params"])
 
 
 def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:
-    """The groups of the parameters that require a gradient, without empty ones. The model may be on the meta device."""
+    """Groups of the parameters that require gradients, without empty groups. The model may be on the meta device."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adamw = {"rule": "adamw", "base_lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "fused": True}
     groups: list[Group] = []

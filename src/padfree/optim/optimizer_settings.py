@@ -15,16 +15,16 @@ ScheduleKind = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonSettings:
-    """Muon's own settings, for the hidden matrices of a run with `optimizer.name` "muon"."""
+    """Settings of Muon, for the hidden matrices of a run with `optimizer.name` "muon"."""
 
     lr: float | None = setting(None, least=0, fix="give 0 or more, or leave it out")  # None: optimizer.lr
     momentum: float = setting(0.95, least=0, below=1)
     nesterov: bool = True
-    steps: int = setting(5, least=1, most=99)  # of the Newton-Schulz iteration
+    steps: int = setting(5, least=1, most=99)  # Newton-Schulz iterations
     weight_decay: float | None = setting(
         None, least=0, fix="give 0 or more, or leave it out"
     )  # None: optimizer.weight_decay
-    update_rms: float = setting(0.2, above=0)  # root mean square of an update before the learning rate, about AdamW's
+    update_rms: float = setting(0.2, above=0)  # root mean square of an update divided by lr; 0.2 is about AdamW's
 
     def __post_init__(self) -> None:
         check_table(self, "optimizer.muon.")
@@ -34,7 +34,7 @@ class MuonSettings:
 class OptimizerConfig:
     """AdamW for all parameters, or Muon for hidden matrices and AdamW for the others.
 
-    AdamW's weight decay applies to parameters of two dimensions and more, embeddings included, and not to norms and
+    AdamW's weight decay applies to parameters with two or more dimensions, including embeddings, but not to norms and
     biases.
     """
 
@@ -66,13 +66,13 @@ class OptimizerConfig:
         return self.lr == 0 and (self.name != "muon" or self.muon_lr == 0)
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:
-        """The same with this learning rate for all parameters; None: as it is."""
+        """The same settings with this learning rate for all parameters; None: unchanged."""
         return self if lr is None else replace(self, lr=lr, muon=replace(self.muon, lr=None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """The learning rate's course: `warmup` steps up, then as `kind` says down to `final` of it at `run.steps`."""
+    """Learning-rate schedule: `warmup` steps up, then `kind` down to the share `final` of the rate at `run.steps`."""
 
     kind: ScheduleKind = "constant"
     warmup: int = setting(0, least=0, fix="give 0 or more steps")

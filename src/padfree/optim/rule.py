@@ -1,4 +1,4 @@
-"""What an update rule is: how the parameters of a group are stepped, and what it remembers of each."""
+"""The interface of an update rule, which updates the parameters of a group and defines their optimizer state."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Group = dict[str, Any]
-"""`params`, the present `lr`, and the options of the rule; plain values, which a checkpoint writes as JSON."""
+"""`params`, the current `lr`, and the options of the rule: plain values, which a checkpoint writes as JSON."""
 
 State = MutableMapping[Tensor, dict[str, Any]]
-"""By parameter: tensors that are sharded as the parameter is, or have no dimensions."""
+"""By parameter: tensors that are sharded like the parameter, or scalars."""
 
 
 class UpdateRule(Protocol):
-    """A rule keeps nothing itself: what it needs is in the group and in the state."""
+    """A rule is stateless: everything that it needs is in the group and in the state."""
 
     remembers: str
-    """What the state is, in words for a user."""
+    """A description of the state, for users."""
 
     def step(self, group: Group, state: State, finite: Tensor, scale: Tensor | None) -> None:
-        """Step the parameters of the group that have a gradient, with the gradient times `scale` [].
+        """Update the parameters of the group that have a gradient, with the gradient times `scale` []. Collective.
 
-        Neither parameters nor state change if `finite` [] is false. The host must not wait for the device to find out.
-        Both are on the device of the parameters. All ranks call it alike.
+        If `finite` [] is false, neither parameters nor state change. `finite` and `scale` are on the device of the
+        parameters; the host must not synchronise to read them.
         """
         ...
 
     def state_bytes(self, numbers: int) -> int:
-        """Of the state of a float32 parameter, or of a shard of one, with so many numbers."""
+        """Bytes of the state of a float32 parameter, or of a shard, with this number of elements."""
         ...
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
+    """This rank's shard of a tensor. It shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

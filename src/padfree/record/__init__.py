@@ -1,8 +1,9 @@
-"""What a run leaves in its folder.
+"""The files of a run folder.
 
-files        names of the files of a run folder
-run_folder   whose folder it is, and who writes there now
-metrics      one line a step
-events       what happened to a run besides its steps
-trackers     metrics passed on to TensorBoard, W&B and trackio
+file_names     names of the files
+run_folder     ownership of the folder, and the lock of the process that writes to it
+run_files      opens the files of a run together
+metrics_file   one line per step
+events         events of a run other than steps
+trackers       forward metrics to TensorBoard, W&B and trackio
 """

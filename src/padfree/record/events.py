@@ -1,4 +1,4 @@
-"""What happened to a run besides its steps: `events.jsonl` in the run folder, one line of JSON each, never rewritten.
+"""Events of a run other than steps: `events.jsonl` in the run folder, one JSON line per event, append-only.
 
     {"time": "2026-03-01T12:00:00+00:00", "kind": "start", "step": 0, "python": "3.11.9", "torch": "2.13.0", ...}
     {"time": "2026-03-01T12:00:01+00:00", "kind": "resolved_auto", "step": 0, "parallel.checkpointing": "none", ...}
@@ -7,14 +7,18 @@
     {"time": "2026-03-01T13:00:00+00:00", "kind": "start", "step": 40, ...}
     {"time": "2026-03-01T13:00:00+00:00", "kind": "resume", "step": 40, "checkpoint": "step-00000040", ...}
 
-    start       versions, device, processes and their layout      compile     layers were compiled in this step
-    resolved_auto  what each `auto` became, and why                  nonfinite   the file with the samples of that step
-    resume      the checkpoint, and settings that have changed    stop, end   by a signal; because all steps are done
-    note        what was said at the start                        export      the trained model is in the folder
-    failed      what was raised
+    start           versions, device, processes and their layout
+    resolved_auto   the value of each `auto` setting, and the reason
+    resume          the checkpoint, and the settings that have changed
+    note            a note that was shown at the start
+    compile         layers were compiled in this step
+    nonfinite       the file with the samples of a step that was not finite
+    stop, end       stopped by a signal; all steps are done
+    export          the trained model is in the folder
+    failed          the error that ended the run
 
-`step` is the number of optimizer steps done before the event. `metrics.jsonl` reads as if a run had never been stopped;
-this file says when it was.
+`step` is the number of optimizer steps done before the event. `metrics.jsonl` looks as if the run had never been
+interrupted; this file records the interruptions.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ Kind = Literal["start", "resolved_auto", "note", "resume", "compile", "stop", "e
 
 
 class Events:
-    """`events.jsonl` in the run folder; ranks other than the first write nothing."""
+    """`events.jsonl` in the run folder. Only rank 0 writes."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         self.path = folder / EVENTS
@@ -47,7 +51,7 @@ class Events:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: Kind, *, step: int, **fields: Any) -> None:
-        """One line at the end. A line that a killed run left unfinished stays, and is ended first."""
+        """Append one line. If a killed run left an incomplete last line, end it first."""
         if not self._writes:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -64,7 +68,7 @@ def _context(mesh: Mesh) -> str:
 
 
 def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
-    """The fields of a start: versions, the device, the number of processes and how they are laid out."""
+    """The fields of a start event: versions, device, number of processes and their layout."""
     device = mesh.device
     shard = mesh.data.size // replicate
     return {

@@ -1,21 +1,21 @@
 """Names of the files of a run folder.
 
-run.json                 that padfree made the folder, and which run it is
+run.json                 marks the folder as padfree's, with the id of the run
 run.lock                 locked by the process that writes
-run.holder.json          which process that is
+run.holder.json          the process that holds the lock
 config.json              the settings
-metrics.jsonl            one line a step
-evaluation.jsonl         one line an evaluation; its `step` is the number of steps made before it
+metrics.jsonl            one line per step
+evaluation.jsonl         one line per evaluation; its `step` is the number of steps made before it
 events.jsonl             starts, resolved `auto` settings, resumes, compilations, ends
-rows.jsonl               rows of the data that were skipped, dropped or cut
-rollouts.jsonl           a few responses of each batch that was sampled
-failures.jsonl           episodes and rewards that raised or hung
-nonfinite-step-*.jsonl   the samples of a step whose loss or gradient was no finite number
-journal/step-*           responses that were sampled after the last checkpoint
-checkpoints/step-*       what can be resumed from
-model/                   the trained model, exported
-model-best/              the one of the best evaluation (`checkpoint.best`)
-critic/                  the critic that was trained beside it
+rows.jsonl               data rows that were skipped, dropped or truncated
+rollouts.jsonl           a few responses of each sampled batch
+failures.jsonl           episodes and rewards that raised an error or hung
+nonfinite-step-*.jsonl   the samples of a step whose loss or gradient was not finite
+response_log/step-*      responses that were sampled after the last checkpoint
+checkpoints/step-*       checkpoints to resume from
+model/                   the exported trained model
+model-best/              the exported model of the best evaluation (`checkpoint.best`)
+critic/                  the exported critic
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVENTS = "events.jsonl"
 ROWS = "rows.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 FAILURES = "failures.jsonl"
-NONFINITE = "nonfinite-step-{step}.jsonl"  # eight digits, or * to find them all
+NONFINITE = "nonfinite-step-{step}.jsonl"  # `step`: eight digits, or * to match all files
 CHECKPOINTS, RESPONSE_LOG, MODEL, BEST_MODEL, CRITIC_MODEL = (
     "checkpoints",
     "response_log",

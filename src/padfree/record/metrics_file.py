@@ -1,8 +1,8 @@
-"""What is written of each step: one line of JSON, by the first rank alone.
+"""The metrics of each step: one JSON line per step, written by rank 0.
 
     {"step": 3, "loss": 2.1, "gradient_norm": 0.8, "lr": 1e-05, "tokens": 4096, "tokens_per_second": 9100.0, ...}
 
-A resumed run drops the lines of steps that will be done again, so that the file is that of an undisturbed run.
+A resumed run drops the lines of steps that it will repeat, so that the file equals that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from padfree.record.file_names import METRICS
 
 
 class MetricsFile:
-    """`metrics.jsonl` in the run folder, or another file like it; ranks other than the first write nothing."""
+    """`metrics.jsonl` in the run folder, or a similar file. Only rank 0 writes."""
 
     def __init__(self, folder: Path, *, rank: int, step: int = 0, name: str = METRICS) -> None:
-        """Lines of `step` and of later ones are dropped."""
+        """Drop the lines of `step` and later steps."""
         self.path = folder / name
         self._writes = rank == 0
         if self._writes:
@@ -29,7 +29,7 @@ class MetricsFile:
             self._keep_before(step)
 
     def _keep_before(self, step: int) -> None:
-        """Keep whole lines of earlier steps; the run makes the other steps again."""
+        """Keep complete lines of earlier steps; the run will repeat the other steps."""
         kept = []
         if self.path.exists():
             try:
@@ -37,16 +37,16 @@ class MetricsFile:
             except UnicodeDecodeError as error:
                 raise UserError(
                     "run.folder",
-                    f"{self.path} is not text ({error.reason} at byte {error.start}), a run did not write it",
+                    f"{self.path} is not text ({error.reason} at byte {error.start}) and was not written by a run",
                     "move the file away",
                 ) from None
             for number, line in enumerate(text.splitlines(keepends=True), start=1):
                 if not line.endswith("\n") or line_number(self.path, number, line, "step") >= step:
                     break
                 kept.append(line)
-        beside = self.path.with_suffix(".writing")
-        beside.write_text("".join(kept), encoding="utf-8")
-        beside.replace(self.path)
+        temporary = self.path.with_suffix(".writing")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(self.path)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         if self._writes:
@@ -55,20 +55,20 @@ class MetricsFile:
 
 
 def line_number(path: Path, number: int, line: str, field: str) -> int:
-    """The whole number that a line of a run's own file has under `field`."""
+    """The integer under `field` in a line of one of the run's own files."""
     try:
         value = json.loads(line)[field]
     except (ValueError, KeyError, TypeError):
         value = None
     if not isinstance(value, int):
         raise UserError(
-            "run.folder", f"line {number} of {path} has no {field!r}, a run did not write it", "move the file away"
+            "run.folder", f"line {number} of {path} has no {field!r}, so no run wrote it", "move the file away"
         )
     return value
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Samples as rollout rows, one line each, to look at them or to train on them alone."""
+    """Write samples as rollout rows, one per line, for inspection or for training on them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for sample in samples:

@@ -1,4 +1,4 @@
-"""The files that a run writes while it goes on, opened together: metrics, evaluations, events, trackers."""
+"""Opens the files that a run writes: metrics, evaluations, events, trackers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class RunFiles:
 def open_run_files(
     config: Config, mesh: Mesh, *, step: int, evaluated: bool, resumed: Mapping[str, Any] | None
 ) -> RunFiles:
-    """The files of a run that goes on after `step` steps, and after an evaluation if it was `evaluated` there.
+    """Open the files of a run that continues after `step` steps. `evaluated`: this step was evaluated already.
 
-    `resumed`: what is written of the checkpoint that it goes on from.
+    `resumed`: fields of the resume event; None if the run does not resume a checkpoint.
     """
     folder, rank = Path(config.run.folder), mesh.loss.rank
     with writing(folder):

@@ -1,17 +1,17 @@
-"""The folder that a run writes to: whose it is, and who writes there now.
+"""The run folder: its ownership, and the lock of the process that writes to it.
 
-    run.json           that padfree made the folder: {"made_by": "padfree", "run": ..., "padfree": ..., "created": ...}
-    run.lock           locked by the process that writes; the system unlocks it when that process ends, however it ends
-    run.holder.json    which process that is: {"pid": ..., "host": ..., "since": ...}
+    run.json           marks a folder of padfree: {"made_by": "padfree", "run": ..., "padfree": ..., "created": ...}
+    run.lock           locked by the process that writes; the system releases the lock when the process ends or dies
+    run.holder.json    the process that holds the lock: {"pid": ..., "host": ..., "since": ...}
 
-A run takes a folder that is new, empty, or has `run.json`. Any other folder belongs to somebody, and the run is refused
-before it writes anything: a model folder, a data folder, the folder above a model that the export would replace. Logs
-(`.log`, `.out`, `.err`), which launchers open before a run begins, do not count. A folder of a version that wrote no
-`run.json` is known by its `config.json`, which has the sections of a run's settings, and gets one.
+A run accepts a folder that is new, empty, or has a `run.json`. It refuses any other folder before it writes anything: a
+model folder, a data folder, or the parent of a model folder that the export would replace. Log files (`.log`, `.out`,
+`.err`), which launchers open before a run begins, do not count. A folder of a version that did not write `run.json` is
+recognised by its `config.json`, which has the sections of a run's settings, and gets a `run.json`.
 
-One process at a time: the lock is the system's, so that a killed run leaves nothing behind that refuses the next one.
-Of the ranks of one run only the first takes it. Where a file system has no locks, `run.holder.json` decides: a run is
-refused while the process that it names is alive on this machine, or, for another machine, until somebody removes the
+Only one process can write at a time. The lock is a lock of the operating system, so a killed run does not block its
+successor. Only rank 0 of a run takes it. If the file system has no locks, `run.holder.json` decides: a run is refused
+while the process that it names is alive on this machine, or, if it names another machine, until the user removes the
 file.
 """
 
@@ -45,18 +45,18 @@ from padfree.version import __version__
 
 LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
-"""Sections that every `config.json` of a run has had."""
+"""Sections that the `config.json` of every version has."""
 
 SHOWN_SECONDS = 20.0
-"""Seconds until a host must see what another one has written to a folder that they share."""
+"""Seconds until a host must see a file that another host has written to a shared folder."""
 
 LOCK_SECONDS = 1.0
-"""Seconds to wait for the lock: a process that was killed just now may take a moment to end."""
+"""Seconds to wait for the lock: a process that has just been killed may take a moment to end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Which run a folder belongs to."""
+    """The run that a folder belongs to."""
 
     run: str
     padfree: str
@@ -74,16 +74,16 @@ class Holder:
 
 
 def check_run_folder(config: Config) -> None:
-    """Refuse a folder that a run must not write to. Nothing is written."""
+    """Refuse a folder that a run must not write to. Writes nothing."""
     folder = Path(config.run.folder)
     try:
         folder.stat()
-        check_regular(folder, "run.folder")  # a FIFO in the place of a file would be waited for
+        check_regular(folder, "run.folder")  # opening a FIFO would block
     except (FileNotFoundError, NotADirectoryError):
         pass
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a loop of links, no permission
+    except (OSError, ValueError, RuntimeError) as error:  # name too long, a loop of links, no permission
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             "run.folder", f"{shortened(str(folder))} cannot be used ({reason})", "give another folder"
@@ -92,10 +92,10 @@ def check_run_folder(config: Config) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise UserError("run.folder", f"{folder} is a file", "give a folder, a new or an empty one")
+        raise UserError("run.folder", f"{folder} is a file", "give a new or an empty folder")
     if (folder / MARKER).exists():
         read_identity(folder)
-    elif not _from_before_markers(folder):
+    elif not _made_by_older_version(folder):
         own = {MARKER, LOCK, HOLDER}
         foreign = sorted(
             path.name
@@ -105,7 +105,7 @@ def check_run_folder(config: Config) -> None:
         if foreign:
             raise UserError(
                 "run.folder",
-                f"{folder} has {foreign[0]} and is no run of padfree (no {MARKER})",
+                f"{folder} has {foreign[0]} and is not a run folder of padfree (no {MARKER})",
                 "give a new or an empty folder",
             )
     exported = {MODEL: "trained model"} if config.checkpoint.export else {}
@@ -115,14 +115,14 @@ def check_run_folder(config: Config) -> None:
         if reason := not_an_export(folder / name):
             raise UserError(
                 "run.folder",
-                f"{folder / name}, where the {what} goes, {reason}",
+                f"{folder / name}, which is the folder of the exported {what}, {reason}",
                 "move it away, give another run.folder, or set checkpoint.export=false",
             )
 
 
 def _check_inputs(config: Config, folder: Path) -> None:
-    """Nothing that the run reads may lie where it writes, nor may it read what it writes."""
-    place = folder.resolve()
+    """Refuse a run folder that contains an input of the run, or lies inside a data folder."""
+    resolved = folder.resolve()
     inputs = [
         ("model.path", config.model.path),
         ("model.tokenizer", config.model.tokenizer),
@@ -137,18 +137,18 @@ def _check_inputs(config: Config, folder: Path) -> None:
         if value is None or not Path(value).exists():
             continue
         read = Path(value).resolve()
-        if read == place or place in read.parents:
-            raise UserError("run.folder", f"{folder} holds {setting}, {value}", "give another folder, new or empty")
-        if setting == "data.path" and read in place.parents:
+        if read == resolved or resolved in read.parents:
+            raise UserError("run.folder", f"{folder} contains {setting} ({value})", "give a new or an empty folder")
+        if setting == "data.path" and read in resolved.parents:
             raise UserError(
                 "run.folder",
-                f"{folder} lies in data.path, {value}, all files of which are read",
-                "give a folder outside",
+                f"{folder} is inside data.path ({value}), whose files are all read as data",
+                "give a folder outside data.path",
             )
 
 
 def mark_run_folder(config: Config) -> Identity:
-    """Make the folder and say that it is a run's, if that is not said yet; whose it is."""
+    """Create the folder and its `run.json` if they do not exist; return the identity of the run."""
     check_run_folder(config)
     folder = Path(config.run.folder)
     with writing(folder):
@@ -169,13 +169,13 @@ def read_identity(folder: Path) -> Identity:
         or found.get("made_by") != "padfree"
         or not all(isinstance(found.get(name), str) for name in names)
     ):
-        raise UserError("run.folder", f"{path} is not what padfree writes there", "give a new or an empty folder")
+        raise UserError("run.folder", f"{path} was not written by padfree", "give a new or an empty folder")
     return Identity(**{name: found[name] for name in names})
 
 
 @contextmanager
 def held_run_folder(config: Config) -> Iterator[Identity]:
-    """The run folder, which nobody else writes to for the length of a block. Every rank calls this alike."""
+    """Hold the lock of the run folder for the duration of the block. Collective."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     identity, lock, error = None, None, None
     if first:
@@ -184,7 +184,7 @@ def held_run_folder(config: Config) -> Iterator[Identity]:
         except UserError as caught:
             error = caught
     raise_together(error)
-    identity = _from_first(identity)
+    identity = _identity_of_rank_0(identity)
     try:
         raise_together(_not_shared(Path(config.run.folder), identity))
         yield identity
@@ -196,7 +196,7 @@ def held_run_folder(config: Config) -> Iterator[Identity]:
 
 
 def _lock(config: Config) -> tuple[Identity, FileLock]:
-    check_run_folder(config)  # before anything is written, the lock included
+    check_run_folder(config)  # before anything is written, even the lock
     folder = Path(config.run.folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ def _lock(config: Config) -> tuple[Identity, FileLock]:
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Refuse a folder that a run writes to now."""
+    """Refuse a folder that another run is writing to."""
     if not (folder / LOCK).exists():
         return
     lock = FileLock(folder / LOCK)
@@ -263,16 +263,16 @@ def _read_holder(folder: Path) -> Holder | None:
         return None
 
 
-def _from_before_markers(folder: Path) -> bool:
-    """Whether a version of padfree that wrote no marker has made this folder."""
+def _made_by_older_version(folder: Path) -> bool:
+    """Whether a version of padfree that did not write `run.json` has made this folder."""
     settings = _read(folder / CONFIG) or {}
     if not all(isinstance(settings.get(section), dict) for section in SECTIONS):
         return False
     return "folder" in settings["run"] and "path" in settings["data"] and "max_tokens" in settings["batch"]
 
 
-def _from_first(identity: Identity | None) -> Identity:
-    """The first rank's, on every rank."""
+def _identity_of_rank_0(identity: Identity | None) -> Identity:
+    """The identity that rank 0 has, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert identity is not None
         return identity
@@ -283,13 +283,13 @@ def _from_first(identity: Identity | None) -> Identity:
 
 
 def _not_shared(folder: Path, identity: Identity) -> str | None:
-    """What to say if the first rank's folder is not this rank's: they are on hosts that have disks of their own."""
+    """An error message if rank 0's folder is not visible on this rank's host."""
     deadline = time.monotonic() + SHOWN_SECONDS
     while (_read(folder / MARKER) or {}).get("run") != identity.run:
         if time.monotonic() > deadline:
             return (
-                f"run.folder: {folder} on {socket.gethostname()} is not the folder of rank 0, whose {MARKER} is not "
-                "there; give a folder that all hosts share"
+                f"run.folder: {folder} on {socket.gethostname()} is not the folder of rank 0 (it lacks rank 0's "
+                f"{MARKER}); give a folder that all hosts share"
             )
         time.sleep(0.1)
     return None
@@ -297,7 +297,7 @@ def _not_shared(folder: Path, identity: Identity) -> str | None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an error of the disk into one line."""
+    """Turn an `OSError` into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -313,7 +313,7 @@ def _now() -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is none."""
+    """The JSON object in a file; None if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -322,13 +322,13 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    """Write beside and rename, so that the file is whole whenever it is there."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.writing")
+    """Write to a temporary file and rename it, so that the file is never incomplete."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(json.dumps(values, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

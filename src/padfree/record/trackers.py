@@ -1,12 +1,12 @@
-"""Metrics to TensorBoard, W&B and trackio: what `[track]` asks for, by the first rank alone.
+"""Forward metrics to TensorBoard, W&B and trackio, as `[track]` configures. Only rank 0 does.
 
-    track.tensorboard = true        run folder/tensorboard       a resumed run hides the points that it will make again
-    track.wandb = "project"         run folder/wandb             one run, resumed under the id in trackers.json
-    track.trackio = "project"       trackio's own folder         one run, resumed under the name in trackers.json
+    track.tensorboard = true        run folder/tensorboard       a resumed run hides the points that it will repeat
+    track.wandb = "project"         run folder/wandb             one W&B run, resumed with the id in trackers.json
+    track.trackio = "project"       trackio's own folder         one trackio run, resumed with the name in trackers.json
 
-`metrics.jsonl` is always written and holds the same numbers. W&B reads its own variables: WANDB_MODE=offline keeps
-everything local. W&B and trackio cannot take points back, so that steps which a resumed run makes again appear twice;
-`step` is logged with them and is W&B's axis.
+`metrics.jsonl` is always written and holds the same numbers. W&B reads its own environment variables: with
+WANDB_MODE=offline everything stays local. W&B and trackio cannot delete points, so steps that a resumed run repeats
+appear twice. `step` is logged as a metric and is W&B's x-axis.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from padfree.config import TrackConfig
 from padfree.errors import UserError
 
 FILE = "trackers.json"
-"""In the run folder: under which names the run is known elsewhere."""
+"""File in the run folder with the ids of the run at the trackers."""
 
 Log = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], Any]
 
 
 def require_trackers(config: TrackConfig) -> None:
-    """Refuse, before any work is done, a tracker whose package is missing."""
+    """Refuse a tracker whose package is missing, before any work is done."""
     for name in ("tensorboard", "wandb", "trackio"):
         found = find_spec(name) if getattr(config, name) else None
-        # A folder of that name, such as W&B makes where it is started, is found too; but it comes from no file.
+        # find_spec also finds a folder of that name, e.g. the one W&B creates where it is started; it has no origin.
         if getattr(config, name) and (found is None or found.origin is None):
             raise UserError(
                 f"track.{name}",
@@ -43,12 +43,12 @@ def require_trackers(config: TrackConfig) -> None:
 
 
 class Trackers:
-    """The trackers that the settings name; on ranks other than the first none."""
+    """The trackers that the settings name; none on ranks other than 0."""
 
     def __init__(
         self, config: TrackConfig, folder: Path, settings: Mapping[str, Any], *, rank: int, step: int = 0
     ) -> None:
-        """`settings` are shown beside the run; `step` is the next one to be logged."""
+        """`settings`: shown with the run. `step`: the next step to be logged."""
         self._targets: list[tuple[Log, Close]] = []
         if rank:
             return
@@ -61,7 +61,7 @@ class Trackers:
             self._targets.append(_trackio(config.trackio, folder, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The numbers among the metrics."""
+        """Log the metrics that are numbers."""
         numbers = {
             name: float(value)
             for name, value in metrics.items()
@@ -71,7 +71,7 @@ class Trackers:
             log(step, numbers)
 
     def close(self) -> None:
-        """Write out what is still in memory. Nothing can be logged after it."""
+        """Flush the trackers. Nothing can be logged afterwards."""
         for _, close in self._targets:
             close()
         self._targets.clear()
@@ -123,17 +123,17 @@ def _trackio(project: str, folder: Path, settings: Mapping[str, Any]) -> tuple[L
 
 
 def _name_of(folder: Path, tracker: str) -> str:
-    """The name under which a tracker knows this run: made at its first start, the same after every restart."""
+    """The name or id of this run at a tracker: created at the first start, kept after every restart."""
     path = folder / FILE
     names = _read_names(path)
     if tracker not in names:
-        # W&B's ids must not hold some characters that a folder's name may hold.
+        # W&B's ids must not contain some characters that a folder name may contain.
         readable = "" if tracker == "wandb" else f"{folder.resolve().name}-"
         names[tracker] = f"{readable}{secrets.token_hex(4)}"
         folder.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".writing")
-        beside.write_text(json.dumps(names, indent=1), encoding="utf-8")
-        beside.replace(path)
+        temporary = path.with_suffix(".writing")
+        temporary.write_text(json.dumps(names, indent=1), encoding="utf-8")
+        temporary.replace(path)
     return names[tracker]
 
 
@@ -145,5 +145,5 @@ def _read_names(path: Path) -> dict[str, str]:
     except ValueError:
         names = None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise UserError("track", f"{path} is damaged", "remove it, and the trackers begin new runs")
+        raise UserError("track", f"{path} is damaged", "remove it; the trackers will then start new runs")
     return names

@@ -1,7 +1,7 @@
-"""How a model is divided among processes.
+"""Divide a model among processes.
 
-parallelize  adapters, recompute, compile and sharding, applied to a plain model from outside
+parallelize  adapters, recomputation, compilation and sharding, applied to a plain model from outside
 rules        which parameters are sharded over which mesh
-fsdp         the rules, carried out by FSDP2
-norm         the norm of a gradient, each tensor by its own mesh
+fsdp         applies the rules with FSDP2
+norm         the gradient norm of parameters on different meshes
 """

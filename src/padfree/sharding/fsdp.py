@@ -1,7 +1,7 @@
-"""FSDP2: each layer a unit, and the rest a unit with the root.
+"""FSDP2: one unit per layer, and the root unit for the rest.
 
-A module whose parameters follow another sharding rule than the last one is a unit inside its layer, over its own mesh.
-Gradients are summed over ranks, not averaged: token weights already carry the global normaliser.
+A module whose parameters follow another sharding rule than the last one is a unit inside its layer, with its own mesh.
+Gradients are summed over ranks, not averaged: token weights already contain the global normaliser.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh
 from padfree.model.structure import layers_of
-from padfree.sharding.rules import Rule, everything_over, rules_by_module
+from padfree.sharding.rules import Rule, rules_by_module, shard_everything
 
 
 def shard_model(
@@ -30,24 +30,24 @@ def shard_model(
     offload: bool = False,
     rules: Sequence[Rule] = (),
 ) -> None:
-    """Over data and context ranks together, except what one of the `rules` places elsewhere."""
+    """Shard a model over all data and context ranks, except parameters for which one of `rules` applies."""
     lower = dtype != torch.float32
-    # Inputs stay as they are: FSDP2 would look into the batch and round its weights and log-probabilities.
+    # Inputs keep their dtype: FSDP2 would traverse the batch and round its weights and log-probabilities.
     precision = (
         MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if lower
         else MixedPrecisionPolicy()
     )
-    place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
     if lower:
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
-    common: dict[str, Any] = {"mp_policy": precision, "offload_policy": place}
-    last = everything_over(mesh.fsdp)
+    common: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload_policy}
+    last = shard_everything(mesh.fsdp)
     for module, rule in rules_by_module(model, (*rules, last)).items():
         if rule is not last:
-            cut = partial(_cut, dim=rule.dim)
+            cut = partial(_shard_along, dim=rule.dim)
             fully_shard(module, mesh=rule.mesh, reshard_after_forward=reshard, shard_placement_fn=cut, **common)
     for layer in layers_of(model):
         fully_shard(layer, mesh=last.mesh, reshard_after_forward=reshard, **common)
@@ -55,8 +55,8 @@ def shard_model(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other kind of sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
-def _cut(parameter: nn.Parameter, dim: int) -> Shard:
+def _shard_along(parameter: nn.Parameter, dim: int) -> Shard:
     return Shard(dim)

@@ -1,11 +1,11 @@
-"""The norm of a gradient whose tensors are spread over ranks, each over its own mesh.
+"""The gradient norm of parameters that are distributed over ranks, each on its own mesh.
 
-    placement of a gradient          what the ranks along that dimension of its mesh hold
-    Shard                            different parts: squares are added up over them
-    Replicate, or no DTensor         the same numbers: counted once
+    placement of a gradient          contents of the ranks along that mesh dimension
+    Shard                            different parts: their squares are summed over ranks
+    Replicate, or not a DTensor      the same numbers: counted once
 
-Squares are added up in float64, once for all tensors that are placed alike. With `parallel.offload` gradients are on
-the CPU; sums over ranks are made on the device of the run all the same.
+Squares are summed in float64, with one reduction for all gradients that have the same placement. With
+`parallel.offload` gradients are on the CPU; sums over ranks still use the device of the run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-ParameterPlace = tuple[DeviceMesh, tuple[Placement, ...]] | None
+GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """[] float64 on `device`: the norm of the whole gradient, the same on every rank. All ranks call it alike."""
-    by_place: dict[ParameterPlace, list[Tensor]] = {}
+    """[] float64 on `device`: the norm of the whole gradient, the same on every rank. Collective."""
+    by_placement: dict[GradientPlacement, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            by_place.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
+            by_placement.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
         elif gradient is not None:
-            by_place.setdefault(None, []).append(gradient)
+            by_placement.setdefault(None, []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for place, gradients in by_place.items():
+    for own_placements, gradients in by_placement.items():
         squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum().to(device)
-        mesh, placements = place or (None, ())
+        mesh, placements = own_placements or (None, ())
         for dim, placement in enumerate(placements):
-            assert not placement.is_partial(), "gradients are reduced before"
+            assert not placement.is_partial(), "gradients must be reduced already"
             if mesh is not None and placement.is_shard():
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares

@@ -1,24 +1,24 @@
-"""A plain HF model plus an ordered list of transformations, applied from outside.
+"""A plain Hugging Face model plus an ordered list of transformations, applied from outside.
 
-    attach          attention inside each sample                         padfree.model.attach
-    freeze          no gradients: the reference model
+    attach          attention within each sample                         padfree.model.attach
+    freeze          no gradients: reference models, teachers
     adapters        trained instead of the weights                       lora.rank
-    compile         each layer by itself                                 parallel.compile, parallel.kernels
+    compile         each layer separately                                parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
-    shard           FSDP2: each layer a unit, the rest with the root     more than one process
-    master weights  float32 weights behind bfloat16 ones                a single process: `padfree.optim.master_weights`
+    shard           FSDP2: one unit per layer, the rest in the root      more than one process
+    master weights  float32 masters with bfloat16 compute copies         one process: `padfree.optim.master_weights`
 
-Files keep the names that parameters had before. With bfloat16, weights and gradients are float32 between steps and
-bfloat16 in forward and backward: FSDP2 converts them where it shards, `master_weights` in one process. Frozen weights
-are kept in bfloat16, to which they would be rounded at every use. With `reshard` only the layers that compute have a
-bfloat16 copy (in a single process FSDP2 sees to that, too); without it all layers do, which takes two bytes a weight
-and no time. With `offload` shards, gradients and optimizer state are on the CPU, and a unit's weights are on the device
-while it computes.
+Files keep the original parameter names. With bfloat16, weights and gradients are float32 between steps and bfloat16 in
+forward and backward: FSDP2 converts them when it gathers, `master_weights` in a single process. Frozen weights are kept
+in bfloat16, because every use would round them to it. With `reshard` only the layers in use have a bfloat16 copy (a
+single process then uses FSDP2, too). Without it all layers keep one, which costs two bytes per weight and no time. With
+`offload`, shards, gradients and optimizer state are on the CPU, and the weights of a unit are on the device only while
+it computes.
 
-Embeddings, last norm and head belong to the root unit. They are whole while `inside(model, function)` runs, so that
-`function` can score hidden states with the head's own weight. Every gradient of that weight, also that of a fused loss,
-is reduced over the ranks when backward ends. FSDP2 finds the tensors that `function` returns in nested tuples, lists
-and dicts only: a loss must be returned in one of these.
+Embeddings, last norm and head belong to the root unit. They are gathered while `inside(model, function)` runs, so that
+`function` can score hidden states with the head's weight. All gradients of this weight, including that of a fused loss,
+are reduced over the ranks at the end of backward. FSDP2 finds the tensors that `function` returns only in nested
+tuples, lists and dicts, so a loss must be returned in one of these.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")
 
 ENTRY = "run_inside"
-"""The method that FSDP2 treats as another forward of the model."""
+"""The method that FSDP2 treats as an additional forward of the model."""
 
 
 def transformations(
@@ -65,14 +65,14 @@ def transformations(
     lora: LoraConfig | None = None,
     rules: Sequence[Rule] = (),
 ) -> list[Transformation]:
-    """What is done to a model, in order. `rules` place parameters elsewhere than over all ranks (`shard_model`)."""
+    """The transformations of a model, in order. `rules`: parameters that are not sharded over all ranks."""
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
         steps.append(_freeze)
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora))
-    assert checkpointing != "host" or compile != "none", "there is no such checkpointing of layers as they come"
-    # The compiler is told what a layer keeps. `full`, and layers that are not compiled, get PyTorch's checkpointing.
+    assert checkpointing != "host" or compile != "none", "host checkpointing needs compiled layers"
+    # "selective" and "host" are done by the compiler. "full", and layers without compilation, use PyTorch's.
     by_compiler = compile != "none" and checkpointing in ("selective", "host")
     if compile != "none":
         kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]
@@ -87,7 +87,7 @@ def transformations(
 
 
 def parallelize(model: PreTrainedModel, steps: list[Transformation]) -> None:
-    """Apply them. The model may be on the meta device and get its weights later."""
+    """Apply the transformations. The model may be on the meta device and get its weights later."""
     for step in steps:
         step(model)
 
@@ -113,7 +113,7 @@ def _keep_master_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:
-    """`function(model, *args)` while the parameters of the root unit are whole."""
+    """Call `function(model, *args)` while the parameters of the root unit are gathered."""
     if not isinstance(model, FSDPModule):
         with compute_copies(model):
             return function(model, *args)
@@ -122,7 +122,7 @@ def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) 
         register_fsdp_forward_method(model, ENTRY)
     result: Result = getattr(model, ENTRY)(function, *args)
     if not torch.is_grad_enabled():
-        # No backward pass will do it, and weights that change later must be gathered again.
+        # No backward pass will reshard the weights, and weights that change later must be gathered again.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,11 +1,11 @@
-"""Tasks: what each command of training reads, minimises and measures, one file a command.
+"""Tasks: what each training command reads, minimises and measures. One file per command.
 
-    sft dpo kto reward distill rl `Task`: reader, row loss, evaluation, and what a batch needs before its update
-    task                              what a task is, and what it may ask
-    reading, row_loss, measures, advantages      parts that several tasks share
+    sft dpo kto reward distill rl     `Task`: data reader, loss, evaluation, and preparation of a batch
+    task                              the interface of a task, and the models that it may use
+    reading, micro_batch_loss, measures, batch_advantages    parts that several tasks share
 
-What is known of a task without torch (its settings, its help line, the size of a group) is its `TaskSettings`
-(`padfree.config.loss_settings`). A task is found by the name of its command.
+The parts of a task that do not need torch (settings, help text, group size) are its `TaskSettings`
+(`padfree.config.loss_settings`). `task_of` finds a task by the name of its command.
 """
 
 from padfree.tasks.task import Task, task_of

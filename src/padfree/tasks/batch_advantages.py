@@ -1,16 +1,15 @@
-"""Rewards of a rollout batch to the advantages of its tokens, on the host.
+"""Compute the advantages of tokens from the rewards of a rollout batch, on the host.
 
     rewards      1   0 | 0   0        groups a a | b b
-    grpo        .7 -.7 | 0   0        on every token of the sample
+    grpo        .7 -.7 | 0   0        for every token of the sample
 
-`grpo`, `dr_grpo` (without the standard deviation) and `rloo` compare a sample with its group; `reinforce++` takes the
-reward as the return of every scored token, `reinforce++_baseline` less the group's mean, both whitened over all scored
-tokens of the rollout batch; `given` keeps what the samples have; `teacher` (`teacher_advantages`) and `gae`
-(`padfree.train.critic`) ask another model.
-Entry j of an array belongs to token j.
+`grpo`, `dr_grpo` (without the standard deviation) and `rloo` compare a sample with its group. `reinforce++` uses the
+reward as the return of every scored token, `reinforce++_baseline` the reward minus the group's mean; both whiten over
+all scored tokens of the rollout batch. `given` keeps the advantages of the samples. `teacher` (`teacher_advantages`)
+and `gae` (`padfree.train.critic`) use another model. Entry j of an array belongs to token j.
 
-A group with nothing to compare (b above: one reward; or a single sample) has no signal: its advantages are 0 and it
-teaches nothing. Such groups are counted in every step, and rollout files of nothing else are refused.
+A group with nothing to compare (b above: equal rewards; or a single sample) has no signal: its advantages are 0 and it
+does not affect the weights. Every step counts these groups, and rollout files without any signal are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from padfree.losses import (
 
 
 def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
-    """The same samples with advantages [n] each. Groups must be whole in `samples`."""
+    """Return the samples with advantages [n]. `samples` must contain whole groups."""
     assert kind not in ("teacher", "gae"), "see teacher_advantages, and padfree.train.critic"
     if kind == "given":
         for sample in samples:
@@ -66,10 +65,10 @@ def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
 def teacher_advantages(
     samples: Sequence[Sample], teacher: Sequence[NDArray[Any]], policy: Sequence[NDArray[Any]]
 ) -> list[Sample]:
-    """The same samples with log t − log p of each scored token as its advantage: on-policy distillation.
+    """Return the samples with log t − log p of each scored token as its advantage: on-policy distillation.
 
-    `teacher`, `policy` [n] each are log-probabilities. Where tokens are drawn from p, the advantage is on average minus
-    the reverse KL of that position, and the gradient of the policy loss is that of the KL.
+    `teacher`, `policy`: log-probabilities [n] of each sample. If tokens are drawn from p, the expected advantage is
+    minus the reverse KL at that position, and the gradient of the policy loss is that of the KL.
     """
     return [
         sample.with_numbers(advantages=np.where(sample.scored, theirs - own, 0.0).astype(np.float32))
@@ -78,18 +77,18 @@ def teacher_advantages(
 
 
 def reverse_kl(samples: Sequence[Sample]) -> float:
-    """The mean of minus the advantages of `teacher_advantages` over all scored tokens: an estimate of KL(p | t)."""
+    """An estimate of KL(p | t): minus the mean of the `teacher_advantages` over all scored tokens."""
     total = sum(float(_given(sample).sum(dtype=np.float64)) for sample in samples)
     return -total / max(sum(sample.num_labels for sample in samples), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signal:
-    """How many groups there are, and how many of them have nothing to learn from."""
+    """The number of groups, and how many of them have no learning signal."""
 
     groups: int
     alone: int  # groups of one sample
-    equal: int  # groups of more with one reward, or with advantages of 0
+    equal: int  # groups of several samples with equal rewards, or samples whose advantages are all 0
 
     @property
     def without(self) -> int:
@@ -100,7 +99,7 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Of samples in whole groups. `reinforce++` compares all samples with each other: one group."""
+    """Count groups with and without signal. `samples` must contain whole groups; `reinforce++` has one group."""
     if kind in ("given", "teacher", "gae"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
         return Signal(groups=len(samples), alone=0, equal=flat)
@@ -115,8 +114,8 @@ def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
 
 
 def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str | None:
-    """Refuse the rollouts of `path` if no group has a signal; a line to say if some have none."""
-    if kind in ("teacher", "gae"):  # what they will say is not known yet
+    """Refuse the rollouts of `path` if no group has a signal; return a note if only some have one."""
+    if kind in ("teacher", "gae"):  # these advantages are not known yet
         return None
     signal = signal_of(samples, kind)
     if not signal.without:
@@ -128,9 +127,9 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
         return f"data.path: {signal.without:,} of {signal.groups:,} {name} {why} teach nothing"
     differ = len({sample.reward for sample in samples}) > 1
     if kind == "given":
-        cure = "give others, or choose loss.advantage"
+        cure = "give other rollouts, or set another loss.advantage"
     elif differ:
-        cure = "give each group samples with different rewards, or set loss.advantage=reinforce++, which compares all"
+        cure = "give groups whose rewards differ, or set loss.advantage=reinforce++, which compares all samples"
     else:
         cure = "give rollouts whose rewards differ"
     raise UserError("data.path", f"{path} has only {name} {why}, so that every advantage is 0", cure)
@@ -138,30 +137,36 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
 
 def _given(sample: Sample) -> NDArray[Any]:
     if sample.advantages is None:
-        raise UserError("advantages", f"missing in sample {sample.uid!r}", "give them, or choose loss.advantage")
+        raise UserError(
+            "advantages", f"missing in sample {sample.uid!r}", "give them, or set another loss.advantage than 'given'"
+        )
     return sample.advantages
 
 
 def _reward(sample: Sample, kind: str) -> float:
     if sample.reward is None or not np.isfinite(sample.reward):
         raise UserError(
-            "reward", f"{sample.reward} in sample {sample.uid!r}", f"loss.advantage {kind!r} needs a number"
+            "reward",
+            f"{sample.reward} in sample {sample.uid!r}, but loss.advantage {kind!r} needs a finite number",
+            "give a reward for every sample",
         )
     return sample.reward
 
 
 def _scored(samples: Sequence[Sample]) -> Tensor:
-    """[Σn] which tokens of all samples are scored."""
+    """[Σn] mask of scored tokens of all samples."""
     return torch.from_numpy(np.concatenate([sample.scored for sample in samples]))
 
 
 def _groups(samples: Sequence[Sample], kind: str) -> tuple[Tensor, int]:
-    """[B] groups numbered in the order they appear."""
+    """[B] group index of each sample, in the order of first appearance; and the number of groups."""
     numbers: dict[str | int, int] = {}
     for sample in samples:
         if sample.group is None:
             raise UserError(
-                "group", f"missing in sample {sample.uid!r}", f"loss.advantage {kind!r} compares within groups"
+                "group",
+                f"missing in sample {sample.uid!r}, but loss.advantage {kind!r} compares samples within groups",
+                "give a group for every sample",
             )
         numbers.setdefault(sample.group, len(numbers))
     return torch.tensor([numbers[sample.group] for sample in samples if sample.group is not None]), len(numbers)

@@ -1,11 +1,11 @@
-"""`padfree distill`: the student is trained towards the distributions of a teacher, on texts or on its own responses.
+"""`padfree distill`: train the student towards the distributions of a teacher, on texts or on its own responses.
 
-    row of samples [T/cp]  ->  teacher, no gradient   hidden [T/cp, E] --.
-                           ->  student                hidden [T/cp, D] ---+-> divergence of each prediction, in chunks
+    pack of samples [T/cp]  ->  teacher, no gradient   hidden [T/cp, E] --.
+                            ->  student                hidden [T/cp, D] ---+-> divergence of each prediction, in chunks
 
-Both models see the same row, laid out once: where its samples begin and which rank has which token does not depend on
-the model. The loss is computed while the root units of both are whole, each with its own head, and its gradients by the
-student are ready then: backward asks the teacher for nothing, so its weights are given back at once.
+Both models use the same pack: its sample boundaries and its division over ranks do not depend on the model. The loss is
+computed while the root units of both models are gathered, each with its own head. It also computes the student's
+gradients, so that backward does not need the teacher, whose weights are resharded immediately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from padfree.tasks.reading import TrainingData
 
 
 class DistillationMicroBatchLoss:
-    """The divergence of the student from the teacher, weighted by token."""
+    """The divergence between student and teacher, weighted by token."""
 
     keeps_groups: ClassVar[bool] = False
 
@@ -38,7 +38,7 @@ class DistillationMicroBatchLoss:
         self, settings: DistillSettings, teacher: PreTrainedModel, *, temperature: float = 1.0, memory: Memory = "speed"
     ) -> None:
         self.settings, self.temperature, self.memory = settings, temperature, memory
-        self.teacher: PreTrainedModel = teacher.train(False)  # a teacher's own dropout would be noise
+        self.teacher: PreTrainedModel = teacher.train(False)  # the teacher's dropout would add noise
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         hidden, head, settings = hidden_states(model, batch), lm_head_of(model), self.settings
@@ -77,7 +77,7 @@ class DistillationMicroBatchLoss:
 
 
 class Distill(sft.SFT):
-    """Reads and measures as SFT does; with `[rollout]` it reads prompts, which the student answers."""
+    """Reads data and measures like SFT. With `[rollout]` it reads prompts, which the student answers."""
 
     def read(self, config: Config, tokenizer: Any, **options: Any) -> TrainingData:
         if config.rollout.source is not None:

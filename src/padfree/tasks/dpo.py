@@ -1,6 +1,6 @@
 """`padfree dpo`: pairs of answers, compared by their log-probabilities (DPO, IPO, hinge, SimPO, ORPO).
 
-Both answers of a pair are in one pack, and may lie on different context ranks.
+Both answers of a pair are in one pack. They may be on different context ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from padfree.tasks.task import Task
 
 
 class PairMicroBatchLoss:
-    """Losses of pairs of answers."""
+    """Preference losses on pairs of answers."""
 
     keeps_groups: ClassVar[bool] = True
     teacher: ClassVar[None] = None

@@ -1,16 +1,16 @@
 """`padfree kto`: single answers with a label, desirable or not (KTO, https://arxiv.org/abs/2402.01306).
 
-    row        prompt, response, label              a text or messages, as for `padfree sft`; the label is true or false
+    data row   prompt, response, label              a text or messages, as for `padfree sft`; the label is true or false
     x          Σ over an answer's tokens of log π − log π_ref
     z₀         max(0, mean of x over mismatched pairs), without gradient: an estimate of KL(π ‖ π_ref)
     loss       desirable     desirable_weight · (1 − σ(beta · (x − z₀)))           mean over the answers of the
                undesirable   undesirable_weight · (1 − σ(beta · (z₀ − x)))         global batch
 
-A mismatched pair is the prompt of an answer with the answer before it in the global batch, the last one for the first:
-(p₁, a₁) (p₂, a₂) (p₃, a₃) -> (p₁, a₃) (p₂, a₁) (p₃, a₂). Both models score these pairs before the update. So z₀ belongs
-to the global batch, and is the same in every micro-batch, on every rank and in every layout. It is also what TRL's
-`KTOTrainer` computes if its batch is the global batch. A pair may be longer than any sample; it is cut at the length of
-the longest sample of the data, so that it fits wherever the samples fit.
+A mismatched pair is the prompt of an answer with the previous answer of the global batch; the first prompt gets the
+last answer: (p₁, a₁) (p₂, a₂) (p₃, a₃) -> (p₁, a₃) (p₂, a₁) (p₃, a₂). Both models score these pairs before the update.
+z₀ is therefore a property of the global batch, the same in every micro-batch, on every rank and in every layout. TRL's
+`KTOTrainer` computes the same value if its batch is the global batch. A pair may be longer than any sample; it is
+truncated to the length of the longest sample of the data, so that it fits wherever the samples fit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SCHEMA = Schema(
 
 
 class LabelTokenizer(PairTokenizer):
-    """A prompt with one answer and its label: one sample, whose answer is trained."""
+    """A prompt, an answer and its label make one sample. Only the answer is trained."""
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
         if self.renders_chat:
@@ -75,7 +75,7 @@ class LabelTokenizer(PairTokenizer):
 
 
 class LabelledDataset(TokenizedDataset):
-    """Answers with a label, which is the `reward` of the sample: 1 for desirable, 0 for undesirable."""
+    """Answers with a label, stored as the `reward` of the sample: 1 for desirable, 0 for undesirable."""
 
     samples_per_row: ClassVar[int | None] = 1
 
@@ -107,14 +107,14 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """[B] log-probability of each answer: the sum over its tokens. Tokens that are not scored count as 0."""
+    """[B] Log-probability of each answer: the sum over its tokens. Unscored tokens are 0."""
     return np.array([own.sum(dtype=np.float64) for own in logprobs], dtype=np.float64)
 
 
 def with_reference_point(
     samples: Sequence[Sample], own: NDArray[np.float64], theirs: NDArray[np.float64]
 ) -> list[Sample]:
-    """The same samples with z₀, from what both models [B] say of the mismatched pairs."""
+    """Return the samples with z₀, computed from both models' log-probabilities [B] of the mismatched pairs."""
     point = max(0.0, float(np.mean(own - theirs)))
     return [replace(sample, terms={**(sample.terms or {}), "kl": point}) for sample in samples]
 
@@ -125,9 +125,9 @@ def with_reference_point(
 def kto_loss(
     logratios: Tensor, labels: Tensor, point: Tensor, settings: KTOSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[B] losses of answers from their x, their slopes in x, the rewards beta · x, and on which side of z₀ they are.
+    """[B] each: losses, their derivatives by x, rewards beta · x, and whether an answer is on the right side of z₀.
 
-    `labels` [B] are 1 for desirable and 0 for undesirable answers, `point` [B] is z₀.
+    `logratios` [B]: x of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point` [B]: z₀.
     """
     desirable = labels > 0
     sign = torch.where(desirable, 1.0, -1.0).to(logratios)
@@ -139,9 +139,10 @@ def kto_loss(
 
 
 class KTOMicroBatchLoss:
-    """The loss of the answers of a pack. Under context parallelism a rank holds some tokens of an answer.
+    """The loss of the answers of a pack.
 
-    It returns its share of the answer's loss, with the gradient of the whole loss for the tokens that it holds.
+    Under context parallelism a rank holds only some tokens of an answer. It returns its share of the answer's loss,
+    with the gradient of the whole loss for its tokens.
     """
 
     keeps_groups: ClassVar[bool] = False
@@ -162,7 +163,7 @@ class KTOMicroBatchLoss:
         labels, point = _known(batch)
         losses, slopes, rewards, right = kto_loss(totals, labels, point, self.settings)
         losses, weight = share * losses, 1.0 / batch.batch_samples
-        # The value is this rank's share; the gradient is that of the whole loss in the tokens that are here.
+        # The value is this rank's share; the gradient is that of the whole loss for this rank's tokens.
         attached = losses + slopes * (local - local.detach())
         by_label = {"desirable": share * labels, "undesirable": share * (1.0 - labels)}
         return LossOutput(
@@ -192,7 +193,7 @@ def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
 
 
 class AnswerMeasure:
-    """The loss of each answer, whether it is on its side of z₀, and how far rewards of either label are apart."""
+    """Loss, accuracy (share of answers on the right side of z₀), KL, and the mean reward of each label."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "desirables", "desirable", "undesirable")
     keeps_groups: ClassVar[bool] = False
@@ -208,7 +209,7 @@ class AnswerMeasure:
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
         found = {name: means[name] for name in ("loss", "accuracy", "kl")}
         part = means["desirables"]
-        if 0.0 < part < 1.0:  # else there is nothing to compare
+        if 0.0 < part < 1.0:  # otherwise one of the labels is missing
             found["margin"] = means["desirable"] / part - means["undesirable"] / (1.0 - part)
         return found
 

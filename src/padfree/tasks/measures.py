@@ -1,4 +1,4 @@
-"""What an evaluation measures on held-out samples: sums of each sample of a pack."""
+"""Measures on held-out samples: sums for each sample of a pack, from which an evaluation computes its metrics."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from padfree.model import hidden_states, lm_head_of
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, pairs_of
 
 LARGEST_EXPONENT = 709.0
-"""exp of more is more than a float can hold."""
+"""Largest x for which exp(x) is a finite float."""
 
 
 class PackMeasure(Protocol):
-    """Sums of each sample of a row, or this context rank's share of them."""
+    """Computes sums for each sample of a pack, or this context rank's share of them."""
 
     names: ClassVar[tuple[str, ...]]
     keeps_groups: ClassVar[bool]
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """[B, 1 + len(names)] float64: what is counted, and the sum of each of the names over that."""
+        """[B, 1 + len(names)] float64: a count, and for each name the sum over what was counted."""
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """What is reported, from the means by name."""
+        """The metrics to report, from the means by name."""
 
 
 class TokenMeasure:
-    """Negative log-likelihood of the scored tokens, and how many of them are the likeliest ones."""
+    """Negative log-likelihood of the scored tokens, and the share of them that the model ranks first."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     keeps_groups: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class TokenMeasure:
 
 
 class PairMeasure:
-    """The loss of each pair, and whether the chosen answer is ahead; counted with the chosen one's source."""
+    """Loss, accuracy and margin of each pair, counted for the source of its chosen answer."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     keeps_groups: ClassVar[bool] = True

@@ -1,11 +1,11 @@
-"""What is minimised on one row: from the hidden states of a model to a loss to differentiate.
+"""The loss of one pack, from the hidden states of a model to a loss that can be differentiated.
 
-    RowLoss(model, batch) -> LossOutput         the one thing in which the ways of training differ inside a step
-      TokenRowLoss      losses of tokens (SFT, policy losses), fused with the head where that can be
-      others            losses of whole answers, each in the file of its task
+    MicroBatchLoss(model, batch) -> LossOutput     the only part of a step that differs between tasks
+      TokenMicroBatchLoss   losses of tokens (SFT, policy losses), fused with the head if possible
+      others                losses of whole answers, each in the file of its task
 
-`Engine` plans, weighs, lays rows out, calls this once for each row, differentiates and adds up. What else a row loss
-needs, a teacher or a head of its own, it is made with. What it needs of a pack is in the `LocalBatch`.
+`Engine` plans, computes token weights, builds packs, calls the loss once for each pack, runs backward and sums up. The
+constructor of a loss takes everything else that it needs, e.g. a teacher. `LocalBatch` holds the data of the pack.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from padfree.model import hidden_states, lm_head_of
 
 
 class MicroBatchLoss(Protocol):
-    """The loss of one row, or this context rank's share of it. Losses and statistics of all rows and ranks add up."""
+    """The loss of one pack, or this context rank's share. Losses and statistics add up over packs and ranks."""
 
     keeps_groups: ClassVar[bool]
-    """Whether samples of a group must lie on one row (`Sample.group`)."""
+    """Whether samples with the same `Sample.group` must be in one pack."""
 
     @property
     def teacher(self) -> PreTrainedModel | None:
-        """The frozen model that the loss asks, where there is one."""
+        """The frozen model that the loss uses, or None."""
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        """Called by `inside`: the head and the embeddings are whole. `token_losses` [T/cp] must be there."""
+        """Called by `inside`, while head and embeddings are gathered. Must return `token_losses` [T/cp]."""
 
 
 def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float, memory: Memory) -> LossInputs:
@@ -60,7 +60,7 @@ def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float,
 
 
 class TokenMicroBatchLoss:
-    """Losses of tokens. One that is elementwise in the log-probabilities never stores logits."""
+    """Losses of tokens. A loss that is elementwise in the log-probabilities never stores logits."""
 
     keeps_groups: ClassVar[bool] = False
     teacher: ClassVar[None] = None
@@ -90,10 +90,10 @@ class TokenMicroBatchLoss:
 
 
 def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """[P, 2] (chosen, rejected) places among the samples of a pack; [P] float64 weights and margins of the pairs."""
+    """[P, 2] indices of (chosen, rejected) in the samples of a pack; [P] float64 weights and margins of the pairs."""
     pairs = preference_pairs(() if batch.is_filler else batch.samples)
     weights = np.full(len(pairs), 2.0 / batch.batch_samples)
-    terms = [batch.samples[place].terms or {} for place in pairs[:, 0].tolist()]
+    terms = [batch.samples[index].terms or {} for index in pairs[:, 0].tolist()]
     margins = np.array([term.get("margin", 0.0) for term in terms], dtype=np.float64)
     device = batch.labels.device
     return to_device(pairs, device), to_device(weights, device), to_device(margins, device)

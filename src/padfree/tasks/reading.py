@@ -1,4 +1,4 @@
-"""What a task reads: the samples of a run, or the prompts that responses are still to be written to."""
+"""The data that a task reads: the samples of a run, or prompts for which the run generates responses."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Samples = Sequence[Sample | Prompt] | StoredSamples
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainingData:
-    """What a run is trained on. `parts`: how many samples come from each of `data.sources`, in order; () without."""
+    """The data of a run. `parts`: number of samples from each of `data.sources`, in order; empty without sources."""
 
     samples: Samples
     report: DataReport
     place: Callable[[int], str]  # the file and line of a sample
     parts: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()  # how the files are read
-    day: datetime.date | None = None  # that a chat template has written; None: it writes none
-    given_ids: bool = False  # token ids that no tokenizer of ours made
+    notes: tuple[str, ...] = ()  # notes for the user about how the files were read
+    day: datetime.date | None = None  # the date that the chat template writes into the texts; None: it writes none
+    given_ids: bool = False  # the files hold token ids, not text
 
 
 def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[str, Any]:
-    """What `padfree.data` is told of how rows become tokens, a chat template's file read."""
+    """The arguments for `padfree.data` that control tokenisation. A chat template is read from its file."""
     names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
     chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
     chosen["day"] = day
@@ -44,7 +44,7 @@ def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[st
 
 
 def read_template(name: str, setting: str = "data.chat_template") -> str:
-    """The text of a file with a chat template."""
+    """Read a chat template from a file."""
     path = Path(name).expanduser()
     check_regular(path, setting, once=False)
     try:

@@ -1,7 +1,7 @@
 """`padfree reward`: a model with a scalar head, trained on pairs of answers by the Bradley-Terry loss with margins.
 
-The score of an answer is the head's number at its last token. Both answers of a pair are in one pack, and may lie on
-different context ranks.
+The score of an answer is the output of the head at its last token. Both answers of a pair are in one pack. They may be
+on different context ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from padfree.tasks.reading import TrainingData, of_store, text_settings
 from padfree.tasks.task import Task
 
 
-def row_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """[T/cp], or [e]: numbers of this rank's entries, exactly 0 where there is no label."""
+def pack_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+    """[T/cp], or [e]: scores of this rank's entries, exactly 0 at positions without a label."""
     scores = scalar_scores(hidden_states(model, batch), scalar_head_of(model))
     return torch.where(batch.labels != IGNORE, scores, 0.0)
 
@@ -48,7 +48,7 @@ class RewardMicroBatchLoss:
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         pairs, weights, margins = pairs_of(batch)
         return reward_model_loss(
-            row_scores(model, batch), batch.labels != IGNORE, batch.sample_index, batch.num_samples, self.settings,
+            pack_scores(model, batch), batch.labels != IGNORE, batch.sample_index, batch.num_samples, self.settings,
             pairs, weights, margins=margins, reduce=partial(sum_over_context, context=batch.context),
         )  # fmt: skip
 

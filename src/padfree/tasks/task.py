@@ -1,11 +1,11 @@
-"""What a task is.
+"""The interface of a task.
 
-    rows of files   -> read        TrainingData: samples, or prompts that responses are still to be written to
-    a global batch  -> prepare     the samples with what other models say of them: log-probabilities, advantages
-    a pack          -> row_loss    a loss to differentiate
-    held-out data   -> measure     sums of each sample, by which an evaluation is made
+    rows of files   -> read               TrainingData: samples, or prompts for which the run generates responses
+    a global batch  -> prepare            adds the results of other models: log-probabilities, advantages
+    a pack          -> micro_batch_loss   a loss that can be differentiated
+    held-out data   -> measure            sums for each sample, from which an evaluation computes its metrics
 
-`Models` are the models that a task may ask. Every answer is the same on every rank, in any layout.
+`Models` are the models that a task may use. Their results are the same on every rank and in any layout.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from padfree.tasks.micro_batch_loss import MicroBatchLoss
 from padfree.tasks.reading import TrainingData
 
 Logprobs = Callable[[Sequence[Sample]], list[NDArray[np.float32]]]
-"""[n] for each sample, on every rank: entry j belongs to token j, 0 where it is not scored. A collective."""
+"""[n] for each sample, on every rank: entry j belongs to token j and is 0 if it is not scored. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Models:
-    """Whom a task may ask about samples; None: there is no such model in this run."""
+    """The models that can score samples; None: the run has no such model."""
 
-    policy: Logprobs  # the model that is trained, as it is now
+    policy: Logprobs  # the model in training, with its current weights
     reference: Logprobs | None = None
     teacher: Logprobs | None = None
     critic: Callable[[Sequence[Sample]], tuple[list[Sample], dict[str, float]]] | None = None
 
 
 class Task(ABC):
-    """What one command of training does."""
+    """The behaviour of one training command."""
 
     @abstractmethod
     def read(
@@ -56,35 +56,38 @@ class Task(ABC):
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        """The data of `config.data`, tokenised."""
+        """Read and tokenise the data of `config.data`."""
 
     @abstractmethod
     def micro_batch_loss(
         self, settings: Any, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
     ) -> MicroBatchLoss:
-        """What is minimised; `settings` are the `TaskSettings` of this task."""
+        """The loss to minimise. `settings`: the `TaskSettings` of this task."""
 
     @abstractmethod
     def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
-        """What is measured on held-out samples."""
+        """The measure for held-out samples."""
 
     def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:
-        """The samples of a global batch with what its updates need of other models, and metrics of that."""
+        """Add what the updates of a global batch need from other models; return the samples and metrics."""
         if models.reference is not None:
             samples = with_arrays(samples, ref_logprobs=models.reference(samples))
         return samples, {}
 
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
-        """Whether `prepare` needs the weights that the batch before leaves; `asks`: there is a model besides."""
+        """Whether `prepare` needs the weights that the previous batch's updates produce.
+
+        `asks`: the run has a reference, a teacher or a critic.
+        """
         return False
 
     def evaluation(self, samples: list[Sample], models: Models, loss: LossConfig) -> Callable[[], list[Sample]]:
-        """Held-out samples as each evaluation measures them. The reference stays what it is, so once is enough."""
+        """A function that returns the samples of an evaluation. The frozen reference scores them only once."""
         prepared, _ = self.prepare(samples, models, loss)
         return lambda: prepared
 
 
 def task_of(command: str) -> Task:
-    """The task of a command: `TASK` of the module with that name."""
+    """The task of a command: `TASK` in the module with the command's name."""
     found: Task = importlib.import_module(f"padfree.tasks.{command}").TASK
     return found

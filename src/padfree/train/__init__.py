@@ -1,24 +1,26 @@
-"""Training: one loop for SFT and RL, on any number of processes.
+"""Training: SFT and RL share one loop, on any number of processes.
 
-training_data  tokenizer, samples, and the global batches they come in
-decide         what cannot be run is refused, before anything is written or loaded
-limits         what a model can be given: token ids and positions
-settle         what the settings that are `auto` stand for on this device
-setup          settings to loss, models and engine
-microbatch     samples to one rank's rows
-scorer         log-probabilities without gradient: old policy and reference
-engine         one optimizer step over a global batch
-busy_clock     how long each rank's own layers take
-determinism    algorithms that give the same bits again, and random states
-rl             rewards to advantages, the reference model, a batch between its updates
-metrics        the numbers of a step, by name
-updates        an update from its begin to its line of metrics
-loop           Loop: batches, updates, metrics, checkpoints
-resume         what may change between a checkpoint and the run that goes on from it
-early_imports  packages of the first step on a GPU, imported while the data is read
-failures       what ends a run, as a line for its user
-run            train: a whole run, from its settings to the exported model
-signals        SIGTERM and SIGINT
+run             train: a whole run, from its settings to the exported model
+start_run       opens and restores what a run needs, up to its trainer
+trainer         Trainer: the loop over batches, updates, metrics, evaluations and checkpoints
+batch_preparer  global batches with advantages and log-probabilities
+engine          one optimizer step over a global batch
+step_pipeline   an update from its begin to its line of metrics
+microbatch      samples to one rank's packs
+scorer          log-probabilities without gradients: old policy and reference
+critic          PPO's value model and its advantages
+evaluate        metrics on held-out data
+setup           settings to loss, models and engine
+training_data   tokenizer, samples and the batcher that groups them into global batches
+preflight       refuses runs that cannot work before anything is written or loaded
+resolve_auto    the values that `auto` settings take on this device
+limits          the token ids and positions that a model accepts
+resume          settings that may change between a checkpoint and the run that resumes from it
+rl              the reference model, reward models, and batches of sampled responses
+step_metrics    the metrics of a step, by name
+early_imports   imports packages of the first GPU step while the data is read
+determinism     deterministic algorithms, and random states
+signals         SIGTERM and SIGINT
 """
 
 from padfree.optim.optimizer import make_optimizer

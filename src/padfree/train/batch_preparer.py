@@ -1,9 +1,9 @@
-"""Global batches with everything that their updates need besides the model as it is then.
+"""Global batches that are ready for training: with rewards, advantages and log-probabilities.
 
-batcher  -> groups                        the samples of the data themselves
-rollouts -> groups -> collector           episodes of prompts, sampled now or while earlier batches were trained
-         -> old log-probabilities, advantages (of rewards, a critic, a teacher), the reference's log-probabilities
-         -> UpdateBatch                  its samples, which of them each update takes, metrics, times
+batcher  -> groups                       samples from the data
+rollouts -> groups -> collector          episodes, sampled now or while earlier batches were trained
+         -> old log-probabilities, advantages (from rewards, a critic or a teacher), reference log-probabilities
+         -> GlobalBatch                  its samples, the samples of each update, metrics, times
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from padfree.batch import Sample
-from padfree.checkpoint.manifest import Trained
+from padfree.checkpoint.manifest import TrainedModel
 from padfree.config import Config
 from padfree.errors import UserError
 from padfree.tasks.task import Models, task_of
@@ -30,7 +30,7 @@ from padfree.train.training_data import Batcher
 
 
 class BatchPreparer:
-    """The batches of a run, one after the other, on every rank the same."""
+    """Iterates over the batches of a run. All methods are collective and give the same batches on every rank."""
 
     def __init__(
         self,
@@ -44,54 +44,54 @@ class BatchPreparer:
         rollouts: SampledBatches | None,
         end_tokens: tuple[int, ...] = (),
     ) -> None:
-        """`end_tokens`: what ends a response, if that is known."""
+        """`end_tokens`: token ids that end a response, if known."""
         self.config, self.engine, self.batcher = config, engine, batcher
         self.reference, self.teacher, self.critic = reference, teacher, critic
         self.rollouts = rollouts
         self.task = task_of(config.loss.command)
         self.end_tokens = end_tokens
-        self._had_labels = False  # whether any sample so far had a token to train
-        self.groups = self.groups_without_signal = 0  # of all batches so far
+        self._had_labels = False  # whether any sample so far had a trained token
+        self.groups = self.groups_without_signal = 0  # summed over all batches so far
 
     @property
     def sampled(self) -> bool:
-        """Whether the model writes the samples."""
+        """Whether the policy generates the samples."""
         return self.rollouts is not None
 
     @property
     def waits_for_updates(self) -> bool:
-        """Whether a batch needs the model, or a reference, as the updates with the batches before it leave them."""
+        """Whether preparing a batch needs the weights that result from the updates of the previous batches."""
         asks = any(model is not None for model in (self.reference, self.teacher, self.critic))
         return self.sampled or self.task.waits_for_updates(self.config.loss, asks=asks)
 
-    def without_signal(self) -> str | None:
-        """A line if no batch of this start had an advantage other than 0, and no other term changed the weights."""
+    def no_signal_note(self) -> str | None:
+        """A note for the user if every advantage of this start was 0 and no other loss term changed the weights."""
         loss = self.config.loss
         if not self.groups or self.groups_without_signal < self.groups:
             return None
         if loss.kl_coefficient or loss.entropy_coefficient or self.critic is not None or self.engine.router is not None:
             return None
         return (
-            f"nothing was learned: none of {self.groups:,} groups had rewards that differ, so that every advantage was "
-            "0; look at the rewards, or give prompts that the model answers rightly at times"
+            f"nothing was learned: in each of {self.groups:,} groups all rewards were equal, so that every advantage "
+            "was 0; check the rewards, or give prompts that the model sometimes answers correctly"
         )
 
     def cursor(self) -> dict[str, Any]:
-        """The place in the data behind the batch that was taken last."""
+        """The position in the data after the batch that was taken last."""
         return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
 
     @property
-    def highest(self) -> int:
-        """The number of the batch that was begun last."""
+    def last_batch_number(self) -> int:
+        """The number of the newest batch that the batcher has produced."""
         return self.batcher.step
 
     def resume(self, step: int, *, remaining: int) -> None:
-        """Go on inside a batch, with which `remaining` updates are still to be made."""
+        """Continue inside a batch that has `remaining` updates left."""
         if self.rollouts is not None:
             self.rollouts.resume(step, remaining=remaining)
 
     def after_updates(self) -> None:
-        """To be called when all updates with a batch are done."""
+        """Call this when all updates of a batch are done."""
         if self.reference is not None:
             self.reference.after_batch(self.engine.model)
 
@@ -104,23 +104,29 @@ class BatchPreparer:
             check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
 
     def state(self) -> dict[str, Any]:
-        """For `extra` of a checkpoint, besides the cursor. Every rank calls it."""
+        """The entries of a checkpoint's `extra`, except the cursor. Collective."""
         found = {} if self.rollouts is None else self.rollouts.state()
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
-    def saved(self) -> dict[str, Any]:
-        """The models besides the trained one that a checkpoint holds."""
-        return {"reference": None if self.reference is None else self.reference.saved(), "critic": self._trained()}
+    def models_to_save(self) -> dict[str, Any]:
+        """The models other than the policy that a checkpoint stores."""
+        return {
+            "reference": None if self.reference is None else self.reference.tensors_to_save(),
+            "critic": self._trained_critic(),
+        }
 
-    def filled(self) -> dict[str, Any]:
-        """The same, for a checkpoint to fill."""
-        return {"reference": None if self.reference is None else self.reference.tensors(), "critic": self._trained()}
+    def models_to_load(self) -> dict[str, Any]:
+        """The same models, to be loaded from a checkpoint."""
+        return {
+            "reference": None if self.reference is None else self.reference.tensors(),
+            "critic": self._trained_critic(),
+        }
 
-    def _trained(self) -> Trained | None:
-        return None if self.critic is None else Trained(self.critic.engine.model, self.critic.engine.optimizer)
+    def _trained_critic(self) -> TrainedModel | None:
+        return None if self.critic is None else TrainedModel(self.critic.engine.model, self.critic.engine.optimizer)
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint holds; the models are filled already."""
+        """Continue from a checkpoint's `extra`; the models are loaded already."""
         self.batcher.load_state_dict(extra["batcher"])
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])
@@ -128,7 +134,7 @@ class BatchPreparer:
             self.rollouts.restore(extra)
 
     def next(self, step: int) -> GlobalBatch | None:
-        """None after the last. `step`: how many updates have been made, which is the version of the policy."""
+        """The next batch; None after the last. `step`: updates made so far, which is also the policy version."""
         times = BatchTimes()
         if self.rollouts is not None:
             with times.measure("sampling"):
@@ -137,24 +143,24 @@ class BatchPreparer:
                 return None
             number, samples = found
             times.split_sampling(self.rollouts.timings)
-            return self._prepared(distinct(samples), times, number)
+            return self._prepare(distinct(samples), times, number)
         groups = next(self.batcher, None)
-        return None if groups is None else self._prepared(distinct(_flat(groups)), times, self.batcher.step)
+        return None if groups is None else self._prepare(distinct(_flat(groups)), times, self.batcher.step)
 
-    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> GlobalBatch:
-        """A global batch with everything that its updates need besides the model as it is then."""
+    def _prepare(self, batch: list[Sample], times: BatchTimes, number: int) -> GlobalBatch:
+        """Compute everything that the updates of a batch need except the current weights."""
         self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
         if self.sampled and not self._had_labels:
             raise UserError(
                 f"{self.config.rollout.source}",
                 f"none of the {len(batch)} samples of batch {number} has a token to train",
-                "let the policy write, what an environment adds is not trained",
+                "let the policy generate tokens: tokens that an environment adds are not trained",
             )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         batch, found = self.task.prepare(batch, self._models(times), self.config.loss)
         metrics: dict[str, float] = {}
-        measured = self.rollouts is not None or not self.config.loss.task.in_rows
-        if measured:
+        has_metrics = self.rollouts is not None or not self.config.loss.task.in_rows
+        if has_metrics:
             written = {} if self.rollouts is None else self.rollouts.metrics()
             metrics = {**self._reward_metrics(batch), **written, **found}
         self.groups += int(metrics.get("groups", 0))
@@ -164,17 +170,17 @@ class BatchPreparer:
             parts=parts,
             epochs=self.config.loss.epochs,
             metrics=metrics,
-            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if measured else {},
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if has_metrics else {},
         )
 
     def _models(self, times: BatchTimes) -> Models:
-        """The models of the run; how long each takes to answer goes into `times`."""
+        """The models of the run, wrapped so that their seconds are added to `times`."""
         reference, teacher, critic = self.reference, self.teacher, self.critic
         return Models(
-            policy=times.measured("old_logprobs", self.engine.scorer.logprobs),
-            reference=None if reference is None else times.measured("reference", reference.logprobs),
-            teacher=None if teacher is None else times.measured("teacher", teacher.logprobs),
-            critic=None if critic is None else times.measured("critic", critic.judged),
+            policy=times.timed("old_logprobs", self.engine.scorer.logprobs),
+            reference=None if reference is None else times.timed("reference", reference.logprobs),
+            teacher=None if teacher is None else times.timed("teacher", teacher.logprobs),
+            critic=None if critic is None else times.timed("critic", critic.add_advantages),
         )
 
     def _reward_metrics(self, batch: list[Sample]) -> dict[str, float]:
@@ -182,7 +188,7 @@ class BatchPreparer:
         return reward_metrics(batch, end_tokens=self.end_tokens, sources=sources if len(sources) > 1 else ())
 
     def minibatch_settings(self, number: int) -> dict[str, int]:
-        """What decides which samples of the batch with this number are in which of its updates."""
+        """The arguments of `update_parts`, which assigns the samples of a batch to its updates."""
         loss = self.config.loss
         return {
             "epochs": loss.epochs,
@@ -197,9 +203,9 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """The same samples; one that a batch has twice (small data, several epochs) gets a uid and a group of its own.
+    """Give a sample that occurs twice in a batch (small data, several epochs) its own uid and group the second time.
 
-    The second time a row, a pair or a group of rollouts is there, it is another unit, weighed and compared by itself.
+    A repeated row, pair or group of rollouts thus counts as a separate unit for token weights and advantages.
     """
     seen: dict[str | int, int] = {}
     found = []

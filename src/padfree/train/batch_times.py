@@ -1,12 +1,12 @@
-"""Where the time of a rollout batch went: `seconds/...` of the metrics.
+"""How the time of a rollout batch divides into phases: `seconds/...` in the metrics.
 
     collector                                   reference       scorer           engine
     |weight_sync|waiting|sampling|rewards|  |reference|     |old_logprobs|   |update|   |update|
-    '------------ one call of it ------------'
+    '------------- one call -------------'
 
-All but `update` stand in the line of the batch's first update; every line has the `update` of its own. A function that
-makes samples may know more than how long it took: its `timings`, seconds by name, are then those of its last call, and
-what they leave of the call is sampling.
+`seconds/update` is in the metrics of every update; the other phases are in those of the batch's first update. The
+collector measures the phases of its last call itself and returns them as `timings`, in seconds by name; the rest of the
+call counts as sampling.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTS = (
 
 
 class BatchTimes:
-    """Seconds of the parts of one batch on this rank."""
+    """Seconds of each phase of one batch on this rank."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -46,23 +46,23 @@ class BatchTimes:
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
 
-    def measured(self, part: str, ask: Callable[[Sequence[Sample]], Found]) -> Callable[[Sequence[Sample]], Found]:
-        """The same function, whose seconds are those of `part`."""
+    def timed(self, part: str, ask: Callable[[Sequence[Sample]], Found]) -> Callable[[Sequence[Sample]], Found]:
+        """Wrap a function so that its seconds are added to `part`."""
 
-        def timed(samples: Sequence[Sample]) -> Found:
+        def call(samples: Sequence[Sample]) -> Found:
             with self.measure(part):
                 return ask(samples)
 
-        return timed
+        return call
 
     def split_sampling(self, timings: Mapping[str, float]) -> None:
-        """Divide what was measured as sampling into what its `timings` name, and the rest."""
+        """Split the seconds measured as sampling into the phases of `timings`; the remainder is sampling."""
         assert timings.keys() <= set(PARTS), timings
         rest = self.seconds["sampling"] - sum(timings.values())
         self.seconds |= {"sampling": max(rest, 0.0), **timings}
 
     def metrics(self, num_response_tokens: int) -> dict[str, float]:
-        """By the names of the metrics; with the sampler's speed where there was sampling."""
+        """The seconds by metric name, and the sampler's speed if anything was sampled."""
         found = {f"seconds/{part}": seconds for part, seconds in self.seconds.items()}
         sampling = self.seconds.get("sampling", 0.0)
         return found | ({"sampler_tokens_per_second": num_response_tokens / sampling} if sampling > 0 else {})

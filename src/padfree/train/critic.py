@@ -1,12 +1,12 @@
-"""PPO's critic: a value model that is trained beside the policy, and the advantages that follow from it.
+"""PPO's critic: a value model that is trained together with the policy, and the advantages computed from it.
 
-    rollout batch    values V [n] of every response token       before the first update, by the critic as it is then
-                     GAE                advantages, returns [n]  the reward stands on the last scored token
-    every update     critic   ½ (v - return)², clipped around V  its own optimizer, `critic.lr`
-                     policy   as with any other advantage        not in the first `critic.warmup` updates
+    rollout batch    values V [n] of every response token        computed before the first update of the batch
+                     GAE                advantages, returns [n]  the reward is placed on the last scored token
+    every update     critic   ½ (v - return)², clipped around V  own optimizer, `critic.lr`
+                     policy   as with any other advantage        skipped in the first `critic.warmup` updates
 
-Values, returns and advantages belong to the samples, so that every update with a batch, in whatever rows and on
-whatever ranks, and after a resume, uses the same ones.
+Values, returns and advantages are stored in the samples. Every update of a batch therefore uses the same ones, for any
+packing and any number of ranks, also after a resume.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from padfree.train.value_loss import ScalarScorer
 
 
 class Critic:
-    """A value model with its optimizer (`engine`), and how advantages are made of what it says."""
+    """A value model with its optimizer (`engine`), and the settings of GAE."""
 
     def __init__(self, engine: Engine, settings: CriticConfig) -> None:
         assert isinstance(engine.scorer, ScalarScorer)
         self.engine, self.settings = engine, settings
         self._scorer = engine.scorer
 
-    def judged(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
-        """The same samples with values, advantages and returns, and metrics of the values. Every rank calls it."""
+    def add_advantages(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
+        """Return the samples with values, advantages and returns, and metrics of the values. Collective."""
         values = self._scorer.values(samples)
         found = with_gae(samples, values, self.settings)
         return found, {"critic/explained_variance": explained_variance(found)}
 
     def step(self, samples: Sequence[Sample], *, lr_factor: float, step: int) -> dict[str, float]:
-        """One update of the critic towards the returns of these samples; its metrics."""
+        """Update the critic once towards the returns of these samples; return its metrics."""
         try:
             report = self.engine.step(samples, lr_factor=lr_factor, step=step)
         except NonFiniteError as error:
@@ -63,15 +63,17 @@ class Critic:
 
 
 def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings: CriticConfig) -> list[Sample]:
-    """The same samples with these values [n] each, and advantages and returns of their tokens.
+    """Return the samples with the given values [n], and with the advantages and returns of their tokens.
 
-    The reward of a sample stands on its last scored token. Returns are advantages and values together, before the
-    advantages are whitened.
+    The reward of a sample is placed on its last scored token. A return is advantage + value, before the advantages are
+    whitened.
     """
     for sample in samples:
         if sample.reward is None or not np.isfinite(sample.reward):
             raise UserError(
-                "reward", f"{sample.reward} in sample {sample.uid!r}", "loss.advantage 'gae' needs a number"
+                "reward",
+                f"{sample.reward} in sample {sample.uid!r}, but loss.advantage 'gae' needs a finite number",
+                "give a reward for every sample",
             )
     lengths = [len(sample) for sample in samples]
     index = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths))
@@ -93,7 +95,7 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
 
 
 def explained_variance(samples: Sequence[Sample]) -> float:
-    """Of the returns by the values, over all scored tokens: 1 is a perfect critic, 0 one that says always the same."""
+    """Explained variance of the returns over all scored tokens: 1 for a perfect critic, 0 for a constant one."""
     scored = [sample.scored for sample in samples]
     values, returns = (
         np.concatenate([getattr(sample, name)[mask] for sample, mask in zip(samples, scored, strict=True)]).astype(

@@ -1,8 +1,8 @@
-"""Rows of the data as batches take them, and what an epoch of a mixture shows.
+"""Data rows, which are the units of a batch, and the rows that one epoch of a mixture contains.
 
 samples       0 | 1 2 3 | 4 5 | 6         row_starts  0 1 4 6 7
-rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (answers for pairs)
-sources       a . . . . | b . . .         parts       4 3: samples of each, row_counts 2 2: rows of each
+rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (for pairs: answers)
+sources       a . . . . | b . . .         parts       4 3: samples of each source; row_counts 2 2: rows of each source
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Group = Sequence[Sample | Prompt]
 
 
 def in_rows(config: Config) -> bool:
-    """Whether batches are of rows of the data; else of groups of rollouts, or of prompts."""
+    """Whether batches consist of data rows; if not, they consist of groups of rollouts or of prompts."""
     return config.loss.task.in_rows and config.rollout.source is None
 
 
 def row_starts(config: Config, samples: Any) -> Indices:
-    """[R+1] where each row of the data begins among its samples.
+    """[R+1] Index of the first sample of each data row.
 
-    Stored samples know their rows. Others are as many to a row as the command says; one each in RL.
+    Stored samples know their rows. Other samples have a fixed number per row, which the command defines; 1 in RL.
     """
     known: Indices | None = getattr(samples, "row_starts", None)
     size = config.loss.task.group_size if in_rows(config) else 1
@@ -42,14 +42,14 @@ def row_starts(config: Config, samples: Any) -> Indices:
 
 
 def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
-    """Rows of each part of the samples."""
+    """Number of rows in each part of the samples."""
     ends = np.searchsorted(starts, np.cumsum(parts or starts[-1:]))
     counts: list[int] = np.diff(ends, prepend=0).tolist()
     return counts
 
 
 def epoch_parts(config: Config, sizes: Sequence[int]) -> list[SourcePart] | None:
-    """The sources of a mixture with so many rows (or groups) each, and their weights; None: every row once an epoch."""
+    """The sources of a mixture with their sizes (rows or groups) and weights; None: each row occurs once an epoch."""
     if not config.data.sources:
         return None
     return [
@@ -58,7 +58,7 @@ def epoch_parts(config: Config, sizes: Sequence[int]) -> list[SourcePart] | None
 
 
 def check_shown(config: Config, sizes: Sequence[int]) -> None:
-    """Refuse a source of which the whole run would show nothing."""
+    """Refuse a source that would not contribute a single row to the whole run."""
     epochs = config.data.epochs
     for number, part in enumerate(epoch_parts(config, sizes) or ()):
         if epochs is not None and not part.shown(epochs):
@@ -71,22 +71,22 @@ def check_shown(config: Config, sizes: Sequence[int]) -> None:
 
 
 def epoch_order(config: Config, sizes: Sequence[int]) -> EpochOrder:
-    """Which rows each epoch of the run shows, in the order of the batcher; `sizes`: rows of each part."""
+    """The order in which the batcher shows rows in each epoch. `sizes`: number of rows of each part."""
     parts = epoch_parts(config, sizes) or [SourcePart(size=sum(sizes), weight=Fraction(1))]
     return EpochOrder(parts, shuffle=config.data.shuffle, seed=config.run.seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
-    """What one source is of a mixture."""
+    """The share of one source in a mixture."""
 
     name: str
     weight: float
     rows: int  # or groups of rollouts
     samples: int
     tokens: int
-    share: float  # of the tokens that an epoch shows, on average
-    epochs: float | None  # how many times the run shows each row; None: until run.steps
+    share: float  # share of the tokens of an average epoch
+    epochs: float | None  # how many times the run shows each row; None: limited by run.steps only
 
     def line(self) -> str:
         times = ""
@@ -100,7 +100,7 @@ class SourceShare:
 
 
 def source_shares(config: Config, samples: Samples, parts: Sequence[int]) -> list[SourceShare]:
-    """What each of `data.sources` is of the mixture; none without a mixture. `parts`: samples of each."""
+    """The share of each of `data.sources` in the mixture; empty without a mixture. `parts`: samples of each source."""
     if not config.data.sources:
         return []
     lengths = lengths_of(samples)
@@ -124,14 +124,14 @@ def source_shares(config: Config, samples: Samples, parts: Sequence[int]) -> lis
 
 
 def lengths_of(samples: Samples) -> Indices:
-    """[n] tokens of each, those of the longest response included."""
+    """[n] Number of tokens of each sample; for a prompt, including a response of maximum length."""
     if isinstance(samples, StoredSamples):
         return samples.lengths
     return np.array([len(sample) for sample in samples], dtype=np.int64)
 
 
 class Rows(Sequence[Group]):
-    """The samples of each row together, read when they are asked for."""
+    """The samples of each data row as a tuple. They are read on access."""
 
     def __init__(self, samples: Samples, starts: Indices) -> None:
         self._samples, self._starts = samples, starts

@@ -1,12 +1,12 @@
-"""Rows of the data as the model sees them: what `padfree data show` prints.
+"""Data rows as the model sees them: the output of `padfree data show`.
 
     row        train.jsonl:17
     sample     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n | Hello<|im_end|> | \\n
     trained    0                                                        | 1              | 0
     messages   1 user: tokens 3 to 4      2 assistant: tokens 9 to 11, 2 of them trained
 
-The samples come from the same call that loads the data of a run, so that settings, limits and the cache of tokens are
-those of the run. Text is decoded from the tokens. Where a message stands is found by rendering its row once more.
+The samples are loaded by the function that loads the data of a run, with the same settings, limits and token cache. The
+text is decoded from the tokens. The position of each message is found by rendering its row again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from padfree.tasks.reading import TrainingData, text_settings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownPart:
-    """Neighbouring tokens that are all trained, or all not."""
+    """Consecutive tokens that are all trained, or all untrained."""
 
     text: str
     trained: bool
@@ -45,7 +45,7 @@ class ShownPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownMessage:
-    """Where the text of a message stands in a sample: tokens `first` to `end`, the latter left out."""
+    """The tokens of a sample that hold the text of one message: `first` to `end`, `end` excluded."""
 
     number: int  # in the row, from 1
     role: str
@@ -61,7 +61,7 @@ class ShownSample:
     name: str
     parts: tuple[ShownPart, ...]
     messages: tuple[ShownMessage, ...] = ()
-    facts: Mapping[str, Any]  # what else the sample carries: its reward, how long a response may be
+    facts: Mapping[str, Any]  # other contents of the sample: its reward, the maximum length of a response
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +74,7 @@ class ShownSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownRow:
-    """A row of a file and the samples that it makes."""
+    """A row of a file and the samples made from it."""
 
     place: str
     samples: tuple[ShownSample, ...]
@@ -83,9 +83,9 @@ class ShownRow:
 def shown_rows(
     config: Config, source: TrainingData, tokenizer: Any, *, first: str | int = 1, count: int = 1
 ) -> list[ShownRow]:
-    """`count` rows from `first` on: its number among the rows that are used, from 1, or its `file:line`."""
+    """`count` rows, starting at `first`: a number among the rows in use, counted from 1, or a `file:line`."""
     rows = _rows(source)
-    begin = _number(rows, first)
+    begin = _row_index(rows, first)
     return [
         ShownRow(
             place=place,
@@ -96,7 +96,7 @@ def shown_rows(
 
 
 def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
-    """The rows that are used, each with the indexes of its samples."""
+    """The rows in use, each with the indices of its samples."""
     found: list[tuple[str, list[int]]] = []
     for index in range(len(source.samples)):
         place = _row_of(source.place(index))
@@ -108,22 +108,24 @@ def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
 
 
 def _row_of(place: str) -> str:
-    """The file and line of a sample, without its turn."""
+    """The file and line of a sample, without its turn number."""
     before, turn, number = place.rpartition(" turn ")
     return before if turn and number.isdigit() else place
 
 
-def _number(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
+def _row_index(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
     text = str(first)
     if text.isascii() and text.isdigit():
         if not 1 <= int(text) <= len(rows):
-            raise UserError("--row", f"{text}", f"give 1 to {len(rows)}, or a file and line such as {rows[0][0]}")
+            raise UserError(
+                "--row", f"{text}", f"give a number from 1 to {len(rows)}, or a file and line such as {rows[0][0]}"
+            )
         return int(text) - 1
     names = [place for place, _ in rows]
     if text not in names:
         raise UserError(
             "--row",
-            f"{text} is not among the {len(rows)} rows that are used",
+            f"{text} is not among the {len(rows)} rows in use",
             f"give a number from 1 to {len(rows)}, or a file and line such as {rows[0][0]}",
         )
     return names.index(text)
@@ -152,7 +154,7 @@ def _parts(tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer:
     if tokenizer is None:
         texts = [" ".join(map(str, tokens[a:b].tolist())) for a, b in pairwise(borders)]
     else:
-        # A tokenizer may decode a part otherwise than inside the whole: without the space that it begins with, say.
+        # A tokenizer may decode a part differently on its own than within the text, e.g. drop its leading space.
         whole = [_decoded(tokenizer, tokens[:border]) for border in borders]
         texts = [after[len(before) :] for before, after in pairwise(whole)]
     return tuple(
@@ -167,11 +169,11 @@ def _decoded(tokenizer: Any, tokens: NDArray[np.integer[Any]]) -> str:
 
 
 def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tuple[ShownMessage, ...]:
-    """Where the messages of a conversation stand; nothing for other rows, and where tokens do not tell characters."""
+    """Token ranges of the messages; empty if the row has no conversation or the tokenizer gives no offsets."""
     if not config.loss.task.turns or tokenizer is None or not tokenizer.is_fast:
         return ()
     name, _, line = place.rpartition(":")
-    for label, data in _readings(config):
+    for label, data in _source_settings(config):
         settings = SFTDataSettings(loss_on=data.loss_on, **text_settings(data))
         tokenize = RowTokenizer(tokenizer, settings)
         for source in open_sources(list(data.path), split=settings.split, subset=settings.subset):
@@ -182,18 +184,18 @@ def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tup
             for chunk in source.chunks(fields.needed):
                 if int(line) in chunk.numbers:
                     row = record_of(chunk.records[chunk.numbers.index(int(line))])
-                    return _placed(tokenize.rendered(row, fields), sample, tokenizer)
+                    return _locate_messages(tokenize.rendered(row, fields), sample, tokenizer)
     return ()
 
 
-def _readings(config: Config) -> list[tuple[str | None, DataConfig]]:
-    """The settings of each source of a mixture by its name, or those of the whole data."""
+def _source_settings(config: Config) -> list[tuple[str | None, DataConfig]]:
+    """The data settings of each source of a mixture with its name, or those of the whole data."""
     if not config.data.sources:
         return [(None, config.data)]
     return [(source.label, config.data.of_source(source)) for source in config.data.sources]
 
 
-def _placed(
+def _locate_messages(
     rendered: Sequence[tuple[Conversation, RenderedSample]], sample: Sample, tokenizer: Any
 ) -> tuple[ShownMessage, ...]:
     tokens = sample.tokens.tolist()

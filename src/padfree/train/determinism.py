@@ -1,4 +1,4 @@
-"""What makes a step give the same bits again: the algorithms, and the random state of a process."""
+"""Reproducible steps: deterministic algorithms, and the random state of a process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Only algorithms that give the same bits again for the length of a block; an error where there is none."""
+    """Allow only deterministic algorithms within the block; an operation that has none raises an error."""
     if not wanted:
         yield
         return
-    # cuBLAS reads it when its first handle is made; torch refuses matrix products without it.
+    # cuBLAS reads the variable when it creates its first handle; torch refuses deterministic matmuls without it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False

@@ -1,10 +1,10 @@
-"""Whether the disk can hold what a run will write: its first checkpoint and the exported model.
+"""Check that the disk can hold what a run will write: its first checkpoint and the exported model.
 
-    checkpoint    float32 weights, and the optimizer state of trained ones (of a model with adapters: the adapters
-                  alone); a critic besides; a reference that is refreshed
+    checkpoint    float32 weights, and the optimizer state of the trained weights (with adapters: only the adapters);
+                  also the critic and its optimizer state
     export        the whole model in `checkpoint.export_dtype`, or the adapters
 
-A lower bound: what a run adds to its log files, and checkpoints that are kept beside the newest one, are not counted.
+The result is a lower bound: log files and older checkpoints that are kept are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from padfree.optim.optimizer import make_groups, state_bytes
 FLOAT32 = 4
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 INODES = 64
-"""Files and folders of a run, at least."""
+"""Minimum number of files and folders that a run creates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class DiskUse:
 
 
 def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
-    """Of a run of this model, which is on the meta device and without adapters."""
+    """The bytes that a run of this model writes. `model` is on the meta device and without adapters."""
     code = config.model.trust_remote_code
     parameters = _count(model)
     if config.lora.rank:
@@ -71,7 +71,7 @@ def _count(model: nn.Module, *, trained: bool = False) -> int:
 
 
 def free_space(folder: Path) -> tuple[int, int | None]:
-    """Bytes and inodes that are free where a folder is, or will be; None: the file system does not count inodes."""
+    """Free bytes and inodes of the file system that holds the folder; None: it does not count inodes."""
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     found = os.statvfs(nearest)
     return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
@@ -92,13 +92,13 @@ def check_disk(config: Config, model: PreTrainedModel) -> None:
     if inodes is not None and inodes < INODES:
         raise UserError(
             "run.folder",
-            f"the file system of {folder} has room for {inodes} more files",
-            "remove some, or give a folder on another disk",
+            f"the file system of {folder} has space for only {inodes} more files",
+            "delete files, or give a folder on another disk",
         )
 
 
 def disk_line(config: Config, model: PreTrainedModel) -> str:
-    """For a dry run."""
+    """The line about disk space that a dry run prints."""
     use, free = disk_use(config, model), free_space(Path(config.run.folder))[0]
     export = f", the exported model {shown_size(use.export)}" if use.export else ""
     return f"disk: a checkpoint takes {shown_size(use.checkpoint)}{export}; {shown_size(free)} are free"

@@ -1,12 +1,13 @@
-"""Import in a thread what the first step on a GPU needs, while the data is read.
+"""Import the packages of the first GPU step in a thread while the data is read.
 
-    main thread   mesh | settings, model and data are checked, `auto` is settled |        | engine, first step
+    main thread   mesh | settings, model and data are checked, `auto` is resolved |        | engine, first step
     thread             | triton, compiler, flash-attn-4, quack-kernels                 |
                                                                                   wait
 
-These packages take seconds to import, and padfree imports each of them where it is first used: in the first step. An
-error is left to that place, which knows what to say about it. A run that ends before `wait` (its settings are refused)
-ends the thread after the import it is in; a daemon would be cut off in the middle of an extension module.
+These packages take seconds to import, and padfree imports each where it is first used: in the first step. The thread
+ignores import errors, because the later import in that code reports them. If the run ends before `wait` (its settings
+are refused), the thread ends after its current import. It is not a daemon: a daemon would be cut off in the middle of
+an extension module.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FLASH_ATTENTION_4 = ("flash_attn.cute.interface",)
 
 
 def first_step_modules(config: Config, device_type: str) -> list[str]:
-    """What the first step of a run on this type of device imports; nothing on the CPU."""
+    """The modules that the first step imports on this device type; empty on the CPU."""
     if device_type != "cuda":
         return []
     half, compiled = config.model.dtype != "float32", config.parallel.compile != "none"
@@ -43,7 +44,7 @@ def first_step_modules(config: Config, device_type: str) -> list[str]:
 
 
 class EarlyImports:
-    """Imports modules in their order, in a thread of its own, for at most the length of a block."""
+    """Context manager that imports modules in order in a thread, until its block ends."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = tuple(modules)
@@ -62,14 +63,14 @@ class EarlyImports:
         for module in self._modules:
             if self._left.is_set():
                 return
-            with suppress(Exception):  # whoever needs the module imports it again and reports the error
+            with suppress(Exception):  # the code that needs the module imports it again and reports the error
                 importlib.import_module(module)
 
     def wait(self) -> None:
-        """Until every module is imported, or has failed to be.
+        """Wait until every import has finished or failed.
 
-        The engine comes after it: it asks for the compiler and for kernels, and two threads that import the modules of
-        one cycle may each be given half of it.
+        Call this before the engine is built: the engine imports the compiler and kernels, and if two threads import an
+        import cycle at the same time, each may see partially initialised modules.
         """
         if self._thread is not None:
             self._thread.join()

@@ -1,18 +1,19 @@
-"""One optimizer step over a global batch of samples, for SFT and for policy losses alike.
+"""One optimizer step over a global batch of samples. SFT and policy losses share this code.
 
-    samples (every rank knows of all; tokens that were written in the run come to the rank that trains on them)
-      prepare -> plan            which sample is in which micro-batch of which data rank
-              -> token weights   from the masks of the whole global batch: losses of parts add up to that of the whole
-              -> rows            this rank's micro-batches on the device
-      begin   -> for each row: hidden states -> loss -> backward
-              -> sums over ranks, gradient norm -> clip -> optimizer, which does nothing if a number is not finite
-      finish  -> the numbers on the host
+    samples (every rank knows all samples; it holds the tokens of sampled responses only if it trains on them)
+      prepare -> plan            assigns samples to micro-batches and micro-batches to data ranks
+              -> token weights   computed from the masks of the whole global batch, so that micro-batch losses add up
+                                 to the batch loss
+              -> packs           this rank's micro-batches on the device
+      begin   -> for each pack: hidden states -> loss -> backward
+              -> sums over ranks, gradient norm -> clip -> optimizer (skips the update if a number is not finite)
+      finish  -> loss, gradient norm and statistics on the host
 
-How the samples are divided changes the order of additions and nothing else. `MicroBatchLoss` computes its loss.
+The division into micro-batches changes only the order of additions. `MicroBatchLoss` computes the loss of a pack.
 
-On a GPU only `finish` waits for the device: the host can prepare and begin the next step while this one runs. Whether
-loss and gradient norm are finite is therefore a flag on the device. If they are not, the optimizer changes nothing in
-this step and in those that were begun after it, and `finish` raises with the samples to blame.
+On a GPU only `finish` synchronises: the host can prepare and begin the next step while the device runs this one.
+Therefore a flag on the device tells whether the loss and the gradient norm are finite. If they are not, the optimizer
+skips this step and every step begun after it, and `finish` raises an error that names the samples.
 
     host      begin 1 | prepare 2 | begin 2 | finish 1 | prepare 3 | begin 3 | finish 2 ...
     device            1 1 1 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 2 2 2 2 2 3 3 3 3 ...        never waits for the host
@@ -52,7 +53,7 @@ from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
 from padfree.tasks import task_of
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
-from padfree.train.finite_checks import NonFiniteError, weights_line
+from padfree.train.finite_checks import NonFiniteError, nonfinite_cause
 from padfree.train.microbatch import MicroBatch
 from padfree.train.rank_imbalance_timer import RankImbalanceTimer
 from padfree.train.router_balance import RouterBalance
@@ -61,51 +62,51 @@ from padfree.train.scorer import Scorer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSettings:
-    """The loss, and how its tokens are weighed."""
+    """The loss, its token weights, gradient clipping, and the losses of expert routers."""
 
     loss: TaskSettings | ValueSettings
     aggregation: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of aggregation "constant"
-    groups_are_rows: bool = False  # samples of one `group` are one row of the data, and weigh as one sample
-    sources: tuple[str, ...] = ()  # of a mixture: the loss of each is reported
+    groups_are_rows: bool = False  # samples with the same `group` come from one data row and weigh as one sample
+    sources: tuple[str, ...] = ()  # sources of a data mixture; the loss of each is reported
     max_grad_norm: float | None = 1.0  # None: no clipping
-    head_memory: Memory = "speed"  # or "low": at most about 1 GiB for the head, some of it computed twice
-    load_balancing: float = 0.0  # coefficient of the load-balancing loss of experts
-    router_bias: float = 0.0  # what the bias for choosing experts moves in a step
+    head_memory: Memory = "speed"  # "low": the head uses about 1 GiB at most and recomputes part of its work
+    load_balancing: float = 0.0  # coefficient of the load-balancing loss of expert routers
+    router_bias: float = 0.0  # how far one step moves a router's expert-selection bias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepReport:
-    """Numbers of a step over the whole global batch, the same on every rank."""
+    """Results of one step over the whole global batch, identical on every rank."""
 
     loss: float
     gradient_norm: float  # before clipping
     statistics: dict[str, float]  # means over scored tokens
     num_samples: int
-    num_tokens: int  # of samples, pads not counted
+    num_tokens: int  # of the samples, without padding
     num_labels: int
-    padding_share: float  # pads over all tokens that were computed
+    padding_share: float  # padding tokens / all computed tokens
     plan: StepPlan
-    votes: int  # ranks whose `vote` was true when the step began
-    source_losses: Mapping[str, float] = field(default_factory=dict)  # by source: weighted means over its tokens
-    num_rows: int | None = None  # of the data, where several samples may be of one; None: not known
-    compute_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
+    stop_votes: int  # ranks that passed `wants_stop=True` to `Engine.begin`
+    source_losses: Mapping[str, float] = field(default_factory=dict)  # weighted mean loss over the tokens of a source
+    num_rows: int | None = None  # data rows, if several samples can come from one row; None: not known
+    compute_seconds: tuple[float, ...] = ()  # forward time of the layers on each data rank; empty: not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedStep:
-    """A global batch, planned and laid out: all that a step needs besides the weights."""
+    """A planned and packed global batch: everything that a step needs except the weights."""
 
     samples: Sequence[Sample]
     plan: StepPlan
-    rows: Sequence[tuple[MicroBatch, Indices]]  # this rank's, with the samples in each
-    source: Indices | None = None  # [B] of a mixture: which of the sources each sample is from
-    source_weights: tuple[float, ...] = ()  # what the tokens of each source weigh together
+    packs: Sequence[tuple[MicroBatch, Indices]]  # this rank's packs, each with the indices of its samples
+    source: Indices | None = None  # [B] index of each sample's source, if the data is a mixture
+    source_weights: tuple[float, ...] = ()  # sum of the token weights of each source
 
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """What the micro-batches of this rank add up to."""
+    """Sums over the micro-batches of this rank."""
 
     loss: Tensor
     statistics: Statistics
@@ -114,7 +115,7 @@ class _Sums:
 
 
 class Engine:
-    """A scorer's model, its optimizer, and the loss."""
+    """Trains a scorer's model with an optimizer and a loss."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Engine:
         settings: LossSettings,
         micro_batch_loss: MicroBatchLoss | None = None,
     ) -> None:
-        """`micro_batch_loss` is what is minimised; without one it is the loss of the task that the settings name."""
+        """`micro_batch_loss` is the loss to minimise; by default, the loss of the task that the settings name."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
         if micro_batch_loss is None:
             assert isinstance(settings.loss, TaskSettings)
@@ -132,7 +133,7 @@ class Engine:
             )
         self.micro_batch_loss: MicroBatchLoss = micro_batch_loss
         self.model, self.mesh, self.packer = scorer.model, scorer.mesh, scorer.packer
-        self.clock = RankImbalanceTimer.of(scorer.model, scorer.mesh)
+        self.timer = RankImbalanceTimer.of(scorer.model, scorer.mesh)
         self.router: RouterBalance | None = None
         if settings.load_balancing or settings.router_bias:
             self.router = RouterBalance(
@@ -147,14 +148,14 @@ class Engine:
         lr_factor: float = 1.0,
         step: int = 0,
     ) -> StepReport:
-        """One update with the samples of a global batch; every rank is given the same ones, in the same order.
+        """Update the weights once. All ranks must pass the same samples in the same order.
 
-        `lr_factor`: what the schedule multiplies all base learning rates by. `step` is only for messages.
+        `lr_factor`: factor of the schedule for all base learning rates. `step`: appears in error messages only.
         """
         return self.begin(self.prepare(samples), lr_factor=lr_factor, step=step).finish()
 
-    def prepare(self, samples: Sequence[Sample], *, whole: bool = True) -> PreparedStep:
-        """The part of a step that needs no weights; without `whole`, rows are laid out when their turn comes."""
+    def prepare(self, samples: Sequence[Sample], *, eager: bool = True) -> PreparedStep:
+        """Plan and pack a global batch. With `eager=False`, each pack is built when the step reaches it."""
         plan = self.packer.plan(samples, keep_groups=self.micro_batch_loss.keeps_groups)
         settings = self.settings
         grouped = settings.aggregation == "group-mean"
@@ -166,7 +167,7 @@ class Engine:
             constant=settings.constant,
             units=groups if settings.groups_are_rows else None,
         )
-        rows = self.packer.lay_out(samples, plan, weights)
+        packs = self.packer.lay_out(samples, plan, weights)
         source, totals = None, [0.0] * len(settings.sources)
         if settings.sources:
             source = np.array([settings.sources.index(str(sample.source)) for sample in samples])
@@ -175,7 +176,7 @@ class Engine:
         return PreparedStep(
             samples=samples,
             plan=plan,
-            rows=rows[:] if whole else rows,
+            packs=packs[:] if eager else packs,
             source=source,
             source_weights=tuple(totals),
         )
@@ -187,32 +188,32 @@ class Engine:
         lr_factor: float = 1.0,
         step: int = 0,
         after: PendingStep | None = None,
-        vote: bool = False,
+        wants_stop: bool = False,
         apply: bool = True,
     ) -> PendingStep:
-        """The update itself; its numbers come with `finish`. Without `apply` the optimizer does nothing.
+        """Start the update. `PendingStep.finish` returns its report. With `apply=False` the optimizer does nothing.
 
-        `after` is the step before this one, if it is not finished yet. Should it turn out not to be finite, this one
-        changes nothing either. `vote`: see `StepReport.votes`.
+        `after`: the previous step, if it is unfinished; if it turns out not to be finite, this step changes nothing
+        either. `wants_stop`: see `StepReport.stop_votes`.
         """
         sums = self.gradients(prepared)
         norm = gradient_norm(self.parameters, self.mesh.device)
-        numbers = torch.cat([self._summed(prepared, sums, vote), norm[None]])
+        numbers = torch.cat([self._sum_over_ranks(prepared, sums, wants_stop), norm[None]])
         finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)
         if after is not None:
             finite &= after.finite
-        most = self.settings.max_grad_norm
+        max_norm = self.settings.max_grad_norm
         self.optimizer.set_rates(lr_factor)
         if apply:
-            self.optimizer.step(finite, None if most is None else (most / (norm + 1e-6)).clamp(max=1.0))
+            self.optimizer.step(finite, None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0))
             if self.router is not None:
                 self.router.move_biases(finite)
         self.optimizer.zero_grad(set_to_none=True)
-        marks = None if self.clock is None else self.clock.cut()
+        marks = None if self.timer is None else self.timer.cut()
         return PendingStep(self, prepared, sums, numbers, finite, marks, step, after)
 
     def gradients(self, prepared: PreparedStep) -> _Sums:
-        """Gradients of the whole batch in the parameters, and this rank's part of the sums."""
+        """Compute the gradients of the whole batch into the parameters; return this rank's sums."""
         self.optimizer.zero_grad(set_to_none=True)
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
         sums = _Sums(zeros[0], {}, [], zeros[1:])
@@ -221,11 +222,11 @@ class Engine:
             micro_batch_loss = partial(self.router.micro_batch_loss, self.micro_batch_loss)
         with compute_copies(self.model) as master_weights:
             if self.router is not None:
-                self.router.begin(self.model, prepared.rows)
-            for batch, indices in prepared.rows:
+                self.router.begin(self.model, prepared.packs)
+            for batch, indices in prepared.packs:
                 output = inside(self.model, micro_batch_loss, batch.local)
                 assert output.token_losses is not None
-                # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
+                # Backward runs on this thread: passing the GIL to an autograd thread costs the host more than the work.
                 with torch.autograd.set_multithreading_enabled(False):
                     output.loss.backward()  # type: ignore[no-untyped-call]
                 if master_weights is not None:
@@ -241,14 +242,14 @@ class Engine:
             self.router.end()
         return sums
 
-    def _summed(self, prepared: PreparedStep, sums: _Sums, vote: bool) -> Tensor:
-        """Of the global batch: loss, number of labels, votes, the losses of sources, (sum, count) of each statistic."""
-        num_labels = sum(batch.num_labels for batch, _ in prepared.rows)
+    def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
+        """Sums over the global batch: loss, labels, stop votes, loss of each source, (sum, count) of each statistic."""
+        num_labels = sum(batch.num_labels for batch, _ in prepared.packs)
         numbers = torch.stack(
             [
                 sums.loss,
                 torch.full_like(sums.loss, num_labels),
-                torch.full_like(sums.loss, int(vote)),
+                torch.full_like(sums.loss, int(wants_stop)),
                 *sums.source_losses,
                 *(number.to(sums.loss) for name in sorted(sums.statistics) for number in sums.statistics[name]),
             ]
@@ -258,7 +259,7 @@ class Engine:
 
 
 class PendingStep:
-    """An update that the device may still be busy with."""
+    """An update that the device may still be executing."""
 
     def __init__(
         self,
@@ -273,20 +274,20 @@ class PendingStep:
     ) -> None:
         self._engine, self._prepared, self._sums, self._step = engine, prepared, sums, step
         self._marks = marks
-        self.finite = finite  # [] whether the optimizer has done it
-        # The copy to the host begins now, so that `finish` does not wait for steps that were begun after this one.
+        self.finite = finite  # [] True: the optimizer made the update
+        # Start the copy to the host now, so that `finish` does not wait for steps that were begun after this one.
         self._numbers, self._arrived = numbers, cast(Any, None)
         if numbers.is_cuda:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
             self._arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
-        self._before: Any = None if after is None else after._arrived  # the end of that step on the device
+        self._before: Any = None if after is None else after._arrived  # end of the previous step on the device
 
     def finish(self) -> StepReport:
-        """Wait, and report. Raises `NonFiniteError` if the loss or the gradient norm was not finite."""
+        """Synchronise and report. Raise `NonFiniteError` if the loss or the gradient norm is not finite."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss, num_labels, votes, *rest, norm = self._numbers.tolist()
+        loss, num_labels, stop_votes, *rest, norm = self._numbers.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._nonfinite_error(loss, norm)
         sources = self._engine.settings.sources
@@ -309,7 +310,7 @@ class PendingStep:
             num_labels=int(num_labels),
             padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,
             plan=plan,
-            votes=int(votes),
+            stop_votes=int(stop_votes),
             compute_seconds=() if self._marks is None else self._seconds(self._marks),
         )
 
@@ -319,24 +320,25 @@ class PendingStep:
         return len({sample.group or index for index, sample in enumerate(self._prepared.samples)})
 
     def device_seconds(self) -> float | None:
-        """From the end of the step before to the end of this one, on the device; None where that is not known.
+        """Device time from the end of the previous step to the end of this one; None if it is not known.
 
-        After `finish`. The host cannot tell: it learns of the end of a step when it has begun the next.
+        Valid after `finish`. Host timers cannot measure it: the host sees the end of a step only after it has begun
+        the next one.
         """
         if self._arrived is None or self._before is None:
             return None
         return float(self._before.elapsed_time(self._arrived)) / 1e3
 
     def _seconds(self, marks: list[Any]) -> tuple[float, ...]:
-        clock = self._engine.clock
-        assert clock is not None
-        return clock.seconds(marks)
+        timer = self._engine.timer
+        assert timer is not None
+        return timer.seconds(marks)
 
     def _nonfinite_error(self, loss: float, norm: float) -> NonFiniteError:
-        """Names the samples with a token loss that is not finite, or, where all are finite, all samples."""
+        """Name the samples that have a non-finite token loss, or all samples if every token loss is finite."""
         samples, mesh, step = self._prepared.samples, self._engine.mesh, self._step
         found = torch.zeros(len(samples), dtype=torch.int64)
-        for (batch, indices), token_losses in zip(self._prepared.rows, self._sums.token_losses, strict=True):
+        for (batch, indices), token_losses in zip(self._prepared.packs, self._sums.token_losses, strict=True):
             if batch.is_filler:
                 continue
             bad = batch.local.sample_index[~torch.isfinite(token_losses)].long().cpu()
@@ -344,17 +346,17 @@ class PendingStep:
         found = found.to(mesh.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.loss.group)
         where = {index: rank - 1 for index, rank in enumerate(found.tolist()) if rank}
-        cause = weights_line(self._engine.model, step)
+        cause = nonfinite_cause(self._engine.model, step)
         if not where:
             listed = _listed([_uid(samples, index) for index in range(len(samples))])
             return NonFiniteError(
-                f"step {step}: gradient norm {norm} with a finite loss of {loss:.6g}, before the update; look at its "
+                f"step {step}: gradient norm {norm} with a finite loss of {loss:.6g}, before the update; inspect its "
                 f"{len(samples)} samples ({listed}){cause}",
                 whole(samples),
             )
         ranks = sorted(set(where.values()))
         return NonFiniteError(
-            f"step {step}: loss {loss} on rank {_listed(ranks)}, before the update; look at sample "
+            f"step {step}: loss {loss} on rank {_listed(ranks)}, before the update; inspect sample "
             f"{_listed([_uid(samples, index) for index in where])}{cause}",
             whole([samples[index] for index in where]),
         )
@@ -362,7 +364,7 @@ class PendingStep:
 
 def _uid(samples: Sequence[Sample], index: int) -> str | int:
     uid = samples[index].uid
-    return f"number {index} of the batch" if uid is None else uid
+    return f"at index {index} of the batch" if uid is None else uid
 
 
 def _listed(entries: Sequence[str | int], most: int = 16) -> str:

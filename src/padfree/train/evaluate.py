@@ -1,13 +1,13 @@
-"""What a run is measured on beside its training data: `[eval]`.
+"""Evaluation on held-out data: `[eval]`.
 
-    held-out samples   rows as in training, no gradient   sums of every sample, added up by source    HeldOut
-    held-out prompts   the sampler that trains, a reward  responses: reward, pass@1, pass@k, length   SampledResponses
+    held-out samples   packed as in training, no gradients   per-sample sums, added up by source       HeldOut
+    held-out prompts   sampler and reward of the run         reward, pass@1, pass@k, response length   SampledResponses
 
-    {"eval/loss": 1.9, "eval/perplexity": 6.7, "eval/accuracy": 0.61}      and eval/FILE/loss, ... of several sources
+    {"eval/loss": 1.9, "eval/perplexity": 6.7, "eval/accuracy": 0.61}      and eval/FILE/loss, ... if several sources
 
-An evaluation changes nothing: no gradient, no weight, no place in the data, and the random state is put back. So a run
-ends with the same weights, to the bit, whether it is evaluated or not. Sums are float64 and divided once, by what was
-counted over all ranks, so that the layout does not matter.
+An evaluation leaves gradients, weights and the position in the data unchanged, and restores the random state. A run
+therefore ends with bit-identical weights whether it is evaluated or not. Sums are float64 and are divided once, by
+counts over all ranks, so that the layout does not affect the result.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from padfree.train.scorer import Scorer
 from padfree.train.step_pipeline import OnActivity
 
 Evaluate = Callable[[int], dict[str, float]]
-"""Metrics of the present weights, the same on every rank; called with the number of steps made. A collective."""
+"""Returns metrics of the current weights, the same on every rank. Argument: steps made so far. Collective."""
 
-EVALUATION = 1 << 62
-"""The number of the batch whose noise evaluations use: no training batch comes so far."""
+EVALUATION_BATCH = 1 << 62
+"""Batch number that seeds the sampling noise of evaluations. No training batch reaches it."""
 
 
-# Rows
+# Held-out samples
 
 
 class HeldOut:
-    """Held-out samples, measured on rows that are laid out as in training."""
+    """Evaluates held-out samples in packs, as in training."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class HeldOut:
         *,
         prepare: Callable[[], Sequence[Sample]] | None = None,
     ) -> None:
-        """`prepare` gives the samples with all that the measure needs of them at that time."""
+        """`prepare` returns the samples with everything that the measure needs, e.g. current log-probabilities."""
         self.scorer, self.measure, self.on_activity = scorer, measure, on_activity
         self.prepare = prepare or (lambda: samples)
         self.sources = sorted({str(sample.source) for sample in samples})
@@ -74,9 +74,9 @@ class HeldOut:
     def __call__(self, step: int) -> dict[str, float]:
         scorer, mesh, measure = self.scorer, self.scorer.mesh, self.measure
         totals = torch.zeros(len(self.sources), 1 + len(measure.names), dtype=torch.float64, device=mesh.device)
-        with undisturbed(scorer.model):
+        with evaluation_mode(scorer.model):
             samples = self.prepare()
-        with undisturbed(scorer.model), compute_copies(scorer.model):
+        with evaluation_mode(scorer.model), compute_copies(scorer.model):
             packs, total = scorer.packer.packs(samples, self._plan), len(self._plan.packs_of(mesh.data.rank))
             for done, (batch, indices) in enumerate(packs):
                 if self.on_activity is not None:
@@ -88,27 +88,27 @@ class HeldOut:
         return by_source(dict(zip(self.sources, totals.tolist(), strict=True)), self._metrics)
 
     def _metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        count = sums[0] or math.nan  # of nothing there is no mean
+        count = sums[0] or math.nan  # the mean over nothing is NaN
         means = {name: total / count for name, total in zip(self.measure.names, sums[1:], strict=True)}
         return self.measure.metrics(means)
 
 
 def by_source(
-    rows: Mapping[str, Sequence[float]], metrics: Callable[[Sequence[float]], Mapping[str, float]]
+    sums: Mapping[str, Sequence[float]], metrics: Callable[[Sequence[float]], Mapping[str, float]]
 ) -> dict[str, float]:
-    """`eval/NAME` of the sums of all sources, and `eval/SOURCE/NAME` of each where there are several."""
-    total = [sum(column) for column in zip(*rows.values(), strict=True)]
+    """`eval/NAME` over all sources, and `eval/SOURCE/NAME` of each source if there are several."""
+    total = [sum(column) for column in zip(*sums.values(), strict=True)]
     found = {f"eval/{name}": value for name, value in metrics(total).items()}
-    for source, sums in rows.items() if len(rows) > 1 else ():
-        found |= {f"eval/{source}/{name}": value for name, value in metrics(sums).items()}
+    for source, own in sums.items() if len(sums) > 1 else ():
+        found |= {f"eval/{source}/{name}": value for name, value in metrics(own).items()}
     return found
 
 
-# Responses
+# Held-out prompts
 
 
 class SampledResponses:
-    """Held-out prompts, answered by the sampler that trains."""
+    """Evaluates responses to held-out prompts, generated by the sampler of the run."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class SampledResponses:
         *,
         reward: Reward | None = None,
     ) -> None:
-        """`reward` replaces that of the run."""
+        """`reward` replaces the reward of the run."""
         self.writer, self.engine, self.settings, self.on_activity = writer, engine, settings, on_activity
         self.groups = [RolloutGroup(prompt=prompt, size=settings.samples_per_prompt) for prompt in prompts]
         self.reward = reward
@@ -129,7 +129,7 @@ class SampledResponses:
         self._keys = (
             np.full(number, GREEDY, np.int64)
             if settings.greedy
-            else response_keys(seed, EVALUATION, np.arange(number, dtype=np.int64))
+            else response_keys(seed, EVALUATION_BATCH, np.arange(number, dtype=np.int64))
         )
 
     def __call__(self, step: int) -> dict[str, float]:
@@ -137,21 +137,21 @@ class SampledResponses:
         if self.on_activity is not None:
             self.on_activity("evaluating", 0, 0)
             shown["on_sampling"] = partial(self.on_activity, "evaluating")
-        with undisturbed(self.engine.model), compute_copies(self.engine.model):
+        with evaluation_mode(self.engine.model), compute_copies(self.engine.model):
             written = self.writer.evaluate(
                 self.engine.model, self.groups, keys=self._keys, version=step, reward=self.reward, **shown
             )
         samples_per_prompt = self.settings.samples_per_prompt
-        rows: dict[str, list[float]] = {}
+        sums_by_source: dict[str, list[float]] = {}
         for number, group in enumerate(self.groups):
             own = written[number * samples_per_prompt : (number + 1) * samples_per_prompt]
-            sums = rows.setdefault(group.prompt.source, [0.0] * 6)
+            sums = sums_by_source.setdefault(group.prompt.source, [0.0] * 6)
             for index, value in enumerate(self._sums(own)):
                 sums[index] += value
-        return by_source(rows, self._metrics)
+        return by_source(sums_by_source, self._metrics)
 
     def _sums(self, written: Sequence[EpisodeOutcome]) -> list[float]:
-        """Of one prompt: 1, then sums over its responses, and whether any of them is right."""
+        """Values of one prompt: 1, then sums over its responses (among them: whether any response passes)."""
         right = [one.reward >= self.settings.pass_threshold for one in written]
         return [
             1.0,
@@ -174,7 +174,7 @@ class SampledResponses:
         }
 
 
-# Which of them
+# Selection
 
 
 def make_evaluation(
@@ -185,7 +185,7 @@ def make_evaluation(
     reference: ReferenceModel | None = None,
     on_activity: OnActivity | None = None,
 ) -> Evaluate | None:
-    """What `[eval]` asks for; None: nothing. Metrics that are not finite are refused."""
+    """The evaluation that `[eval]` configures; None if there is none. It raises an error for non-finite metrics."""
     measure = _measure(config, engine, held_out, writer, reference, on_activity)
     if measure is None:
         return None
@@ -213,16 +213,18 @@ def _measure(
         prompts = [sample for sample in samples if isinstance(sample, Prompt)]
         reward = None if config.eval.reward is None else load_reward(config.eval.reward)
         return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity, reward=reward)
-    rows = [sample for sample in samples if isinstance(sample, Sample)]
+    held_out_samples = [sample for sample in samples if isinstance(sample, Sample)]
     task, scorer = task_of(config.loss.command), engine.scorer
     models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)
     measure = task.measure(engine.micro_batch_loss, scorer.temperature)
-    return HeldOut(scorer, measure, rows, on_activity, prepare=task.evaluation(rows, models, config.loss))
+    return HeldOut(
+        scorer, measure, held_out_samples, on_activity, prepare=task.evaluation(held_out_samples, models, config.loss)
+    )
 
 
 @contextmanager
-def undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """A block without gradients and dropout, after which the random state is what it was."""
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Disable gradients and dropout within the block, and restore the random state after it."""
     state, training = random_state(), model.training
     model.train(False)
     try:

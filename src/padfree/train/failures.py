@@ -1,4 +1,4 @@
-"""Failures of a run that a user can do something about, each as a `UserError`."""
+"""Convert failures of a run that a user can fix into a `UserError`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from padfree.train.finite_checks import NonFiniteError
 
 @contextmanager
 def one_line_failures(config: Config) -> Iterator[None]:
-    """Raise a `UserError` for a lost peer, a loss that is not finite, memory that ran out and a disk that is full."""
+    """Raise a `UserError` for a lost peer, a non-finite loss, a GPU that is out of memory, or a full disk."""
     try:
         yield
     except (NonFiniteError, PeerLostError) as error:
@@ -25,11 +25,11 @@ def one_line_failures(config: Config) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise UserError(
             "batch.max_tokens",
-            f"{config.batch.max_tokens}, but the device's memory ran out ({first_sentence(error)})",
-            "give fewer, or set parallel.checkpointing=full",
+            f"{config.batch.max_tokens}, but the device ran out of memory ({first_sentence(error)})",
+            "lower it, or set parallel.checkpointing=full",
         ) from error
 
 
 def first_sentence(error: Exception) -> str:
-    """The beginning of a long message."""
+    """The first sentence of a long message, on one line."""
     return " ".join(str(error).split()).partition(". ")[0]

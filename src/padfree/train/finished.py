@@ -1,12 +1,12 @@
-"""Whether a run has nothing left to do, seen before anything is loaded or written.
+"""Decide whether a run is finished, before anything is loaded or written.
 
-    newest checkpoint    after run.steps steps, or at the end of the data (the batcher of the run is asked)
-    data                 the same
-    evaluation.jsonl     has the last evaluation
+    newest checkpoint    after run.steps steps, or at the end of the data (checked with the run's batcher)
+    data                 unchanged
+    evaluation.jsonl     contains the last evaluation
     events.jsonl         the model was exported after the last step
-    settings             those of evaluations and exports are the same; others have nothing left to steer
+    settings             those of evaluation and export are unchanged; the others no longer have an effect
 
-If any of it is missing, the run goes on from the checkpoint in the usual way, and does what is missing.
+If any condition fails, the run resumes from the checkpoint as usual and does what is missing.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import changed_settings, data_record
 from padfree.train.training_data import make_batcher
 
-OUTCOME = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
-"""Beginnings of the settings that decide what is done after the last step."""
+AFTER_TRAINING = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
+"""Prefixes of the settings that control what happens after the last step."""
 
 
 def finished_step(config: Config, source: TrainingData) -> int | None:
-    """The number of steps of a run that is finished; None: something is left to do."""
+    """The number of steps of a finished run; None if something is left to do."""
     folder = Path(config.run.folder)
     newest = latest_in(folder / CHECKPOINTS) if config.checkpoint.resume else None
     if newest is None:
         return None
     extra: dict[str, Any] = {}
-    with suppress(CheckpointError, OSError):  # loading it says what is wrong with it
+    with suppress(CheckpointError, OSError):  # loading the checkpoint will report the error
         extra = read_manifest(newest, "remove it")["extra"]
     if MADE_WITH not in extra or not _all_trained(config, source, extra):
         return None
-    there, step = extra[MADE_WITH], int(extra["step"])
-    if there["data"] is None or there["data"]["digest"] != data_record(source.samples, source.day)["digest"]:
+    record, step = extra[MADE_WITH], int(extra["step"])
+    if record["data"] is None or record["data"]["digest"] != data_record(source.samples, source.day)["digest"]:
         return None
-    if any(name.startswith(OUTCOME) for name in changed_settings(there["settings"], config)):
+    if any(name.startswith(AFTER_TRAINING) for name in changed_settings(record["settings"], config)):
         return None
-    if config.eval.path and _last(folder / EVALUATION).get("step") != step:
+    if config.eval.path and _last_line(folder / EVALUATION).get("step") != step:
         return None
-    last = _last(folder / EVENTS)
+    last = _last_line(folder / EVENTS)
     wanted = "export" if config.checkpoint.export else "end"
     exported = not config.checkpoint.export or (folder / MODEL).is_dir()
     return step if exported and (last.get("kind"), last.get("step")) == (wanted, step) else None
@@ -63,14 +63,14 @@ def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) ->
     if ROLLOUTS in extra or extra.get(QUEUE):
         return False
     batcher = make_batcher(config, source.samples, source.parts)
-    with suppress(UserError):  # of other settings: the resume says it
+    with suppress(UserError):  # made with other settings: resuming will report it
         batcher.load_state_dict(extra["batcher"])
         return next(iter(batcher), None) is None
     return False
 
 
-def _last(path: Path) -> dict[str, Any]:
-    """The last line of a file of a run; empty where there is none."""
+def _last_line(path: Path) -> dict[str, Any]:
+    """The last JSON line of a run's file; empty if there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = json.loads(lines[-1]) if lines else {}

@@ -1,8 +1,9 @@
-"""Numbers of a run that must be finite: losses, metrics, log-probabilities of other models, and weights.
+"""Numbers of a run that must be finite: losses, metrics, scores of other models, and weights.
 
+what                           when it is checked           how it is reported
 loss, gradient norm            every step                   NonFiniteError, before the update (`Engine`)
-log-probabilities, values,     whenever they are scored     the model, the sample and the token (`Scorer`)
-rewards of a model
+log-probabilities, values,     whenever they are computed   the model, the sample and the token (`Scorer`)
+rewards of a reward model
 metrics of an evaluation       before they are reported     the metric (`make_evaluation`)
 weights                        when they are loaded         the file and the tensor (`load_model`)
                                before they are saved        the tensor (`Trainer.save`, `export_model`)
@@ -24,30 +25,30 @@ from padfree.model.load import nonfinite_weight
 
 
 class NonFiniteError(RuntimeError):
-    """A number that is not finite, and what is to blame. The weights are those before the step."""
+    """A number that is not finite, with the samples that caused it. The weights are those before the step."""
 
     def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
         super().__init__(message)
         self.samples = samples
 
 
-def weights_line(model: nn.Module, step: int) -> str:
-    """The end of a line about a loss that is not finite: what is known of the cause. Every rank calls it."""
+def nonfinite_cause(model: nn.Module, step: int) -> str:
+    """The end of an error message about a non-finite loss: what is known about the cause. Collective."""
     name = _nonfinite_on_any_rank(model)
     if name is not None:
-        return f"; the cause is in the weights: {name} is not finite; go on from a checkpoint with a lower optimizer.lr"
+        return f"; the cause is in the weights: {name} is not finite; resume a checkpoint with a lower optimizer.lr"
     if step == 0:
-        return "; the weights are finite and as they were loaded, so that optimizer.lr is not the cause"
+        return "; the weights are finite and unchanged since they were loaded, so optimizer.lr is not the cause"
     return ", or lower optimizer.lr"
 
 
 def check_weights(model: nn.Module, step: int, name: str = "the model", lr: str = "optimizer.lr") -> None:
-    """Refuse to keep weights that an update has left not finite. Every rank calls it."""
+    """Refuse to save weights that updates have made non-finite. Collective."""
     found = _nonfinite_on_any_rank(model)
     if found is not None:
         raise NonFiniteError(
-            f"step {step}: the updates have made {found} of {name} not finite, so that nothing is saved; go on "
-            f"from the checkpoint before with a lower {lr}"
+            f"step {step}: the updates have made {found} of {name} not finite, so nothing is saved; resume the "
+            f"previous checkpoint with a lower {lr}"
         )
 
 
@@ -60,27 +61,27 @@ def _nonfinite_on_any_rank(model: nn.Module) -> str | None:
 
 
 def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sample], *, setting: str, what: str) -> None:
-    """Refuse numbers [n] of a model's that are not finite; the same on every rank."""
+    """Refuse scores [n] of a model that are not finite. All ranks see the same scores."""
     for index, (values, sample) in enumerate(zip(scores, samples, strict=True)):
         finite = np.isfinite(values)
         if not finite.all():
             token = int(np.argmin(finite))
-            name = f"number {index}" if sample.uid is None else sample.uid
+            name = f"at index {index}" if sample.uid is None else sample.uid
             raise UserError(
                 setting,
                 f"the {what} of token {token} of sample {name} is {values[token]}",
-                "look at the weights of the model, and at the sample",
+                "check the weights of the model and the sample",
             )
 
 
 def check_metrics(found: Mapping[str, float], step: int) -> None:
-    """Refuse to report metrics of an evaluation that are not finite."""
+    """Refuse to report evaluation metrics that are not finite."""
     wrong = [name for name, value in found.items() if not math.isfinite(value)]
     if wrong:
-        more = f", and so are {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        more = f" (non-finite metrics: {len(wrong)})" if len(wrong) > 1 else ""
         after = f" after {step} steps" if step else ""
         raise UserError(
             "eval",
             f"{wrong[0]} is {found[wrong[0]]}{after}{more}",
-            "look at the weights of the model, and at the rows of eval.path",
+            "check the weights of the model and the rows of eval.path",
         )

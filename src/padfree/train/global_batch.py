@@ -1,14 +1,14 @@
-"""A global batch on its way through its updates, and as something that a checkpoint can hold.
+"""A global batch and its updates, and its representation in a checkpoint.
 
     5 samples, 2 epochs, 2 mini-batches      parts   (0, [3 0 4]) (0, [1 2]) (1, [2 3 1]) (1, [4 0])
                                              done    2: the third part is next
 
-SFT makes one update of a batch. RL makes epochs × mini-batches of them, and all of them use what was found before the
-first: advantages, reference and old log-probabilities. A run that ends in between needs those again, to the bit, so
-its checkpoint holds them:
+SFT makes one update per batch. RL makes epochs × mini-batches updates, and all of them use the advantages and the
+reference and old log-probabilities that were computed before the first. A run that stops in between needs bit-identical
+values when it resumes, so its checkpoint holds them:
 
-    "rollouts"                what JSON can hold: updates done, and of every sample its length, uid, group, reward, ...
-    "rollouts/tokens"  [Σn]   and arrays of all samples end to end, one tensor a field
+    "rollouts"                JSON: the number of updates done; length, uid, group, reward, ... of every sample
+    "rollouts/tokens"  [Σn]   and one tensor for each other array field, with all samples concatenated
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ KEY = "rollouts"
 
 
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
-    """The samples of each update with the `number`-th batch: in their own order, or shuffled for mini-batches.
+    """The sample indices of each update of batch `number`: in order, or shuffled if there are mini-batches.
 
-    Every pass over the batch has an order of its own. The plan of a run (`padfree.tools.planner`) asks here, too.
+    Each pass over the batch is shuffled differently. The planner (`padfree.tools.planner`) also uses this function.
     """
     parts: list[Indices] = []
     for epoch in range(epochs):
@@ -46,13 +46,13 @@ def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int,
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class GlobalBatch:
-    """The samples of a global batch with all that their updates need; `done` counts the updates that were made."""
+    """The samples of a global batch with everything that their updates need. `done`: number of updates made."""
 
     samples: Sequence[Sample]
     parts: Sequence[Indices]
     epochs: int = 1
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # of the batch, for every update's line
-    times: Mapping[str, float] = field(default_factory=dict)  # for the first update's line alone, so no checkpoint's
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # metrics of the batch, written with every update
+    times: Mapping[str, float] = field(default_factory=dict)  # written with the first update only; not in checkpoints
     done: int = 0
 
     @property
@@ -61,24 +61,24 @@ class GlobalBatch:
 
     @property
     def epoch(self) -> int:
-        """That of the next update."""
+        """The epoch of the next update."""
         return self.done * self.epochs // len(self.parts)
 
     def advance(self) -> None:
-        """An update was made."""
+        """Count an update as made."""
         self.done += 1
 
     def samples_of(self, update: int) -> list[Sample]:
         return [self.samples[i] for i in self.parts[update]]
 
     def state(self) -> dict[str, Any]:
-        """For `extra` of a checkpoint. `raw_reward` is not kept: no update asks for it. A collective."""
+        """The entries of a checkpoint's `extra`. Collective. `raw_reward` is omitted because no update uses it."""
         samples = whole(self.samples)
-        rows = [
+        records = [
             {
                 "length": len(sample),
-                "uid": _plain(sample.uid),
-                "group": _plain(sample.group),
+                "uid": _plain_id(sample.uid),
+                "group": _plain_id(sample.group),
                 "source": sample.source,
                 "reward": None if sample.reward is None else float(sample.reward),
                 "arrays": [name for name in TOKEN_ARRAYS if getattr(sample, name) is not None],
@@ -100,41 +100,41 @@ class GlobalBatch:
             "metrics": {
                 name: value.item() if isinstance(value, np.generic) else value for name, value in self.metrics.items()
             },
-            "samples": rows,
+            "samples": records,
         }
         tensors = {f"{KEY}/{name}": torch.from_numpy(np.concatenate(found)) for name, found in arrays.items() if found}
         return {KEY: about, **tensors}
 
     @staticmethod
     def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> GlobalBatch:
-        """What `state` was made of. The settings must still be those that it was begun with."""
+        """Restore the batch that `state` stored. `epochs` and `mini_batches` must be unchanged."""
         about = extra[KEY]
-        rows = about["samples"]
-        parts = update_parts(len(rows), epochs=epochs, mini_batches=mini_batches, seed=seed, number=number)
+        records = about["samples"]
+        parts = update_parts(len(records), epochs=epochs, mini_batches=mini_batches, seed=seed, number=number)
         if (len(parts), epochs) != (about["updates"], about["epochs"]):
             raise UserError(
                 "loss.epochs",
-                f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint stands inside a rollout batch of "
+                f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint is inside a rollout batch of "
                 f"{about['epochs']} epochs and {about['updates']} updates",
-                "change them after it",
+                "keep both settings until that batch is finished",
             )
         pieces = {
-            name: _pieces(extra[f"{KEY}/{name}"], [row["length"] for row in rows if _has(row, name)])
+            name: _split(extra[f"{KEY}/{name}"], [record["length"] for record in records if _has_array(record, name)])
             for name in ("tokens", "mask", *TOKEN_ARRAYS)
             if f"{KEY}/{name}" in extra
         }
-        if f"{KEY}/old" in extra:  # of a checkpoint that kept them beside the samples
-            pieces["old_logprobs"] = _pieces(extra[f"{KEY}/old"], [row["length"] for row in rows])
-            rows = [{**row, "arrays": [*row["arrays"], "old_logprobs"]} for row in rows]
+        if f"{KEY}/old" in extra:  # earlier versions stored old log-probabilities separately
+            pieces["old_logprobs"] = _split(extra[f"{KEY}/old"], [record["length"] for record in records])
+            records = [{**record, "arrays": [*record["arrays"], "old_logprobs"]} for record in records]
         arrays = {name: iter(found) for name, found in pieces.items()}
         samples = [
             Sample(
                 tokens=next(arrays["tokens"]),
                 loss_mask=next(arrays["mask"]),
-                **{name: next(arrays[name]) for name in row["arrays"]},
-                **{name: row[name] for name in ("uid", "group", "source", "reward")},
+                **{name: next(arrays[name]) for name in record["arrays"]},
+                **{name: record[name] for name in ("uid", "group", "source", "reward")},
             )
-            for row in rows
+            for record in records
         ]
         return GlobalBatch(
             samples=samples,
@@ -145,14 +145,14 @@ class GlobalBatch:
         )
 
 
-def _has(row: Mapping[str, Any], name: str) -> bool:
-    return name not in TOKEN_ARRAYS or name in row["arrays"]
+def _has_array(record: Mapping[str, Any], name: str) -> bool:
+    return name not in TOKEN_ARRAYS or name in record["arrays"]
 
 
-def _pieces(values: Tensor, lengths: Sequence[int]) -> list[Any]:
+def _split(values: Tensor, lengths: Sequence[int]) -> list[Any]:
     return np.split(values.numpy(), np.cumsum(lengths)[:-1])
 
 
-def _plain(name: Any) -> str | int | None:
-    """Without numpy's own kinds of integers."""
+def _plain_id(name: Any) -> str | int | None:
+    """Convert numpy integers to int."""
     return name if name is None or isinstance(name, str) else int(name)

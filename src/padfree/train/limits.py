@@ -1,7 +1,7 @@
-"""What a model can be given, and whether samples are within it.
+"""The inputs that a model accepts, and a check that samples are within these limits.
 
-Qwen3   vocabulary 151936   any number of positions: rotary angles go on
-GPT-2   vocabulary 50257    1024 positions: a table, which ends
+Qwen3   vocabulary 151936   any number of positions: rotary embeddings have no limit
+GPT-2   vocabulary 50257    1024 positions: a table of position embeddings
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from padfree.tasks.reading import Samples
 from padfree.train.data_rows import lengths_of
 
 TABLE_MARGIN = 8
-"""A table of positions may have a few rows more than the config says (OPT: two)."""
+"""A position table may have a few entries more than the config says (OPT: two)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelLimits:
-    """What a model can be given: token ids below `vocabulary`, samples of up to `positions` tokens (None: any)."""
+    """A model accepts token ids below `vocabulary` and samples of up to `positions` tokens (None: no limit)."""
 
     vocabulary: int
     positions: int | None
-    trained_positions: int | None  # max_position_embeddings; rotary models go on beyond it
+    trained_positions: int | None  # max_position_embeddings; rotary models also accept longer samples
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelLimits:
-        """Read off the modules: an embedding or a buffer with a row a position is a table that ends."""
+        """Inspect the modules: an embedding or buffer with about one entry per position is a position table."""
         embeddings = model.get_input_embeddings()
         vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.vocab_size
         trained = getattr(model.config, "max_position_embeddings", None)
@@ -41,14 +41,14 @@ class ModelLimits:
         positions = None
         if trained is not None:
             others = (part for part in model.modules() if isinstance(part, nn.Embedding) and part is not embeddings)
-            rows = {part.num_embeddings for part in others}
-            rows |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
-            ends = any(trained <= count <= trained + TABLE_MARGIN for count in rows)
-            positions = trained if ends else None
+            table_sizes = {part.num_embeddings for part in others}
+            table_sizes |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
+            is_table = any(trained <= count <= trained + TABLE_MARGIN for count in table_sizes)
+            positions = trained if is_table else None
         return ModelLimits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
 
     def within(self, other: ModelLimits) -> ModelLimits:
-        """What both models can be given."""
+        """The limits that hold for both models."""
         limits = [limit for limit in (self.positions, other.positions) if limit is not None]
         return replace(
             self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None
@@ -65,21 +65,21 @@ def check_fits(
     vocabulary_cure: str,
     positions_cure: str,
 ) -> None:
-    """Refuse token ids that the model has no embedding for, and samples with more tokens than it has positions."""
+    """Refuse token ids outside the model's vocabulary, and samples with more tokens than it has positions."""
     if limits.positions is not None:
         lengths = lengths_of(samples)
         over = np.flatnonzero(lengths > limits.positions)
         if len(over):
             raise UserError(
                 setting,
-                f"{place(int(over[0]))} has {lengths[over[0]]} tokens and the model {limits.positions} positions",
+                f"{place(int(over[0]))} has {lengths[over[0]]} tokens, but the model has {limits.positions} positions",
                 positions_cure,
             )
     found = _first_token_from(samples, limits.vocabulary) if look_at_tokens else None
     if found is not None:
         raise UserError(
             setting,
-            f"{place(found[0])} has token id {found[1]}, but the vocabulary of the model has {limits.vocabulary}",
+            f"{place(found[0])} has token id {found[1]}, but the model's vocabulary has {limits.vocabulary} entries",
             vocabulary_cure,
         )
 

@@ -1,11 +1,11 @@
-"""How the samples of a step are divided into packs, and each pack on the device: the one place that decides both.
+"""Divide the samples of a step into packs, and build each pack on the device. Nothing else in padfree does either.
 
     samples of the global batch, plan, weights        slot [5 9 12] of data rank 1
     collate    [T]       5 5 5 9 9 12 12 12           padded to a multiple of the context ranks
     shard      [T/cp]    this context rank's tokens, labels, weights, and its AttnContext
 
-A slot without tokens (fewer samples than slots) becomes a row of one token that is not scored: its rank must take part
-in every collective of the step, and the row adds exactly 0 to the loss and to the gradients.
+A slot without tokens (fewer samples than slots) becomes a filler: a pack with one unscored token. Its rank must take
+part in every collective of the step, and the filler adds exactly 0 to the loss and to the gradients.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSettings:
-    """How a row is divided over the context ranks, and whether its samples share prefixes."""
+    """How a pack is divided over the context ranks, whether its samples share prefixes, and what is scored."""
 
     layout: LayoutKind = "balanced"
     method: str = "allgather"
     share_prefixes: SharePrefixes = False
-    ends: bool = False  # what is scored is the end of each sample, not its tokens (`at_ends`)
-    pad_token: int | None = None  # which token is no end
+    ends: bool = False  # score only the end of each sample, not every token (`at_ends`)
+    pad_token: int | None = None  # padding token id, which does not count as the end of a sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
-    """A pack, and this rank's share of it."""
+    """A pack, and this context rank's shard of it."""
 
-    packed: PackedBatch  # on the host, the pad included
+    packed: PackedBatch  # on the host, including padding
     local: LocalBatch
 
     @property
@@ -63,14 +63,14 @@ class MicroBatch:
 
 
 class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
-    """Micro-batches that are laid out when they are first read: each while the device computes the one before."""
+    """Micro-batches that are built on first access: each is built while the device computes the previous one."""
 
     def __init__(
         self, slots: Sequence[tuple[Indices, int | None]], lay_out: Callable[[Indices, int | None], MicroBatch]
     ) -> None:
-        """`slots`: as `StepPlan.packs_of` gives them."""
+        """`slots`: the result of `StepPlan.packs_of`."""
         self._slots, self._lay_out = slots, lay_out
-        self._rows: list[tuple[MicroBatch, Indices]] = []
+        self._packs: list[tuple[MicroBatch, Indices]] = []
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -83,16 +83,16 @@ class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
 
     def __getitem__(self, index: int | slice) -> Any:
         last = len(self) if isinstance(index, slice) else index % len(self) + 1 if index < len(self) else len(self)
-        while len(self._rows) < last:
-            indices, width = self._slots[len(self._rows)]
-            self._rows.append((self._lay_out(indices, width), indices))
-        return self._rows[index]
+        while len(self._packs) < last:
+            indices, width = self._slots[len(self._packs)]
+            self._packs.append((self._lay_out(indices, width), indices))
+        return self._packs[index]
 
 
 class Packer:
-    """Decides how samples are divided over ranks and micro-batches, and lays the packs of this rank out.
+    """Divides samples over ranks and micro-batches, and builds the packs of this rank.
 
-    Training, scoring and evaluation of a model all ask the same one.
+    Training, scoring and evaluation of a model share one packer.
     """
 
     def __init__(
@@ -100,20 +100,26 @@ class Packer:
         mesh: Mesh,
         *,
         max_tokens: int,
-        rows: PackSettings,
+        pack_settings: PackSettings,
         overlong: PackOverlong,
         cost: CostModel,
         unshared_reason: str | None,
     ) -> None:
-        """`unshared_reason`: why the model cannot share prefixes; None: it can."""
-        self.mesh, self.max_tokens, self.rows, self.overlong, self.cost = mesh, max_tokens, rows, overlong, cost
-        self.unshared_reason, self._said_unshared = unshared_reason, False
+        """`unshared_reason`: why the model cannot share prefixes; None if it can."""
+        self.mesh, self.max_tokens, self.pack_settings, self.overlong, self.cost = (
+            mesh,
+            max_tokens,
+            pack_settings,
+            overlong,
+            cost,
+        )
+        self.unshared_reason, self._warned_unshared = unshared_reason, False
         self._check_sharing()
 
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
-        """Which sample runs where. A pack may hold `max_tokens` for each of its context ranks.
+        """Assign samples to packs and ranks. A pack holds up to `max_tokens` tokens per context rank.
 
-        With `keep_groups` samples of a group are in one pack.
+        With `keep_groups`, samples of a group are in one pack.
         """
         return plan_samples(
             samples,
@@ -127,42 +133,45 @@ class Packer:
         )
 
     def lay_out(self, samples: Sequence[Sample], plan: StepPlan, weights: Sequence[Floats] | None = None) -> LazyPacks:
-        """This rank's packs of a plan, all of which are kept."""
+        """This rank's packs of a plan. All packs stay in memory."""
         here = arrived(samples, plan.micro_batches)
 
         def laid_out(indices: Indices, width: int | None) -> MicroBatch:
             return make_micro_batch(
-                here, indices, self.mesh, self.rows, weights=weights, prefixes=plan.prefixes, width=width
+                here, indices, self.mesh, self.pack_settings, weights=weights, prefixes=plan.prefixes, width=width
             )
 
         return LazyPacks(plan.packs_of(self.mesh.data.rank), laid_out)
 
     def packs(
-        self, samples: Sequence[Sample], plan: StepPlan, rows: PackSettings | None = None
+        self, samples: Sequence[Sample], plan: StepPlan, pack_settings: PackSettings | None = None
     ) -> Iterator[tuple[MicroBatch, Indices]]:
-        """The same one after the other, none of which is kept; with other `rows` than those of training."""
+        """Yield this rank's packs one after the other, without keeping them. `pack_settings` override the packer's."""
         here = arrived(samples, plan.micro_batches)
         for indices, width in plan.packs_of(self.mesh.data.rank):
-            rows = rows or self.rows
-            yield make_micro_batch(here, indices, self.mesh, rows, prefixes=plan.prefixes, width=width), indices
+            settings = pack_settings or self.pack_settings
+            yield make_micro_batch(here, indices, self.mesh, settings, prefixes=plan.prefixes, width=width), indices
 
     def _check_sharing(self) -> None:
-        if self.rows.share_prefixes is True and self.unshared_reason is not None:
+        if self.pack_settings.share_prefixes is True and self.unshared_reason is not None:
             raise UserError(
                 "batch.share_prefixes", f"True, but {self.unshared_reason}", "set batch.share_prefixes=false"
             )
 
     def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
-        """What the samples of a step share; None where nothing is to be shared. A model that cannot says so once."""
+        """The prefixes that samples of a step share; None if sharing is off or the model cannot (it warns once)."""
         self._check_sharing()
-        if self.rows.share_prefixes is False or not len(samples):
+        if self.pack_settings.share_prefixes is False or not len(samples):
             return None
         if self.unshared_reason is None:
-            return prefixes_of(samples, self.rows.share_prefixes, self.cost)
-        if not self._said_unshared and prefixes_of(samples, self.rows.share_prefixes, self.cost).is_shared:
-            self._said_unshared = True
+            return prefixes_of(samples, self.pack_settings.share_prefixes, self.cost)
+        if not self._warned_unshared and prefixes_of(samples, self.pack_settings.share_prefixes, self.cost).is_shared:
+            self._warned_unshared = True
             if self.mesh.loss.rank == 0:
-                message = f"batch.share_prefixes: samples share prefixes, but each is computed: {self.unshared_reason}"
+                message = (
+                    "batch.share_prefixes: samples share prefixes, but each sample computes its own: "
+                    f"{self.unshared_reason}"
+                )
                 warnings.warn(message, PadfreeWarning, stacklevel=2)
         return None
 
@@ -170,7 +179,7 @@ class Packer:
 def plan_samples(
     samples: Sequence[Sample], prefixes: PrefixTree | None, *, keep_groups: bool = False, **options: Any
 ) -> StepPlan:
-    """The plan of one step over these samples, which share `prefixes`; `options` as for `plan_step`."""
+    """The plan of one step over samples that share `prefixes`. `options`: see `plan_step`."""
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
     return plan(lengths, groups=[sample.group for sample in samples] if keep_groups else None, **options)
@@ -186,10 +195,10 @@ def make_micro_batch(
     prefixes: PrefixTree | None = None,
     width: int | None = None,
 ) -> MicroBatch:
-    """The pack of `samples[indices]`. `weights[i]` [n] weighs the predictions of sample i.
+    """Build the pack of `samples[indices]`. `weights[i]` [n]: weights of the predictions of sample i.
 
-    `prefixes` is what all `samples` share, as the step's plan has it, and `width` how many ranks share this pack, where
-    the plan says it.
+    `prefixes`: the prefixes that all `samples` share, from the step's plan. `width`: the number of context ranks of
+    this pack, if the plan chooses it for each pack.
     """
     context = mesh.sharing(width)
     chosen = [samples[i] for i in indices]
@@ -203,7 +212,7 @@ def make_micro_batch(
         if prefixes is not None:
             packed = with_shared_prefixes(packed, chosen, prefixes.restricted(indices))
     packed = packed.padded_to_multiple(context.size)
-    on_cuda = mesh.device.type == "cuda"  # page-locked memory is what a copy need not wait for
+    on_cuda = mesh.device.type == "cuda"  # copies from pinned memory are asynchronous
     local = shard(
         (packed.pin_memory() if on_cuda else packed).to(mesh.device),
         world=context.size,
@@ -217,11 +226,11 @@ def make_micro_batch(
 
 
 def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
-    """The same row with a label at the end of each sample and nowhere else: its last token that is no padding token.
+    """The same pack with one label per sample, at its last token that is not padding.
 
     samples   a b c | d e <pad>        labels  - - c | - e -
 
-    It is where transformers reads the score of a text. A sample of nothing else is scored at its first token.
+    transformers reads the score of a text at the same token. A sample that is all padding is scored at its first token.
     """
     ids, offsets = packed.input_ids.numpy(), packed.segments.offsets
     places = np.arange(len(ids)) if pad_token is None else np.where(ids != pad_token, np.arange(len(ids)), -1)
@@ -233,17 +242,17 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
 
 
 def filler(samples: Sequence[Sample]) -> Sample:
-    """One token that is not scored, with the rollout arrays that the other samples have."""
+    """One unscored token, with the same rollout arrays as the other samples."""
     for sample in samples:
         if len(sample):
             return replace(sample.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
     raise UserError(
-        "samples", f"none of the {len(samples)} of this step has a token", "give samples that are not empty"
+        "samples", f"none of the {len(samples)} samples of this step has a token", "give samples that are not empty"
     )
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:
-    """How many of this rank's positions have a label, counted on the host."""
+    """The number of labels on this rank, counted on the host."""
     if local.entries is not None:
         return len(local.entries.numbers)
     scored = packed.labels.numpy() != IGNORE

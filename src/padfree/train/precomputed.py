@@ -1,10 +1,10 @@
-"""The reference's log-probabilities of all training samples, computed once and kept in the cache.
+"""The reference's log-probabilities of all training samples, computed once and cached on disk.
 
     reference.precompute = true      first start    reference scores every sample -> <cache>/<key>/logprobs.npy [Σn]
-                                     later starts   the file is opened, and nothing is scored
+                                     later starts   open the file; nothing is scored
 
-The key is a hash of the samples, of the reference's weights, and of what else the numbers depend on. Once they are
-there the reference is not needed any more, and its memory is free for training.
+The key is a hash of the samples, the reference's weights, and the settings and versions that affect the result. The run
+frees the reference model after this, so that training can use its memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from padfree.train.rl.reference_model import ReferenceModel
 
 NAME = "logprobs"
 SCORED_AT_A_TIME = 1024
-"""Samples of one call of the reference."""
+"""Number of samples per call of the reference."""
 
 
 class ReferencedSamples(Sequence[Sample]):
-    """Samples with the reference's log-probabilities, read when they are asked for."""
+    """Samples with the reference's log-probabilities, read on access."""
 
     def __init__(self, samples: StoredSamples, logprobs: NDArray[np.float32]) -> None:
         self._samples, self._logprobs = samples, logprobs
@@ -50,10 +50,7 @@ class ReferencedSamples(Sequence[Sample]):
 def with_reference(
     samples: StoredSamples, reference: ReferenceModel, fingerprint: str, config: Config, mesh: Mesh
 ) -> ReferencedSamples:
-    """The same samples with what the reference, whose weights have this fingerprint, thinks of them.
-
-    Every rank calls it.
-    """
+    """The samples with the log-probabilities of the reference, whose weights have this fingerprint. Collective."""
     depends = [samples.digest, fingerprint, config.model.dtype, config.loss.temperature, torch.__version__]
     key, cache = hash_of(["reference", *depends])[:32], default_cache_folder()
     shape = (int(samples.lengths.sum()),)
@@ -67,7 +64,7 @@ def with_reference(
     there = torch.tensor(int(intact(cache / key)), device=mesh.device)
     dist.all_reduce(there, op=dist.ReduceOp.MIN, group=mesh.loss.group)
     if not there:
-        # Scoring is work of all ranks together, so that it cannot wait for a lock that another one holds.
+        # All ranks score together, so scoring must not run under `find_or_build`'s lock, which one rank holds.
         found = np.concatenate([np.empty(0, np.float32), *_scored(samples, reference)])
 
         def build(folder: Path) -> None:

@@ -1,12 +1,14 @@
-"""Refuse what cannot be run, before the first step and before anything large is loaded.
+"""Refuse a run that cannot work, before its first step and before anything large is loaded.
 
-    decide(config)  settings   trackers, the layout of the processes, the folder, names of models and of a reward
-                    model      its modules on the meta device, without weights: attention, leaks, vocabulary, positions
-                    data       tokenised: lengths against the caps, token ids, columns that the loss needs
-      -> Decided    tokenizer, data and the empty model for the run to go on with, and notes: what is odd but no mistake
+    preflight(config)  settings   trackers, process layout, run folder, names of the models and of the reward
+                       model      its modules on the meta device, without weights: attention, leakage between samples,
+                                  vocabulary, positions
+                       data       tokenised: lengths against the caps, token ids, columns that the loss needs
+      -> Preflight     tokenizer, data and meta-device model, which the run then uses, and notes: unusual facts that
+                       are not errors
 
-A run, its dry run and `padfree plan` all call `preflight`, so that none of them accepts what another refuses. What
-settings alone can tell is refused still earlier, by `padfree.config`.
+A run, its dry run and `padfree plan` all call `preflight`, so that they accept and refuse the same configurations.
+`padfree.config` refuses earlier what the settings alone show to be wrong.
 """
 
 from __future__ import annotations
@@ -78,16 +80,16 @@ from padfree.train.training_data import (
 from padfree.train.vocabulary import check_vocabularies
 
 MANY_SAMPLES = 1_000_000
-"""So many samples are not put into batches only to count these."""
+"""With more samples than this, batches are not formed merely to count steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Preflight:
-    """What deciding has loaded on the way, and what is worth saying before the first step."""
+    """The objects that the checks have loaded, and notes to show before the first step."""
 
     tokenizer: Any
     source: TrainingData
-    held_out: TrainingData | None  # of eval.path
+    held_out: TrainingData | None  # from eval.path
     model: PreTrainedModel  # on the meta device
     notes: tuple[str, ...]
 
@@ -101,19 +103,20 @@ def preflight(
     planned: bool = False,
     progress: Progress | None = None,
 ) -> Preflight:
-    """Refuse in one line what cannot be run; every process calls it alike, and none goes on where one refuses.
+    """Raise a `UserError` if the run cannot work. Collective: if one process refuses, all raise.
 
-    `dry`: nothing of the user's is imported, and the device need not be here. `planned`: nothing will be written, and
-    samples over the cap are for the plan to count.
+    `dry`: do not import user code, and allow a device that this machine does not have. `planned`: for `padfree plan`;
+    skip the checks of the run folder and of lengths, because nothing is written and the plan counts samples over the
+    cap.
     """
     day = data_day(config)
     if not dist.is_initialized():
-        return _decided(config, processes, device_type, dry, planned, progress, day)
+        return _run_checks(config, processes, device_type, dry, planned, progress, day)
     days: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(days, day)  # midnight may come between two ranks
+    dist.all_gather_object(days, day)  # midnight may fall between two ranks' calls
     found, error = None, None
     try:
-        found = _decided(config, processes, device_type, dry, planned, progress, days[0])
+        found = _run_checks(config, processes, device_type, dry, planned, progress, days[0])
     except UserError as caught:
         error = caught
     raise_together(error)
@@ -121,15 +124,15 @@ def preflight(
     return found
 
 
-def check_free(config: Config) -> None:
-    """Refuse a run folder that cannot be written, is somebody's or in use, or has a checkpoint of other settings."""
+def check_folder_usable(config: Config) -> None:
+    """Refuse a folder that is not writable, is not a run folder, is in use, or has a checkpoint of other settings."""
     check_run_folder(config)
     check_folder(config.run.folder, "run.folder")
     check_not_in_use(Path(config.run.folder))
     check_newest(config)
 
 
-def _decided(
+def _run_checks(
     config: Config,
     processes: int,
     device_type: str,
@@ -139,8 +142,8 @@ def _decided(
     day: datetime.date,
 ) -> Preflight:
     check_settings(config, processes=processes, device_type=device_type)
-    if dry and not planned:  # a run has asked before, on one rank: two that ask at a time would be in each other's way
-        check_free(config)
+    if dry and not planned:  # a real run checks this earlier, on one rank: concurrent checks would disturb each other
+        check_folder_usable(config)
     if is_path(config.loss.kind) and not dry:
         load_objective(config.loss.kind)
     model, limits = check_models(config)
@@ -169,7 +172,7 @@ def _decided(
 
 
 def check_settings(config: Config, *, processes: int, device_type: str) -> None:
-    """Check settings against this machine, without a model and without data."""
+    """Check the settings against this machine, without loading a model or data."""
     require_trackers(config.track)
     context, replicate = config.parallel.context, config.parallel.replicate
     if processes % ((1 if context == "auto" else context) * replicate):
@@ -198,7 +201,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
 
 
 def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
-    """The empty model, and what it, the reference and the teacher can all be given."""
+    """Build the model on the meta device; return it and the limits that all models of the run have in common."""
     model = _checked_model(config, config.model.path, "model.path", config.model.init, config.loss.head)
     limits = ModelLimits.of(model)
     path = config.reference.path
@@ -222,11 +225,13 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
         setting, init = ("model.path", config.model.init) if own else ("critic.path", "weights")
         critic = _checked_model(config, config.critic.path or config.model.path, setting, init, "scalar")
         limits = limits.within(ModelLimits.of(critic))
-    if (judge := model_of(config.rollout.reward)) is not None:
-        _checked_model(config, judge, "rollout.reward", "weights", "scalar")
-        if Path(judge).exists():
-            check_reward_model(judge, open_model(judge, trust_remote_code=config.model.trust_remote_code)[1])
-            open_tokenizer(judge, "rollout.reward", config.model.trust_remote_code)
+    if (reward_path := model_of(config.rollout.reward)) is not None:
+        _checked_model(config, reward_path, "rollout.reward", "weights", "scalar")
+        if Path(reward_path).exists():
+            check_reward_model(
+                reward_path, open_model(reward_path, trust_remote_code=config.model.trust_remote_code)[1]
+            )
+            open_tokenizer(reward_path, "rollout.reward", config.model.trust_remote_code)
     return model, limits
 
 
@@ -235,7 +240,7 @@ def _checked_model(config: Config, path: str, setting: str, init: Init, head: Mo
     model = skeleton(path, trust_remote_code=code, setting=setting, head=head)
     try:
         if Path(path).exists():
-            # which tensors its files hold; of a Hub id they would all be downloaded for it
+            # Check which tensors its files hold. For a Hub id this would download all of them.
             init_setting = "model.init" if setting == "model.path" else None
             open_model(path, init=init, init_setting=init_setting, trust_remote_code=code)
         attach(model, config.model.attention)
@@ -246,7 +251,7 @@ def _checked_model(config: Config, path: str, setting: str, init: Init, head: Mo
 
 
 def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
-    """Refuse a backend that cannot serve this model on this device, where the device is here to be asked."""
+    """Refuse an attention backend that cannot run this model on this device, if the device is present."""
     sizes = ModelSizes.of(model.config)
     if sizes.latent or not sizes.query or (device_type == "cuda" and not torch.cuda.is_available()):
         return
@@ -257,14 +262,14 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
 
 
 def check_context(config: Config, model: PreTrainedModel, processes: int) -> None:
-    """Refuse rows of any width where a layer or the method cannot have them."""
+    """Refuse parallel.context=auto if a layer or the context-parallel method does not support it."""
     if config.parallel.context != "auto":
         return
     sizes = ModelSizes.of(model.config)
     if sizes.mixer_layers:
         raise UserError(
             "parallel.context",
-            "'auto', but the model has layers that carry a state along the sequence, and need whole samples on a rank",
+            "'auto', but the model has layers that carry a state along the sequence and need whole samples on one rank",
             "set parallel.context=1",
         )
     for width in context_sizes(config.parallel.most_context(processes)):
@@ -274,8 +279,8 @@ def check_context(config: Config, model: PreTrainedModel, processes: int) -> Non
             except UserError:
                 raise UserError(
                     "parallel.method",
-                    f"'ulysses' with parallel.context=auto on up to {width} context ranks, which {sizes.heads} heads "
-                    "do not divide among",
+                    f"'ulysses' with parallel.context=auto can use up to {width} context ranks, and {width} does not "
+                    f"divide {sizes.heads} attention heads",
                     "set parallel.method=allgather",
                 ) from None
 
@@ -292,21 +297,21 @@ def check_held_out(
     *,
     planned: bool = False,
 ) -> None:
-    """The same for `eval.path`."""
-    there = config.with_held_out_data()
-    check_source(there, held_out, limits, tokenizer, setting="eval.path")
+    """Check the data of `eval.path` like training data."""
+    held_out_config = config.with_held_out_data()
+    check_source(held_out_config, held_out, limits, tokenizer, setting="eval.path")
     if not planned:
-        check_lengths(there, held_out, processes, budget=False)
+        check_lengths(held_out_config, held_out, processes, budget=False)
 
 
 def check_source(
     config: Config, source: TrainingData, limits: ModelLimits, tokenizer: Any, *, setting: str = "data.path"
 ) -> None:
-    """Refuse data that the model cannot take or that lack what the loss needs."""
+    """Refuse data that the model cannot process or that lacks what the loss needs."""
     sampled = config.rollout.source is not None
     limit = limits.positions
     shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
-    # Text can hold no token that its tokenizer does not have, so that only a larger one makes it worth looking.
+    # Text cannot contain ids outside its tokenizer's vocabulary: scan its tokens only if that vocabulary is larger.
     text = isinstance(source.samples, StoredSamples) and not source.given_ids
     looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
     check_fits(
@@ -325,7 +330,7 @@ def check_source(
             raise UserError(
                 setting,
                 f"none of {len(untrained):,} samples has a token to train, the first is {source.place(untrained[0])}",
-                "give a response_length of 1 or more, or a loss_mask with a 1 behind the first token",
+                "give a response_length of 1 or more, or a loss_mask with a 1 after the first token",
             )
     if sampled:
         _check_rows(config, source)
@@ -333,7 +338,7 @@ def check_source(
 
 
 def untrained_samples(source: TrainingData) -> list[int]:
-    """Which samples have no token to train. Text that has none is refused, or dropped, when it is read."""
+    """Indices of samples without trained tokens. Text without any is refused, or dropped, when it is read."""
     if isinstance(source.samples, StoredSamples):
         return []
     return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]
@@ -344,9 +349,9 @@ def _largest_id(tokenizer: Any) -> int:
 
 
 def check_lengths(config: Config, source: TrainingData, processes: int, *, budget: bool = True) -> None:
-    """Refuse samples over the cap of a device or over the budget of a step, unless they may stand alone.
+    """Refuse samples over the token cap of a device or the token budget of a step, if batch.overlong is "error".
 
-    Without `budget` there are no steps.
+    `budget=False` skips the budget: an evaluation has no steps.
     """
     batch, context = config.batch, config.parallel.most_context(processes)
     if batch.overlong != "error":
@@ -354,14 +359,14 @@ def check_lengths(config: Config, source: TrainingData, processes: int, *, budge
     alone = np.arange(len(source.samples) + 1)
     rows = row_starts(config, source.samples)
     pairs = config.loss.task.group_size > 1
-    # Both answers of a pair are in one micro-batch; all samples of a row are in one step.
+    # Both answers of a pair are in one micro-batch; all samples of a data row are in one step.
     _check_cap("batch.max_tokens", batch.max_tokens, context, rows if pairs else alone, source)
     if budget and batch.tokens is not None:
         _check_cap("batch.tokens", batch.tokens, 1, rows, source)
 
 
 def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Refuse neighbouring samples, from one of `starts` to the next, that together have more tokens than the cap."""
+    """Refuse a range of samples, from one entry of `starts` to the next, that has more tokens than the cap."""
     lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)
     if not len(over):
@@ -383,7 +388,7 @@ def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: Tr
 
 
 def _check_columns(config: Config, source: TrainingData) -> None:
-    """Arrays of a rollout: what the loss needs is in every row, and what some rows have all have."""
+    """Check the arrays of given rollouts: required columns are in every row; optional ones in all rows or in none."""
     loss, reference = config.loss, config.reference.path
     needs: dict[str, tuple[str, object, str]] = {}
     if loss.old_policy == "sampler":
@@ -411,13 +416,13 @@ def _check_columns(config: Config, source: TrainingData) -> None:
         if field not in replaced and 0 < len(missing) < len(source.samples):
             raise UserError(
                 "data.path",
-                f"{source.place(missing[0])} has no {field!r}, and other rows have",
+                f"{source.place(missing[0])} has no {field!r}, but other rows have it",
                 "give that column in every row, or in none",
             )
 
 
 def _check_rows(config: Config, source: TrainingData) -> None:
-    """A built-in reward says of every row whether it can judge a response to it."""
+    """Ask a built-in reward about every row: it raises an error if it cannot compute a reward for the row."""
     name = config.rollout.reward
     if name not in BUILT_IN:
         return
@@ -427,54 +432,54 @@ def _check_rows(config: Config, source: TrainingData) -> None:
         reward("", prompt.row, prompt.uid)
 
 
-# What is odd and no mistake
+# Notes: unusual facts that are not errors
 
 
 def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool) -> Iterator[str]:
     if config.optimizer.changes_nothing:
-        yield f"optimizer.lr is 0: {'only the critic is trained' if config.critic.lr else 'no weight is changed'}"
+        yield f"optimizer.lr is 0: {'only the critic is trained' if config.critic.lr else 'no weight changes'}"
     if untrained := untrained_samples(source):
         count = f"{len(untrained):,} of {len(source.samples):,}"
         yield f"data.path: {count} samples have no token to train, the first is {source.place(untrained[0])}"
     longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
     if trained is not None and longest > trained:
-        yield f"samples have up to {longest} tokens, the model was made for {trained} (max_position_embeddings)"
+        yield f"samples have up to {longest} tokens, but the model supports {trained} (max_position_embeddings)"
     steps = config.run.steps
     if steps is not None and config.data.epochs is not None:
-        there = count_steps(config, source, enough=steps)
-        if there < steps:
-            end = "" if config.schedule.kind == "constant" else f", where {config.schedule.kind} ends"
+        steps_in_data = count_steps(config, source, enough=steps)
+        if steps_in_data < steps:
+            end = "" if config.schedule.kind == "constant" else f", before the {config.schedule.kind} schedule ends"
             yield (
-                f"run.steps is {steps}, but the data end after about {there} steps, before that{end}; set "
-                f"run.steps={there}, or data.epochs=none"
+                f"run.steps is {steps}, but the data ends after about {steps_in_data} steps{end}; set "
+                f"run.steps={steps_in_data}, or data.epochs=none"
             )
     own_function = config.rollout.reward is not None and model_of(config.rollout.reward) is None
     if dry and own_function and config.rollout.reward not in BUILT_IN:
-        yield f"rollout.reward {config.rollout.reward} is not imported by a dry run: whether it works is not known"
+        yield f"rollout.reward {config.rollout.reward} is not imported by a dry run, so it has not been checked"
     if dry and config.rollout.environment is not None:
         name = config.rollout.environment
-        yield f"rollout.environment {name} is not imported by a dry run: whether it works is not known"
+        yield f"rollout.environment {name} is not imported by a dry run, so it has not been checked"
     if dry and is_path(config.loss.kind):
-        yield f"loss.kind {config.loss.kind} is not imported by a dry run: whether it works is not known"
+        yield f"loss.kind {config.loss.kind} is not imported by a dry run, so it has not been checked"
 
 
 def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
-    """Optimizer steps that the data give, or `enough`; epochs of a token budget are taken to be like the first."""
+    """Optimizer steps in the data, or `enough`. Assumes that all epochs of a token budget are like the first."""
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None
     if in_rows(config) and config.batch.samples is not None:
         order = epoch_order(config, row_counts(row_starts(config, samples), source.parts))
         rows = config.batch.samples // config.loss.task.group_size
-        alike = all((part.weight * part.size).denominator == 1 for part in order.parts)  # every epoch has as many rows
-        looked_at = range(1 if alike else epochs)
-        there = sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in looked_at)
-        return there * epochs if alike else there
+        same_every_epoch = all((part.weight * part.size).denominator == 1 for part in order.parts)
+        looked_at = range(1 if same_every_epoch else epochs)
+        steps = sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in looked_at)
+        return steps * epochs if same_every_epoch else steps
     if (
         not source.parts
         and config.batch.tokens is not None
         and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough
     ):
-        return enough  # no step has more tokens than its budget
+        return enough  # no step exceeds its token budget
     once = replace(config, data=replace(config.data, epochs=1), batch=replace(config.batch, overlong="alone"))
     counted: Any = _Lengths(config, samples) if in_rows(config) else samples
     updates = 0
@@ -485,16 +490,16 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
 
 
 def planned_steps(config: Config, source: TrainingData) -> int | None:
-    """Optimizer steps of the run, about; None where counting them would take long."""
+    """Approximate number of optimizer steps of the run; `run.steps` (possibly None) if counting would take long."""
     steps, quick = config.run.steps, config.batch.samples is not None and config.rollout.source is None
     if config.data.epochs is None or (not quick and len(source.samples) > MANY_SAMPLES):
         return steps
-    there = count_steps(config, source, enough=steps or LARGEST_COUNT)
-    return there if steps is None else min(steps, there)
+    steps_in_data = count_steps(config, source, enough=steps or LARGEST_COUNT)
+    return steps_in_data if steps is None else min(steps, steps_in_data)
 
 
 class _Lengths(Sequence[Any]):
-    """Samples of which only the lengths are asked for, so that no token is read."""
+    """Stands in for samples whose lengths are enough, so that no tokens are read."""
 
     def __init__(self, config: Config, samples: Samples) -> None:
         self._lengths, self.row_starts = lengths_of(samples), row_starts(config, samples)

@@ -1,13 +1,13 @@
-"""How long a rank's own layers take in forward, without the waiting for weights.
+"""Forward time of a rank's own layers, without the time spent waiting for weights.
 
     FSDP2's hook before the layer   waits for its weights       | our hook: a mark
     the layer                       this rank's own work        |
                                                                 | our hook: a mark
-    FSDP2's hook behind the layer   frees the weights
+    FSDP2's hook after the layer    frees the weights
 
-Under FSDP2 all ranks meet in every layer, so the time of a whole step does not say which rank was slow. On a GPU marks
-are events, and the host waits for them only when it reads the step's numbers. Compiled layers are not timed: the hooks
-would break their graphs.
+Under FSDP2 all ranks synchronise in every layer, so the time of a whole step does not show which rank was slow. On a
+GPU the marks are events, and the host waits for them only when it reads the results of the step. Compiled layers are
+not timed, because the hooks would break their graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from padfree.model.structure import layers_of
 
 
 class RankImbalanceTimer:
-    """Times the layers of a model."""
+    """Times the layers of a model on every rank."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         self._mesh, self._on_cuda = mesh, mesh.device.type == "cuda"
@@ -35,14 +35,14 @@ class RankImbalanceTimer:
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: Mesh) -> RankImbalanceTimer | None:
-        """None where there is nothing to compare, or where timing would slow the layers down."""
+        """None if there is only one data rank, or if timing would break compiled layers."""
         if mesh.data.size == 1 or any(layer._compiled_call_impl is not None for layer in layers_of(model)):
             return None
         return RankImbalanceTimer(model, mesh)
 
     def _mark(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
-            return  # computed again in backward, where a layer may stop half-way; or only scored
+            return  # recomputation in backward, where a layer may stop half-way; or scoring without gradients
         if self._on_cuda:
             event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -51,17 +51,17 @@ class RankImbalanceTimer:
             self._marks.append(time.perf_counter())
 
     def cut(self) -> list[Any]:
-        """The marks since the last call, which are those of one step."""
+        """Return the marks since the last call, i.e. those of one step."""
         marks, self._marks = self._marks, []
         return marks
 
     def seconds(self, marks: list[Any]) -> tuple[float, ...]:
-        """Of each data rank, from the marks of a step that the device is done with. Every rank calls it."""
+        """Seconds of each data rank, from the marks of a step that the device has completed. Collective."""
         pairs = zip(marks[::2], marks[1::2], strict=True)
         own = sum(a.elapsed_time(b) / 1e3 if self._on_cuda else b - a for a, b in pairs)
         mesh = self._mesh
         every = torch.zeros(mesh.loss.size, dtype=torch.float64, device=mesh.device)
         every[mesh.loss.rank] = own
         dist.all_reduce(every, group=mesh.loss.group)
-        slowest = every.view(mesh.data.size, mesh.context.size).amax(dim=1)  # a row takes as long as its slowest share
+        slowest = every.view(mesh.data.size, mesh.context.size).amax(dim=1)  # a pack takes as long as its slowest shard
         return tuple(slowest.tolist())

@@ -1,11 +1,11 @@
-"""What `auto` stands for in a run's settings: decided from the device, the model and the memory estimate.
+"""Resolve `auto` settings from the device, the model and the memory estimate.
 
     parallel.compile         inductor on a GPU, none on the CPU
-    parallel.checkpointing   the first of none, host, selective, full (the fastest first) that fits the device; host
-                             only for layers that compute for longer than their tensors travel to the host
-    parallel.reshard         false (all layers stay whole) where that fits as well
+    parallel.checkpointing   the first of none, host, selective, full (fastest first) that fits the device; host only
+                             for layers whose computation takes longer than copying their tensors to the host
+    parallel.reshard         false (layers stay gathered between forward and backward) if that also fits
 
-What a user has set stays as it is. Every decision comes with its reason, for whoever shows or records it.
+Values that the user sets are kept. Each resolved value comes with its reason, for display and for the event log.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from padfree.model.structure import skeleton
 from padfree.sizes import ModelSizes
 
 USABLE_FRACTION = 0.9
-"""Of a device's memory; the rest is left to the allocator, to collectives and to the driver."""
+"""Usable fraction of a device's memory; the rest is for the allocator, collectives and the driver."""
 
 ASSUMED_MEMORY = 80.0 * 2**30
-"""Of a GPU that is not here."""
+"""Assumed memory, in bytes, of a GPU that this machine does not have."""
 
 PINNED_FRACTION = 0.5
-"""Of a machine's memory, what may be page-locked for activations."""
+"""Fraction of the machine's memory that may be pinned for activations."""
 
 FASTEST_FIRST: tuple[Checkpointing, ...] = ("none", "host", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedAuto:
-    """Settings without any `auto`, and why each of those became what it is."""
+    """A config without `auto`, and the reason for each resolved value."""
 
     config: Config
-    reasons: dict[str, str]  # by the setting's name
+    reasons: dict[str, str]  # by setting name
 
     def fields(self) -> dict[str, str]:
-        """Each setting that was `auto` with what it became, and its reason behind that."""
+        """Each resolved setting with its value, followed by its reason."""
         found: dict[str, str] = {}
         for name, reason in self.reasons.items():
             found |= {name: _shown(self.config, name), f"{name} because": reason}
@@ -73,7 +73,7 @@ def resolve_auto(
     prompt_tokens: int = 0,
     copied_keys: float = 0.0,
 ) -> ResolvedAuto:
-    """Decide for devices of `memory` bytes. `model` is a `skeleton`; the rest is as for `estimate_memory`."""
+    """Resolve `auto` for devices of `memory` bytes. `model`: a `skeleton`; the rest: see `estimate_memory`."""
     reasons: dict[str, str] = {}
     parallel = config.parallel
     if parallel.compile == "auto":
@@ -81,7 +81,7 @@ def resolve_auto(
         parallel = replace(parallel, compile=chosen)
     if parallel.checkpointing == "auto" or parallel.reshard == "auto":
         if config.lora.rank:
-            add_adapters(model, config.lora)  # once: each estimate would put them in again
+            add_adapters(model, config.lora)  # once, here: each estimate would add them again
         estimates: list[tuple[ParallelConfig, MemoryEstimate]] = []
         may_offload = device_type != "cpu" and ModelSizes.of(model.config).hidden >= WIDE_ROW
         for candidate in _candidates(parallel, may_offload):
@@ -111,7 +111,7 @@ def resolve_auto(
 def resolve_auto_on(
     config: Config, mesh: Mesh, *, longest: int = 0, prompt_tokens: int = 0, copied_keys: float = 0.0
 ) -> ResolvedAuto:
-    """The same for the devices of this run. Every rank calls it, and all decide alike: the smallest device counts."""
+    """Resolve `auto` for the devices of this run. Collective: all ranks use the memory of the smallest device."""
     if "auto" not in (config.parallel.compile, config.parallel.checkpointing, config.parallel.reshard):
         return ResolvedAuto(config=config, reasons={})
     memory = torch.tensor(device_memory(mesh.device), dtype=torch.float64, device=mesh.device)
@@ -129,7 +129,7 @@ def resolve_auto_on(
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes that this process can have: what the GPU has free or holds for us, or its share of the machine's memory."""
+    """Bytes this process can use: GPU memory that is free or reserved by it, or its share of the machine's memory."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return ASSUMED_MEMORY  # a dry run for another machine
     if device.type == "cuda":
@@ -139,26 +139,26 @@ def device_memory(device: torch.device) -> float:
 
 
 def _machine_memory() -> float:
-    """Bytes of this machine, shared among its processes."""
+    """This process's share of the machine's memory, in bytes."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return machine / processes_of(meet=False).local_world
 
 
 def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
     if device_type != "cuda":
-        return "none", "compiled layers are for GPUs"
+        return "none", "layers are compiled only on a GPU"
     if importlib.util.find_spec("triton") is None:
         return "none", "the compiler needs triton, which is not installed"
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
-        return "none", "the compiler needs a C compiler, and there is none (install gcc, or set CC)"
+        return "none", "the compiler needs a C compiler, and none was found (install gcc, or set CC)"
     return "inductor", "compiled layers are faster on a GPU; the first step waits for the compiler"
 
 
 def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[ParallelConfig]:
-    """What may be chosen, the fastest first. `may_offload`: whether layers take longer than the link to the host."""
+    """Candidates, fastest first. `may_offload`: whether layers compute longer than the copy to the host takes."""
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
     if not may_offload or parallel.compile == "none" or parallel.context != 1:
-        ways = tuple(way for way in FASTEST_FIRST if way != "host")  # which is for whole graphs of compiled layers
+        ways = tuple(way for way in FASTEST_FIRST if way != "host")  # "host" needs whole graphs of compiled layers
     if parallel.checkpointing != "auto":
         ways = (parallel.checkpointing,)
     for way in ways:
@@ -170,9 +170,9 @@ def _reason(estimates: list[tuple[ParallelConfig, MemoryEstimate]], memory: floa
     _, estimate = estimates[-1]
     needs = f"needs about {_gib(estimate.device)} of {_gib(memory)}"
     if estimate.device > USABLE_FRACTION * memory:
-        return f"{needs}, more than there may be, and nothing needs less: lower batch.max_tokens if memory runs out"
+        return f"{needs}, which may not fit, and no other choice needs less: lower batch.max_tokens if memory runs out"
     faster = [f"{_named(other)} {_gib(found.device)}" for other, found in estimates[:-1]]
-    return needs if not faster else f"{needs}; {', '.join(faster)} would be faster, but not fit"
+    return needs if not faster else f"{needs}; {', '.join(faster)} would be faster, but would not fit"
 
 
 def _named(parallel: ParallelConfig) -> str:

@@ -1,13 +1,13 @@
-"""What a checkpoint was made with, and what may have changed when a run resumes from it.
+"""The record of what a checkpoint was made with, and its comparison with the run that resumes.
 
     checkpoint               this start
-    data      digest    ==   digest         of the samples that are trained on, not of names or numbers of rows
+    data      digest    ==   digest         of the training samples; file names and row numbers do not count
     model     fields    ==   fields         of the model's config that change what it computes
-    reference the same       the same       and its weights, by a fingerprint; so a teacher
-    settings  by name   ->   their fields   may change: said, and kept in events.jsonl; must stay: refused by name
+    reference the same       the same       and a fingerprint of its weights; likewise for a teacher
+    settings  by name   ->   by name        may change: reported and written to events.jsonl; must stay: refused
 
-A run resumes on any number of processes. The order of the samples and the shapes of what is saved must not change; what
-steers the steps to come (learning rate, betas, schedule, coefficients of the loss) may.
+A run resumes on any number of processes. The order of the samples and the shapes of saved tensors must not change;
+settings that affect only future steps (learning rate, betas, schedule, loss coefficients) may.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from padfree.rollout import Prompt
 from padfree.train.global_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
-"""Where the record is among what a checkpoint keeps."""
+"""Key of the record in a checkpoint's `extra`."""
 
 RULES = resume_rules(Config, get_type_hints)
-"""Whether a setting may change, by its name: metadata of its field."""
+"""Whether each setting may change, by name; read from the metadata of its field."""
 
 NOT_ARITHMETIC = (
     "_name_or_path",
@@ -65,7 +65,7 @@ NOT_ARITHMETIC = (
     "label2id",
     "problem_type",
 )
-"""Fields of a model's config that do not change what it computes, or that settings of the run decide."""
+"""Fields of a model's config that do not change what it computes, or that the run's settings determine."""
 
 
 def made_with(
@@ -76,7 +76,7 @@ def made_with(
     reference: Mapping[str, Any] | None = None,
     teacher: str | None = None,
 ) -> dict[str, Any]:
-    """The record that goes into every checkpoint of a run. `teacher` is a fingerprint of its weights."""
+    """The record for every checkpoint of a run. `teacher`: a fingerprint of its weights."""
     return {
         "settings": flat_settings(config),
         "data": None if data is None else dict(data),
@@ -88,7 +88,7 @@ def made_with(
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
-    """Every setting by its name, as JSON gives it back, without the run folder, which may be moved."""
+    """Every setting by name, as JSON restores it, except the run folder, which may be moved."""
     found = _flat(json.loads(json.dumps(config.to_dict())), keep=("rollout.launch.environment",))
     del found["run.folder"]
     return found
@@ -101,7 +101,7 @@ def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def data_record(samples: Sequence[Sample | Prompt] | StoredSamples, day: datetime.date | None = None) -> dict[str, Any]:
-    """A digest of what is trained on, and its size for a person to see. `day`: the date that the texts hold."""
+    """A digest of the training samples, and their size for messages. `day`: the date that the texts contain."""
     about = {} if day is None else {"day": day.isoformat()}
     if isinstance(samples, StoredSamples):
         return {"digest": samples.digest, "samples": len(samples), "tokens": samples.report.num_tokens, **about}
@@ -114,7 +114,7 @@ def data_record(samples: Sequence[Sample | Prompt] | StoredSamples, day: datetim
 
 
 def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
-    """All of a sample that training uses; names are not part of it."""
+    """Everything in a sample that training uses; names are left out."""
     yield np.asarray(sample.tokens, np.int64).tobytes()
     if isinstance(sample, Prompt):
         yield json.dumps(sample.row, sort_keys=True, default=str).encode()
@@ -130,31 +130,31 @@ def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
 
 
 def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
-    """Refuse ranks that have other settings, another model or other data than the first. Every rank calls it."""
+    """Refuse ranks whose settings, model or data differ from rank 0. Collective."""
     own = {part: hash_of(record[part]) for part in ("settings", "model", "data")}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
     for rank, other in enumerate(gathered):
         for part, setting, what in (
             ("settings", "run", "settings"),
-            ("model", "model.path", "a config"),
+            ("model", "model.path", "model configs"),
             ("data", "data.path", "data"),
         ):
             if other[part] != gathered[0][part]:
                 raise UserError(
                     setting,
-                    f"rank {rank} has {what} unlike those of rank 0",
+                    f"ranks 0 and {rank} have different {what}",
                     "start every process with the same settings, and give files that all machines share",
                 )
 
 
 def rule_of(name: str) -> Resume:
-    """That of a setting; `data.sources.2.weight` is one, too."""
+    """The rule of a setting, also of one inside a list such as `data.sources.2.weight`."""
     return RULES[re.sub(r"\.\d+", "", name)]
 
 
 def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
-    """Settings that have changed, by name: old and new value. A setting that the checkpoint lacks had its default."""
+    """Changed settings by name: (old, new). A setting that is missing in the checkpoint had its default."""
     now = flat_settings(here)
     default = flat_settings(config_from_dict(_required(here)))
     found = {}
@@ -167,7 +167,7 @@ def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[
 
 
 def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside: bool) -> dict[str, tuple[Any, Any]]:
-    """The settings that have changed and may; one that may not is refused. `inside`: of a rollout batch."""
+    """The settings that changed and may; raise an error for one that may not. `inside`: inside a rollout batch."""
     changed = changed_settings(there, here)
     for name, (before, now) in changed.items():
         rule = rule_of(name)
@@ -178,11 +178,11 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
             "may change within RL": all(value not in (*TASKS, None) for value in (before, now)),
         }.get(rule, True)
         if not may:
-            when = "change it after the rollout batch that the checkpoint stands in" if "between" in rule else "keep it"
+            when = "change it after the checkpoint's rollout batch is finished" if "between" in rule else "keep it"
             raise UserError(
                 name,
                 f", but {path} was made with {before!r}",
-                f"{when}, give another run.folder, or start anew with checkpoint.resume=false",
+                f"{when}, give another run.folder, or start over with checkpoint.resume=false",
                 value=now,
             )
     return changed
@@ -191,9 +191,9 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
 def check_made_with(
     path: Path, there: Mapping[str, Any], here: Mapping[str, Any], config: Config, *, inside: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Refuse a checkpoint that was made with another model, other data or settings that must stay; what has changed."""
+    """Refuse a checkpoint with another model, other data or incompatible settings; return the settings that changed."""
     changed = check_settings(path, there["settings"], config, inside=inside)
-    anew = "give another run.folder, or start anew with checkpoint.resume=false"
+    start_over = "give another run.folder, or start over with checkpoint.resume=false"
     _check_fields("model.path", path, (there["model"], here["model"]), there["transformers"] == here["transformers"])
     data = there["data"], here["data"]
     if data[0] is not None and data[1] is not None and data[0]["digest"] != data[1]["digest"]:
@@ -204,21 +204,21 @@ def check_made_with(
             before, now = changed[blamed[0]]
             raise UserError(
                 f"{blamed[0]}",
-                f"makes other samples ({sizes[1]}) than {before!r}, which {path} was made with ({sizes[0]})",
-                f"keep it, {anew}",
+                f"gives other samples ({sizes[1]}) than {before!r}, with which {path} was made ({sizes[0]})",
+                f"keep it, {start_over}",
                 value=now,
             )
         raise UserError(
             "data.path",
-            f"{', '.join(config.data.paths)} has other content ({sizes[1]}) than {path} was made with ({sizes[0]})",
-            f"give the same data, {anew}",
+            f"{', '.join(config.data.paths)} has other content ({sizes[1]}) than when {path} was made ({sizes[0]})",
+            f"give the same data, {start_over}",
         )
     taught = there.get("teacher"), here["teacher"]
     if None not in taught and taught[0] != taught[1]:
         raise UserError(
             "teacher.path",
-            f"{config.teacher.path} has other weights than {path} was made with",
-            f"give the same model, {anew}",
+            f"{config.teacher.path} has other weights than when {path} was made",
+            f"give the same model, {start_over}",
         )
     reference = there["reference"], here["reference"]
     if reference[0] is not None and reference[1] is not None and "reference.path" not in changed:
@@ -227,46 +227,46 @@ def check_made_with(
         if None not in weights and weights[0] != weights[1]:
             raise UserError(
                 "reference.path",
-                f"{config.reference.path} has other weights than {path} was made with",
-                f"give the same model, {anew}",
+                f"{config.reference.path} has other weights than when {path} was made",
+                f"give the same model, {start_over}",
             )
     return changed
 
 
 def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Mapping[str, Any]], same: bool) -> None:
-    """`same`: one version of transformers wrote both, so that a field that only one has is a difference."""
+    """`same`: both were written by the same version of transformers, so a field that only one has is a difference."""
     there, here = fields
     for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
         before, now = there.get(name), here.get(name)
-        if json.dumps(before) != json.dumps(now):  # NaN is unlike itself
+        if json.dumps(before) != json.dumps(now):  # as text, because NaN != NaN
             raise UserError(
                 setting,
                 f"{name} is {now!r} in the model's config, but {path} was made with {before!r}",
-                "give the config that the run was begun with, or another run.folder, or start anew with "
+                "give the config that the run started with, or another run.folder, or start over with "
                 "checkpoint.resume=false",
             )
 
 
 def check_newest(config: Config) -> None:
-    """Refuse settings that the newest checkpoint of the run folder cannot be resumed with. Needs no model, no data."""
+    """Refuse settings with which the run folder's newest checkpoint cannot be resumed. Loads no model and no data."""
     newest, extra = _newest_extra(config)
     if newest is not None and KEY in extra:
         check_settings(newest, extra[KEY]["settings"], config, inside=ROLLOUTS in extra)
 
 
 def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint that the run would resume from, and what it keeps besides tensors."""
+    """The checkpoint that the run would resume from, and its `extra`."""
     newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
     extra: dict[str, Any] = {}
     if newest is not None:
-        with suppress(CheckpointError, OSError):  # loading it says what is wrong with it
+        with suppress(CheckpointError, OSError):  # loading the checkpoint will report the error
             extra = read_manifest(newest, "remove it")["extra"]
     return newest, extra
 
 
 def data_day(config: Config) -> datetime.date:
-    """What chat templates take for today: the day of the checkpoint that the run resumes from, or today."""
-    with suppress(KeyError, TypeError, ValueError, OSError):  # without a day, or damaged: loading it says so
+    """The date for chat templates: that of the checkpoint which the run resumes from, or today."""
+    with suppress(KeyError, TypeError, ValueError, OSError):  # no day, or damaged, which loading will report
         return datetime.date.fromisoformat(_newest_extra(config)[1][KEY]["data"]["day"])
     return today()
 
@@ -276,13 +276,13 @@ def today() -> datetime.date:
 
 
 def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """What to say at the start of a run that resumes with other settings."""
+    """The note at the start of a run that resumes with changed settings."""
     parts = [f"{name} {json.dumps(now)} (was {json.dumps(before)})" for name, (before, now) in changed.items()]
-    return f"resuming {path} with other settings: {', '.join(parts)}"
+    return f"resuming {path} with changed settings: {', '.join(parts)}"
 
 
 def _required(config: Config) -> dict[str, Any]:
-    """The settings that have no default, so that all others can be had with theirs."""
+    """The settings without a default; a config made of them has the defaults of all others."""
     return {
         "model": {"path": config.model.path},
         "data": {"path": list(config.data.paths)},
@@ -292,7 +292,7 @@ def _required(config: Config) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ()) -> dict[str, Any]:
-    """Nested tables by dotted names; those in `keep` are values."""
+    """Flatten nested tables to dotted names; tables in `keep` stay values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):

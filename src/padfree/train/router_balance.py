@@ -1,17 +1,17 @@
-"""Experts that share the work: a loss over the whole global batch, and a bias that is moved once a step.
+"""Balance the load of experts: with a loss over the whole global batch, or a bias that moves once per step.
 
-    f_e   choices of expert e / N              N: real tokens of the global batch, times the layers with experts
-    p_e   sum of its probabilities / N         pads and fillers count nothing
+    f_e   choices of expert e / N              N: sample tokens of the global batch × layers with experts
+    p_e   sum of its probabilities / N         padding and fillers do not count
     L     loss.load_balancing · E · Σ_e f_e · p_e      as transformers defines it for one batch
 
-L is no sum over micro-batches: it is a product of two means over the whole batch. Choices have no gradient, so with f
-of the whole batch known, what is left is a sum, and the gradients of micro-batches and ranks add up to that of L.
+L is not a sum over micro-batches, but a product of two means over the whole batch. Choices have no gradient. Once f of
+the whole batch is known, the rest is a sum, and the gradients of micro-batches and ranks add up to that of L.
 
-    one micro-batch a rank     f is summed over the ranks between forward and backward
-    several                    a forward pass of all of them comes first, which counts; the losses come after it
+    one micro-batch per rank   f is summed over the ranks between forward and backward
+    several                    an extra forward pass over all micro-batches counts the choices first
 
-`loss.router_bias` moves, after each update, the bias by which experts are chosen: down by that much for those with more
-choices than the mean over this step and all ranks, up for those with fewer. It has no gradient and needs no pass more.
+After each update, `loss.router_bias` is added to the selection bias of experts with fewer choices than the mean over
+this step and all ranks, and subtracted from that of experts with more. It has no gradient and needs no extra pass.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from padfree.train.microbatch import MicroBatch
 
 
 class RouterBalance:
-    """The routers of a model, and what they chose in a step."""
+    """The routers of a model, and the number of choices of each expert in a step."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh, *, coefficient: float, bias_rate: float) -> None:
         self.mesh, self.coefficient, self.bias_rate = mesh, coefficient, bias_rate
         self.routers = routers_of(model)
         name = type(model).__name__
         if not self.routers or len({router.num_experts for router in self.routers}) > 1:
-            setting, value = ("router", coefficient) if coefficient else ("router_bias", bias_rate)
-            raise UserError(f"loss.{setting}", f"{value}, but {name} has no routers that are alike", "leave it out")
+            setting, value = ("load_balancing", coefficient) if coefficient else ("router_bias", bias_rate)
+            raise UserError(
+                f"loss.{setting}", f"{value}, but {name} has no routers, or routers of different sizes", "leave it out"
+            )
         if bias_rate and not all(router.bias for router in self.routers):
             raise UserError(
                 "loss.router_bias",
@@ -51,52 +53,52 @@ class RouterBalance:
                 "use loss.load_balancing=0.001",
             )
         self.recorder = RouterRecorder(self.routers)
-        self._counts: Tensor | None = None  # [R, E] of the global batch
+        self._counts: Tensor | None = None  # [R, E] choices in the global batch
         self._own = self._zeros()
 
-    def begin(self, model: PreTrainedModel, rows: Sequence[tuple[MicroBatch, object]]) -> None:
-        """Before the micro-batches of a step."""
+    def begin(self, model: PreTrainedModel, packs: Sequence[tuple[MicroBatch, object]]) -> None:
+        """Call before the micro-batches of a step. If there are several, count their choices in an extra pass."""
         self._counts, self._own = None, self._zeros()
-        if self.coefficient and len(rows) > 1:
+        if self.coefficient and len(packs) > 1:
             self.recorder.record(True)
             with torch.no_grad():
-                for batch, _ in rows:
+                for batch, _ in packs:
                     self.recorder.clear()
                     inside(model, _forward, batch.local)
                     self._own += self._choices(batch.local)
             self.recorder.record(False)
-            self._counts = self._summed()
+            self._counts = self._sum_over_ranks()
 
     def micro_batch_loss(self, inner: MicroBatchLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        """The loss of a row and its part of the routers' loss; called by `inside`."""
+        """The loss of a pack plus its part of the routers' loss; called by `inside`."""
         self.recorder.clear()
-        self.recorder.record(True)  # until `end`: a layer that is computed again must do what it did
+        self.recorder.record(True)  # until `end`, so that recomputation in backward does the same as forward
         output = inner(model, batch)
         if self._counts is None:
             self._own += self._choices(batch)
         if not self.coefficient:
             return output
         if self._counts is None:
-            self._counts = self._summed()
+            self._counts = self._sum_over_ranks()
         part = self._part(batch)
         return LossOutput(
             loss=output.loss + self.coefficient * part.to(output.loss.dtype),
             token_losses=output.token_losses,
-            # parts add up to the whole: nothing to divide by
+            # The parts add up to the total, so the count is 0.
             statistics={**output.statistics, "router": (part.detach(), torch.zeros_like(part.detach()))},
             pair_statistics=output.pair_statistics,
         )
 
     def end(self) -> None:
-        """After the micro-batches of a step."""
+        """Call after the micro-batches of a step."""
         self.recorder.record(False)
         self.recorder.clear()
 
     def move_biases(self, finite: Tensor) -> None:
-        """After the update, if it was `finite` []."""
+        """Call after the update. If `finite` [] is False, the biases do not change."""
         if not self.bias_rate:
             return
-        counts = self._summed() if self._counts is None else self._counts
+        counts = self._sum_over_ranks() if self._counts is None else self._counts
         for router, own in zip(self.routers, counts, strict=True):
             assert router.owner is not None
             bias = router.owner._buffers[router.bias]
@@ -107,14 +109,14 @@ class RouterBalance:
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self.routers), self.routers[0].num_experts, dtype=torch.float64, device=self.mesh.device)
 
-    def _summed(self) -> Tensor:
+    def _sum_over_ranks(self) -> Tensor:
         total = self._own.clone()
         dist.all_reduce(total, group=self.mesh.loss.group)
         return total
 
     @torch.no_grad()
     def _choices(self, batch: LocalBatch) -> Tensor:
-        """[R, E] of the real tokens that are here."""
+        """[R, E] choices by the sample tokens of this rank."""
         found, real = self._zeros(), _real_tokens(batch)
         experts = torch.arange(self.routers[0].num_experts, device=found.device)
         for number, _, choices in self.recorder.calls:
@@ -122,17 +124,17 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """[] E · Σ_e f_e · p_e with p of the tokens that are here."""
+        """[] E · Σ_e f_e · p_e with p over the tokens of this rank."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]
-        rows = (counts.sum() / top).clamp(min=1.0)  # N
-        shares = (counts / rows).float()
+        num_tokens = (counts.sum() / top).clamp(min=1.0)  # N
+        shares = (counts / num_tokens).float()
         total = torch.zeros((), device=self.mesh.device)
         for number, logits, _ in self.recorder.calls:
             probabilities = self.routers[number].probabilities(logits)
             total = total + (probabilities.masked_fill(~real[:, None], 0.0) @ shares).sum()
-        return total * (len(shares) / rows).float()
+        return total * (len(shares) / num_tokens).float()
 
 
 def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
@@ -140,7 +142,7 @@ def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def _real_tokens(batch: LocalBatch) -> Tensor:
-    """[T/cp] whether the token is one of a sample."""
+    """[T/cp] whether a token belongs to a sample (not to padding or a filler)."""
     context, segments = batch.context, batch.context.segments
     num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length

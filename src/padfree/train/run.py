@@ -1,9 +1,10 @@
 """A whole run, from its settings to the exported model.
 
-settings -> decide      what cannot be run is refused, before anything is written or loaded; on a GPU the packages of
-                        the first step are imported meanwhile
-         -> settle      what `auto` stands for
-         -> the loop    engine, reference, sampler, batches
+settings -> preflight      refuses runs that cannot work before anything is written or loaded; on a GPU, a thread
+                           imports the packages of the first step meanwhile
+         -> resolve_auto   chooses values for `auto` settings
+         -> begin_run      engine, reference, sampler, batches
+         -> Trainer.run
          -> export
 """
 
@@ -43,7 +44,7 @@ from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.finished import finished_step
 from padfree.train.precomputed import ReferencedSamples, with_reference
-from padfree.train.preflight import Preflight, check_free, planned_steps, preflight
+from padfree.train.preflight import Preflight, check_folder_usable, planned_steps, preflight
 from padfree.train.resolve_auto import resolve_auto_on
 from padfree.train.resume import data_record
 from padfree.train.rl.reference_model import ReferenceModel
@@ -59,7 +60,7 @@ from padfree.train.setup import (
     export_dtype,
 )
 from padfree.train.shared_turns import copied_keys
-from padfree.train.start_run import begin_run, refusal
+from padfree.train.start_run import begin_run, user_error_of
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import AFTER_SIGNAL, OnNote, RunResult
 from padfree.train.training_data import longest_of, make_batcher
@@ -75,25 +76,25 @@ def train(
     on_activity: OnActivity | None = None,
     signals: StopSignals | None = None,
 ) -> RunResult:
-    """A whole run, as one of the processes that torchrun started, or alone.
+    """Train, in one of the processes that torchrun started, or in a single process.
 
-    `on_note` is called with what is odd about the settings and no mistake, and with what was decided for the user,
-    `on_sampling` with the number of responses of a batch that are finished, and of those that this rank has asked for,
-    `on_activity` with what the run is doing. `signals` are those of a command that listens from its first moment; a run
-    without them listens from its first step on.
+    `on_note` receives notes about unusual settings and about resolved `auto` settings, one line each. `on_sampling`
+    receives the number of finished responses of a batch, and the number that this rank has requested. `on_activity`
+    receives the current activity of the run. `signals` are the handlers of a command that handles signals from its
+    start; without them, signals are handled from the first step on.
     """
-    doing: OnActivity = on_activity or (lambda name, done, total: None)
+    report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     require_trackers(config.track)
-    doing("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
+    report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
         mesh = mesh_of(config, device)
-        doing("reading model and data", 0, 0)
+        report_activity("reading model and data", 0, 0)
         with EarlyImports(first_step_modules(config, mesh.device.type)) as imports:
-            # Nothing is written before all is decided. What can be refused at once is: reading data may take long.
-            raise_together(refusal(check_free, config) if mesh.loss.rank == 0 else None)
+            # Write nothing before all checks have passed. Quick checks come first, because reading data may take long.
+            raise_together(user_error_of(check_folder_usable, config) if mesh.loss.rank == 0 else None)
             preflight_result = preflight(
                 config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
             )
@@ -101,7 +102,7 @@ def train(
             if finished is not None:
                 return RunResult(step=finished, stopped=False, checkpoint=None, was_finished=True)
             needs = partial(check_disk, model=preflight_result.model)
-            raise_together(refusal(needs, config) if mesh.loss.rank == 0 else None)
+            raise_together(user_error_of(needs, config) if mesh.loss.rank == 0 else None)
             with held_run_folder(config), nullcontext(signals) if signals is not None else StopSignals() as listening:
                 return _train(
                     config,
@@ -111,13 +112,13 @@ def train(
                     on_step=on_step,
                     on_note=on_note,
                     on_sampling=on_sampling,
-                    doing=doing,
+                    report_activity=report_activity,
                     signals=listening,
                 )
 
 
 def _finished(config: Config, mesh: Mesh, preflight_result: Preflight) -> int | None:
-    """`finished_step`, as the first rank sees it."""
+    """The result of `finished_step` on rank 0, for every rank."""
     gathered: list[int | None] = [None] * mesh.loss.size
     found = finished_step(config, preflight_result.source) if mesh.loss.rank == 0 else None
     dist.all_gather_object(gathered, found, group=mesh.loss.group)
@@ -133,7 +134,7 @@ def _train(
     on_step: OnStep | None,
     on_note: OnNote | None,
     on_sampling: OnSampling | None,
-    doing: OnActivity,
+    report_activity: OnActivity,
     signals: StopSignals,
 ) -> RunResult:
     tokenizer, source = preflight_result.tokenizer, preflight_result.source
@@ -143,26 +144,26 @@ def _train(
         for line in (*preflight_result.notes, *resolved.lines()):
             on_note(line)
     imports.wait()
-    doing("loading the model", 0, 0)
+    report_activity("loading the model", 0, 0)
     engine = build_engine(config, mesh, tokenizer)
-    dtype = critic_dtype = export_dtype(config)  # asked now, the files may be gone at the end
+    dtype = critic_dtype = export_dtype(config)  # read now, because the model's files may be gone at the end
     if config.critic.path is not None:
         critic_dtype = export_dtype(config, config.critic.path)
-    doing("loading the other models, or starting the sampler", 0, 0)
+    report_activity("loading the other models, or starting the sampler", 0, 0)
     reference = build_reference(config, mesh, engine)
     response_log = None
-    if config.rollout.source is not None and not config.rollout.has_episodes:  # episodes are played again
+    if config.rollout.source is not None and not config.rollout.has_episodes:  # a resumed run plays episodes again
         response_log = ResponseLog(Path(config.run.folder) / RESPONSE_LOG, mesh.loss.rank)
     collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, on_sampling=on_sampling)
     with nullcontext() if collector is None else closing(collector):
         evaluation = make_evaluation(
-            config, engine, preflight_result.held_out, collector, _pair_reference(config, reference), doing
+            config, engine, preflight_result.held_out, collector, _pair_reference(config, reference), report_activity
         )
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
         batcher = make_batcher(config, samples, source.parts)
-        loop = begin_run(
+        trainer = begin_run(
             config,
             engine,
             batcher,
@@ -173,7 +174,7 @@ def _train(
             end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
             on_step=on_step,
             on_note=on_note,
-            on_activity=doing,
+            on_activity=report_activity,
             evaluate=evaluation,
             data=data_record(source.samples, source.day),
             response_log=response_log,
@@ -181,25 +182,25 @@ def _train(
             planned_steps=planned_steps(config, source),
         )
         for line in preflight_result.notes:
-            loop.events.write("note", step=loop.step, text=line)
+            trainer.events.write("note", step=trainer.step, text=line)
         if resolved.reasons:
-            loop.events.write("resolved_auto", step=loop.step, **resolved.fields())
+            trainer.events.write("resolved_auto", step=trainer.step, **resolved.fields())
         if mesh.loss.rank == 0:
-            with writing(loop.folder):
-                source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut
+            with writing(trainer.folder):
+                source.report.write(trainer.folder / ROWS)  # every row that was skipped, dropped or truncated
         with signals.deferred(AFTER_SIGNAL):
-            result = loop.run()
+            result = trainer.run()
     if not config.checkpoint.export or result.stopped:
         return result
     with signals.deferred("exports the trained model and ends") if not signals.received else nullcontext():
-        doing("exporting the model", 0, 0)
-        export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
-        if loop.best is not None:
-            loop.load_best()
-            export(config, engine.model, loop.folder / BEST_MODEL, tokenizer, dtype=dtype)
-        if loop.batches.critic is not None:
-            export_critic(loop.batches.critic, loop.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
-        loop.events.write("export", step=loop.step)
+        report_activity("exporting the model", 0, 0)
+        export(config, engine.model, trainer.folder / MODEL, tokenizer, dtype=dtype)
+        if trainer.best is not None:
+            trainer.load_best()
+            export(config, engine.model, trainer.folder / BEST_MODEL, tokenizer, dtype=dtype)
+        if trainer.batches.critic is not None:
+            export_critic(trainer.batches.critic, trainer.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
+        trainer.events.write("export", step=trainer.step)
     return result
 
 
@@ -210,16 +211,16 @@ def evaluate(
     on_note: OnNote | None = None,
     on_activity: OnActivity | None = None,
 ) -> dict[str, float]:
-    """What `[eval]` measures, of the model at `model.path` as it is. Nothing is trained or written."""
+    """Evaluate the model at `model.path` as `[eval]` configures. Nothing is trained or written."""
     config = config.with_held_out_data()
-    doing: OnActivity = on_activity or (lambda name, done, total: None)
-    doing("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
+    report_activity: OnActivity = on_activity or (lambda name, done, total: None)
+    report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
         mesh = mesh_of(config, device)
-        doing("reading model and data", 0, 0)
+        report_activity("reading model and data", 0, 0)
         preflight_result = preflight(
             config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
         )
@@ -227,7 +228,7 @@ def evaluate(
         if on_note is not None:
             for line in (*preflight_result.source.notes, *resolved.lines()):
                 on_note(line)
-        doing("loading the model", 0, 0)
+        report_activity("loading the model", 0, 0)
         engine = build_engine(resolved.config, mesh, preflight_result.tokenizer)
         collector = _collector(resolved.config, mesh, engine, preflight_result.tokenizer, preflight_result.source)
         with nullcontext() if collector is None else closing(collector):
@@ -240,12 +241,12 @@ def evaluate(
 
 
 def _pair_reference(config: Config, reference: ReferenceModel | None) -> ReferenceModel | None:
-    """What held-out answers are compared with; policies are evaluated without one."""
+    """The reference that evaluation on pairs needs; policies are evaluated without one."""
     return reference if config.loss.task.has_reference else None
 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: ReferenceModel | None) -> ReferencedSamples:
-    """The samples with the log-probabilities of the reference, which is not needed from then on."""
+    """The samples with the reference's log-probabilities. The reference is not needed afterwards."""
     assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
@@ -256,7 +257,7 @@ def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Refere
 def _collector(
     config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, source: TrainingData, **options: Any
 ) -> Collector | None:
-    """What makes samples of prompts; None if the run's data are samples already. `options` as for `Collector`."""
+    """The collector that generates rollouts; None if the data already holds samples. `options`: see `Collector`."""
     if config.rollout.source is None:
         return None
     prompts = [prompt for prompt in source.samples if isinstance(prompt, Prompt)]
@@ -283,7 +284,7 @@ def _collector(
 
 
 def mesh_of(config: Config, device: torch.device) -> Mesh:
-    """The groups that these settings ask for, of all processes that have met."""
+    """The mesh of process groups for these settings, over all processes."""
     parallel, world = config.parallel, dist.get_world_size()
     contexts: tuple[int, ...] = ()
     if parallel.context == "auto" and world % parallel.replicate == 0:
@@ -298,9 +299,10 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 
 
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
-    """Of the data, for the memory estimate.
+    """Facts about the data for the memory estimate.
 
-    Tokens of the longest prompt; or of a device in the micro-batch with the longest sample, and keys that are copied.
+    With rollouts: tokens of the longest prompt. Otherwise: tokens per device in the micro-batch that holds the longest
+    sample, and the number of copied keys.
     """
     samples = preflight_result.source.samples
     longest = longest_of(samples)

@@ -1,10 +1,11 @@
-"""Log-probabilities of samples under a model, without gradient: old policy and reference.
+"""Log-probabilities of samples under a model, without gradients: old policy and reference.
 
     samples of the global batch   3 samples, 9 tokens        every rank knows their lengths
-    rows of this rank             score -> [T/cp] -> [T]     as a training step would lay them out
-    back                          [9] summed over ranks      every rank has all: later steps divide them differently
+    packs of this rank            score -> [T/cp] -> [T]     packed as in a training step
+    result                        [9] summed over ranks      every rank gets all, because later steps divide them
+                                                             differently
 
-Entry j of a sample's array belongs to its token j; it is 0 where token j is not scored.
+Entry j of a sample's array belongs to its token j; it is 0 if token j is not scored.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from padfree.train.finite_checks import check_scores
 from padfree.train.microbatch import MicroBatch, Packer, PackSettings
 
 PackScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
-"""[T/cp] numbers of this rank's tokens, exactly 0 where there is no label; or [e] of its entries."""
+"""[T/cp] scores of this rank's tokens, exactly 0 at positions without a label; or [e] scores of its entries."""
 
 
 class Scorer:
-    """A parallelized model, and how rows are made for it."""
+    """A parallelized model, and the packer of its inputs."""
 
     def __init__(
         self,
@@ -47,20 +48,20 @@ class Scorer:
         mesh: Mesh,
         *,
         max_tokens: int,
-        rows: PackSettings | None = None,
+        pack_settings: PackSettings | None = None,
         temperature: float = 1.0,
         overlong: PackOverlong = "error",
         cost: CostModel | None = None,
         setting: str = "model.path",
     ) -> None:
-        """`setting`: what names the model, for messages."""
+        """`setting`: the setting that names the model, for error messages."""
         self.setting = setting
-        self._check_head(model)  # refused here rather than in the first step
+        self._check_head(model)  # raise an error now rather than in the first step
         self.model, self.mesh, self.temperature = model, mesh, temperature
         self.packer = Packer(
             mesh,
             max_tokens=max_tokens,
-            rows=rows or PackSettings(),
+            pack_settings=pack_settings or PackSettings(),
             overlong=overlong,
             cost=cost or CostModel.from_config(model.config),
             unshared_reason=sharing_obstacle(model),
@@ -71,28 +72,28 @@ class Scorer:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank; at the scorer's own temperature, or at another."""
+        """[n] for each sample, on every rank. `temperature` defaults to the scorer's."""
         scores = partial(self._scores, self.temperature if temperature is None else temperature)
-        return self._of_tokens(samples, scores, "log-probability")
+        return self._score_tokens(samples, scores, "log-probability")
 
-    def _of_tokens(self, samples: Sequence[Sample], scores: PackScores, what: str) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank, of what `scores` gives for the entries of a row; `what` they are."""
+    def _score_tokens(self, samples: Sequence[Sample], scores: PackScores, what: str) -> list[NDArray[np.float32]]:
+        """[n] for each sample, on every rank: the result of `scores` on each pack. `what`: its name in messages."""
         training = self.model.training
-        self.model.train(False)  # a model's own dropout would make a noise of the ratio
+        self.model.train(False)  # dropout would add noise to the probability ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         with compute_copies(self.model):
             for batch, indices in self.packer.packs(samples, self.packer.plan(samples)):
                 if batch.local.entries is not None:
-                    # Every context rank has entries of its own, and the sum over ranks puts them together.
+                    # Each context rank has its own entries; the sum over ranks combines them.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
                     found[tokens] = inside(self.model, scores, batch.local).float()
                     continue
-                row = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
+                pack_scores = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
                 if batch.is_filler or batch.local.context.rank:
                     continue
-                # The head scores exactly 0 where there is no label, so also at the last position of each sample.
-                for i, values in zip(indices, batch.packed.unpack(at_tokens(row)), strict=True):
+                # The head gives exactly 0 at positions without a label, e.g. at the last position of each sample.
+                for i, values in zip(indices, batch.packed.unpack(at_tokens(pack_scores)), strict=True):
                     found[starts[i] : starts[i + 1]] = values
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
@@ -113,14 +114,14 @@ class Scorer:
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[e] the tokens that this rank's entries predict, in all samples laid end to end; `starts` is where each begins.
+    """[e] Indices of the tokens that this rank's entries predict, in the concatenation of all samples.
 
-    `indices` are the samples of the row.
+    `starts`: index of the first token of each sample. `indices`: the samples of the pack.
     """
     entries, local = batch.packed.entries, batch.local.entries
     assert entries is not None
     assert local is not None
     lengths = np.array(batch.packed.lengths, dtype=np.int64)
-    shift = starts[indices] - (np.cumsum(lengths) - lengths)  # from the samples of the row to all samples
+    shift = starts[indices] - (np.cumsum(lengths) - lengths)  # from token indices in the pack to those in all samples
     tokens = entries.tokens[local.numbers]
     return tokens + shift[np.searchsorted(np.cumsum(lengths), tokens, side="right")]

@@ -1,10 +1,10 @@
-"""From the settings of a run to its models.
+"""Build the models of a run from its settings.
 
-Config -> build_engine      model, optimizer, loss, and what scores with them
-       -> build_reference   the model that the KL term compares with
-       -> build_critic      the value model that is trained beside the policy
-       -> export            the trained model as a folder, in the form that is asked for
-       -> export_critic     the value model as a folder
+Config -> build_engine      model, optimizer, loss, and their scorer
+       -> build_reference   the reference model of the KL term
+       -> build_critic      the value model that is trained together with the policy
+       -> export            write the trained model, or its adapters, to a folder
+       -> export_critic     write the value model to a folder
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 
 
 def check_placement(config: Config, device_type: str) -> None:
-    """Refuse what a device of this type, or a model without weights, makes no sense of."""
+    """Refuse settings that do not make sense on this device type or for a model without weights."""
     if config.parallel.offload and device_type == "cpu":
-        raise UserError("parallel.offload", "true, but the device is the CPU already", "set parallel.offload=false")
+        raise UserError("parallel.offload", "true, but the device is already the CPU", "set parallel.offload=false")
     if config.parallel.checkpointing == "host" and device_type == "cpu":
         raise UserError(
             "parallel.checkpointing",
-            "'host', but the device is the host already",
+            "'host', but the device is already the CPU",
             "set parallel.checkpointing=selective",
         )
     path = Path(config.model.path)
-    if _adapters_alone(config) and (config.model.init == "random" or path.is_file()):
+    if _exports_adapters(config) and (config.model.init == "random" or path.is_file()):
         raise UserError(
             "lora.export",
-            f"'adapter', but {path} has no weights to put adapters on, only random ones",
+            f"'adapter', but {path} has no stored weights that the adapters could be applied to",
             "set lora.export=merged",
         )
 
 
 def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
-    """The model with its weights, parallelized, and everything a step needs.
+    """Load and parallelize the model, and build everything that a step needs.
 
-    The config of a reward model learns from the tokenizer which token is padding.
+    For a reward model, the tokenizer determines the padding token in the model's config.
     """
     check_placement(config, mesh.device.type)
     config = resolve_auto_on(config, mesh).config
@@ -103,7 +103,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
 
 
 def build_critic(config: Config, mesh: Mesh) -> Critic | None:
-    """The value model of `loss.advantage` "gae", trained beside the policy; None for any other."""
+    """The value model of `loss.advantage` "gae", trained together with the policy; None for other advantages."""
     if config.loss.advantage != "gae":
         return None
     config = resolve_auto_on(config, mesh).config
@@ -117,7 +117,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
             reshard=config.parallel.reshard,
             init=config.model.init if config.critic.path is None else "weights",
             head="scalar",
-            spread=0.0,  # a new head knows nothing: it expects 0 of everything
+            spread=0.0,  # a new head predicts 0 everywhere
         )
     except UserError as error:  # the same on every rank
         raise error.at("critic.path", "model") from None
@@ -134,7 +134,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
 
 
 def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
-    """The reward model that `rollout.reward` names: frozen, sharded like the trained one; None for a function."""
+    """The reward model that `rollout.reward` names, frozen and sharded like the policy; None for a function."""
     path, code = model_of(config.rollout.reward), config.model.trust_remote_code
     if path is None:
         return None
@@ -144,7 +144,7 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
         model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
     except UserError as error:  # the same on every rank
         raise error.at("rollout.reward", "model") from None
-    # Texts of another tokenizer are not samples of this run: one that is too long is a pack by itself.
+    # The reward model's tokenizer gives other lengths than the run's: a text over the cap is a pack by itself.
     scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
     return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config)
@@ -154,12 +154,12 @@ def check_reward_model(path: str, files: Mapping[str, Path] | None) -> None:
     """Refuse a model without a trained scalar head."""
     if files is None or WEIGHT not in files:
         raise UserError(
-            "rollout.reward", f"{path} has no {WEIGHT}", "give the folder of a model that padfree reward wrote"
+            "rollout.reward", f"{path} has no {WEIGHT}", "give the folder of a model that `padfree reward` wrote"
         )
 
 
 def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
-    """The model that distillation learns from: frozen, sharded like the trained one, on the CPU where that is asked."""
+    """The teacher of a distillation, frozen and sharded like the student; `teacher.offload` keeps it on the CPU."""
     assert config.teacher.path is not None
     offload = config.teacher.offload and mesh.device.type != "cpu"
     try:
@@ -169,7 +169,7 @@ def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
 
 
 def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
-    """What scores rollouts for `loss.advantage` "teacher"; None for any other."""
+    """The teacher's scorer for `loss.advantage` "teacher"; None for other advantages."""
     if config.loss.advantage != "teacher":
         return None
     config = resolve_auto_on(config, mesh).config
@@ -177,15 +177,15 @@ def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
 
 
 def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> ReferenceModel | None:
-    """The model that the KL term compares with, if the settings name one; `engine` is the one it is for.
+    """The reference model of the KL term; None if the settings name none. `engine`: the engine that uses it.
 
-    Without `engine` it always is a model of its own, and what it can take from the trained one is not looked at yet.
+    Without `engine`, the reference always has its own weights, and its compatibility with the policy is not checked.
     """
     path, every = config.reference.path, config.reference.refresh
     if path is None:
         return None
     config = resolve_auto_on(config, mesh).config
-    if engine is not None and config.lora.rank and _place(path) == _place(config.model.path):
+    if engine is not None and config.lora.rank and _unique_name(path) == _unique_name(config.model.path):
         return AdapterReference(engine.scorer, every)
     offload = config.reference.offload and mesh.device.type != "cpu"
     try:
@@ -201,26 +201,24 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
 def export(
     config: Config, model: PreTrainedModel, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None
 ) -> Path:
-    """The trained model as `lora.export` wants it, merged weights in `dtype`. Every rank calls it."""
-    if _adapters_alone(config):
-        return export_adapters(model, folder, tokenizer, base=_place(config.model.path))
+    """Write the trained model as `lora.export` says, merged weights in `dtype`. Collective."""
+    if _exports_adapters(config):
+        return export_adapters(model, folder, tokenizer, base=_unique_name(config.model.path))
     return export_model(model, folder, tokenizer, dtype=dtype)
 
 
 def export_critic(critic: Critic, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None) -> Path:
-    """The critic in the form of a reward model, which `AutoModelForSequenceClassification` loads. Every rank calls it.
+    """Write the critic as a reward model, which `AutoModelForSequenceClassification` loads. Collective.
 
-    The score of a text is the value at its last token: what the critic expects of a response that goes on from there.
+    The score of a text is the value at its last token: the reward that the critic expects for a response that continues
+    from there.
     """
     use_pad_token(critic.engine.model, tokenizer)
     return export_model(critic.engine.model, folder, tokenizer, dtype=dtype)
 
 
 def export_dtype(config: Config, path: str | None = None) -> torch.dtype:
-    """What `checkpoint.export_dtype` means for a model that began as `path` (None: that of the run).
-
-    Every rank calls it.
-    """
+    """The dtype in which a model loaded from `path` (None: `model.path`) is exported. Collective."""
     if config.checkpoint.export_dtype != "base":
         chosen: torch.dtype = getattr(torch, config.checkpoint.export_dtype)
         return chosen
@@ -228,12 +226,12 @@ def export_dtype(config: Config, path: str | None = None) -> torch.dtype:
     return base_dtype(*opened_together(path or config.model.path, init=init, trust_remote_code=code))
 
 
-def _adapters_alone(config: Config) -> bool:
+def _exports_adapters(config: Config) -> bool:
     return config.lora.rank > 0 and config.lora.export == "adapter"
 
 
-def _place(path: str) -> str:
-    """The same text for the same model: a whole path, or a Hub id."""
+def _unique_name(path: str) -> str:
+    """A unique name of a model: its absolute path, or a Hub id."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
@@ -283,7 +281,7 @@ def _scorer(
         model,
         mesh,
         max_tokens=config.batch.max_tokens,
-        rows=PackSettings(
+        pack_settings=PackSettings(
             layout=config.parallel.layout,
             method=config.parallel.method,
             share_prefixes=config.batch.share_prefixes,

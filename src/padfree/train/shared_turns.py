@@ -1,11 +1,11 @@
-"""What the samples of one row of the data share, counted before a run: for the memory estimate and for the plan.
+"""Count what the samples of one data row share, before a run: for the memory estimate and for the plan.
 
     turn 1   system user-1 | thought-1 answer-1
     turn 2   system user-1 | answer-1 user-2 | thought-2 answer-2
     turn 3   system user-1 | answer-1 user-2 | answer-2 user-3 | thought-3 answer-3
 
-Each answer is computed once where it is trained, and once more without its thought as context of later turns. Without
-sharing, the context would be computed once for each turn.
+Each answer is computed once in the turn that trains it, and once more, without its thought, as context of later turns.
+Without sharing, the context would be computed once for each turn.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from padfree.tasks.reading import Samples
 from padfree.train.data_rows import in_rows
 
 MOST_ROWS = 64
-"""Of so many rows the keys are counted."""
+"""Number of rows in which copied keys are counted."""
 
 
 def rows_with_several(config: Config, samples: Samples) -> Indices:
-    """Rows of several samples that a run compares; none for pairs, rollouts and prompts."""
+    """Indices of rows with several samples that may share prefixes; empty for pairs, rollouts and prompts."""
     if not isinstance(samples, StoredSamples) or not in_rows(config) or config.loss.task.group_size > 1:
         return np.zeros(0, dtype=np.int64)
     if config.batch.share_prefixes is False:
@@ -37,20 +37,20 @@ def rows_with_several(config: Config, samples: Samples) -> Indices:
 
 
 def run_cost(config: Config, model: PreTrainedModel) -> CostModel:
-    """The cost model of the run, which decides what is worth sharing."""
+    """The cost model of the run, which decides whether sharing a prefix pays."""
     return CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
 
 
 def tree_of_row(config: Config, samples: StoredSamples, row: int, cost: CostModel) -> PrefixTree:
-    """What the samples of this row share."""
+    """The prefixes that the samples of this row share."""
     first, end = samples.row_starts[row : row + 2].tolist()
     return prefixes_of([samples[index] for index in range(first, end)], config.batch.share_prefixes, cost)
 
 
 def copied_keys(config: Config, samples: Samples, model: PreTrainedModel) -> float:
-    """How many keys attention copies for each token that is computed, in the rows that are likely to copy most.
+    """Keys that attention copies per computed token: the maximum over the rows that are likely to copy most.
 
-    Those are the rows whose samples together have most tokens for those of the longest.
+    These are the rows with the highest ratio of all tokens to the tokens of the longest sample.
     """
     several = rows_with_several(config, samples)
     if not len(several) or sharing_obstacle(model) is not None:

@@ -1,9 +1,9 @@
-"""Start a run: mark its folder, load its checkpoint, open its files, and make its `Trainer`.
+"""Start a run: mark its folder, load its checkpoint, open its files, and create its `Trainer`.
 
-begin_run   made_with      what checkpoints record, the same on all ranks
-            restored       weights, optimizer, place in the data, random state of the newest checkpoint
+begin_run   made_with      the record for checkpoints, checked to be the same on all ranks
+            restored       weights, optimizer, position in the data, random state from the newest checkpoint
             files          metrics.jsonl, evaluation.jsonl, events.jsonl, config.json, trackers
-  -> Loop                  complete, and at the step that the run goes on from
+  -> Trainer               at the step from which the run continues
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def begin_run(
     signals: StopSignals | None = None,
     planned_steps: int | None = None,
 ) -> Trainer:
-    """One run of an engine over batches, from the newest checkpoint of the run folder if there is one.
+    """Create a `Trainer` that starts from the newest checkpoint of the run folder, if there is one.
 
-    `data` is the `data_record` of what the batcher gives; without it a resume does not compare the data. `teacher`
-    gives the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts` are samples that the
-    run writes itself, from the same batcher, and `end_tokens` what ends one of them.
+    `data`: the `data_record` of the batcher's samples; without it, a resume does not compare the data. `teacher` gives
+    the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts`: samples that the run
+    generates from the batcher's prompts. `end_tokens`: token ids that end a response.
     """
     mesh, note = engine.mesh, on_note or (lambda line: None)
-    raise_together(refusal(mark_run_folder, config) if mesh.loss.rank == 0 else None)
+    raise_together(user_error_of(mark_run_folder, config) if mesh.loss.rank == 0 else None)
     batches = BatchPreparer(
         config,
         engine,
@@ -93,27 +93,27 @@ def begin_run(
     check_ranks_agree(record, mesh.loss.group)
     torch.manual_seed(config.run.seed + mesh.loss.rank)
     newest = checkpointer.agreed_latest() if config.checkpoint.resume else None
-    place, evaluated, resumed = RunPosition(), False, None
+    position, evaluated, resumed = RunPosition(), False, None
     if newest is not None:
-        changed = _compared(newest, checkpointer, record, config, batches, note)
-        place, evaluated = _restored(newest, checkpointer, config, batches, changed)
+        changed = _check_against_checkpoint(newest, checkpointer, record, config, batches, note)
+        position, evaluated = _restore(newest, checkpointer, config, batches, changed)
         differs = {name: {"was": before, "is": now} for name, (before, now) in changed.items()}
         resumed = {"checkpoint": newest.name, **differs}
-    kept: RunResponseLog | None = None
+    run_log: RunResponseLog | None = None
     if response_log is not None:
-        kept = RunResponseLog(response_log, checkpointer, engine.model, record, mesh.loss)
-        line = kept.begin(place.step, after=batcher.step, resume=config.checkpoint.resume)
+        run_log = RunResponseLog(response_log, checkpointer, engine.model, record, mesh.loss)
+        line = run_log.begin(position.step, after=batcher.step, resume=config.checkpoint.resume)
         if line is not None:
             note(line)
     return Trainer(
         config,
         engine,
         batches,
-        files=open_run_files(config, mesh, step=place.step, evaluated=evaluated, resumed=resumed),
+        files=open_run_files(config, mesh, step=position.step, evaluated=evaluated, resumed=resumed),
         checkpointer=checkpointer,
         made_with=record,
-        place=place,
-        response_log=kept,
+        position=position,
+        response_log=run_log,
         evaluate=evaluate,
         on_step=on_step,
         on_note=on_note,
@@ -123,8 +123,8 @@ def begin_run(
     )
 
 
-def refusal(function: Callable[[Config], object], config: Config) -> UserError | None:
-    """What a function raises for a user; None: nothing."""
+def user_error_of(function: Callable[[Config], object], config: Config) -> UserError | None:
+    """The `UserError` that the function raises; None if it raises none."""
     try:
         function(config)
     except UserError as error:
@@ -133,7 +133,7 @@ def refusal(function: Callable[[Config], object], config: Config) -> UserError |
 
 
 def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpointer) -> dict[str, Any] | None:
-    """Of a reference model with weights of its own, unless they change in the run: then checkpoints hold them."""
+    """The record of a reference with its own weights. A refreshed reference has no fingerprint: checkpoints hold it."""
     if not isinstance(reference, ModelReference):
         return None
     stays = reference.every is None
@@ -144,12 +144,12 @@ def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpoint
 
 
 def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: Checkpointer) -> str | None:
-    """Of the weights that distillation learns from, as a loss or as an advantage."""
+    """A fingerprint of the teacher's weights, for distillation as a loss or as an advantage."""
     found = engine.micro_batch_loss.teacher if teacher is None else teacher.model
     return None if found is None else checkpointer.fingerprint(named_tensors(found))
 
 
-def _compared(
+def _check_against_checkpoint(
     path: Path,
     checkpointer: Checkpointer,
     record: Mapping[str, Any],
@@ -157,35 +157,37 @@ def _compared(
     batches: BatchPreparer,
     note: OnNote,
 ) -> dict[str, tuple[Any, Any]]:
-    """Settings that are not those of the checkpoint, which is refused where they must be."""
+    """The settings that differ from the checkpoint's; raise an error if they must not."""
     extra = checkpointer.extra(path)
     if MADE_WITH not in extra:
-        note(f"{path} is of a version that did not note data, model and settings; they are not compared")
+        note(f"{path} was written by a version that did not record data, model and settings; they are not compared")
         return {}
     changed = check_made_with(path, extra[MADE_WITH], record, config, inside=KEY in extra)
     if changed:
         note(change_line(path, changed))
     if batches.rollouts is not None and (why := batches.rollouts.dropped_reason(extra)) is not None:
-        note(f"the responses that {path} has ahead are dropped: {why}")
+        note(f"discarding the responses that were sampled ahead and saved in {path}: {why}")
     return changed
 
 
-def _restored(
+def _restore(
     path: Path,
     checkpointer: Checkpointer,
     config: Config,
     batches: BatchPreparer,
     changed: Mapping[str, Any],
 ) -> tuple[RunPosition, bool]:
-    """Go on from a checkpoint; whether it was saved after the evaluation of its step, if there was one."""
+    """Load a checkpoint; return the run position, and whether its step was evaluated before the save."""
     engine = batches.engine
-    extra, rank_state = checkpointer.load(path, model=engine.model, optimizer=engine.optimizer, **batches.filled())
+    extra, rank_state = checkpointer.load(
+        path, model=engine.model, optimizer=engine.optimizer, **batches.models_to_load()
+    )
     batches.restore(extra)
     batch = None
     if KEY in extra:
-        batch = GlobalBatch.restored(extra, **batches.minibatch_settings(batches.highest))
+        batch = GlobalBatch.restored(extra, **batches.minibatch_settings(batches.last_batch_number))
     step = int(extra["step"])
-    if rank_state is None:  # another number of ranks: no rank's state is this one's
+    if rank_state is None:  # the number of ranks has changed, so the saved random states do not apply
         loss = engine.mesh.loss
         torch.manual_seed(config.run.seed + step * loss.size + loss.rank)
     else:
@@ -197,7 +199,7 @@ def _restored(
 
 
 def _best(gathered: Mapping[str, Any] | None, checkpointer: Checkpointer, config: Config) -> Best | None:
-    """The best evaluation so far, if it is of this metric and its checkpoint is still there."""
+    """The best evaluation so far, if it used the same metric and its checkpoint still exists."""
     if gathered is None or gathered["metric"] != config.checkpoint.best:
         return None
     best = Best(**gathered)

@@ -1,4 +1,4 @@
-"""The metrics of a step, by name; `padfree.record.metrics_file` writes them, progress lines and trackers show them."""
+"""The metrics of a step, by name. `padfree.record.metrics_file` writes them; progress lines and trackers show them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def step_metrics(
     compute_seconds: Sequence[float] = (),
     memory_gib: float | None = None,
 ) -> dict[str, Any]:
-    """The numbers of one step, by name. `compute_seconds` are the data ranks' own, without waiting for each other."""
+    """The metrics of one step. `compute_seconds`: compute time of each data rank, without waiting for other ranks."""
     found = {
         "step": step,
         "loss": report.loss,
@@ -55,12 +55,12 @@ def step_metrics(
 
 
 def _shared(plan: StepPlan) -> Shared | None:
-    """Tokens and (query, key) pairs that the samples of each row share, and which are computed once."""
+    """Tokens and (query, key) pairs that sharing within packs saves."""
     if plan.prefixes is None:
         return None
     tokens = pairs = 0.0
-    for row, is_first in zip(plan.micro_batches, plan.is_first, strict=True):
-        for indices in (samples for samples, counts in zip(row, is_first, strict=True) if counts):
+    for packs, is_first in zip(plan.micro_batches, plan.is_first, strict=True):
+        for indices in (samples for samples, counts in zip(packs, is_first, strict=True) if counts):
             tree, lengths = plan.prefixes.restricted(indices), plan.lengths[indices].astype(float)
             tokens += lengths.sum() - tree.num_tokens
             pairs += (lengths**2).sum() - tree.cost(CostModel(linear=0.0, quadratic=1.0))
@@ -68,21 +68,21 @@ def _shared(plan: StepPlan) -> Shared | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most that this process has held so far: of the GPU's memory, or of the machine's where there is no GPU."""
+    """Peak memory of this process so far, in GiB: GPU memory, or host memory if the device is a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource  # not there on Windows
+    import resource  # not available on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB elsewhere
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB elsewhere
 
 
 def reward_metrics(
     samples: Sequence[Sample], *, end_tokens: Collection[int] = (), sources: Sequence[str] = ()
 ) -> dict[str, float]:
-    """What a rollout batch earned, and how long its responses are, in trained tokens. `sources`: those of a mixture.
+    """Rewards of a rollout batch, and the lengths of its responses in trained tokens. `sources`: those of a mixture.
 
-    Given the tokens that end a response, also the share of responses that were cut before one.
+    With `end_tokens`, also the share of responses that were cut off before such a token.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [int(sample.mask.sum()) for sample in samples]

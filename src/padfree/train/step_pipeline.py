@@ -1,10 +1,10 @@
-"""Updates, from the moment they begin to their line in `metrics.jsonl`.
+"""Runs updates, from their begin to their line in `metrics.jsonl`.
 
     host     begin 1 | begin 2 | finish 1 | begin 3 | finish 2 | ...
     written                      line 1              line 2
 
-On a GPU an update is begun before the one before it is finished, so that the device never waits for the host. The
-numbers of an update are therefore known one update later.
+On a GPU an update begins before the previous one is finished, so that the device never waits for the host. The metrics
+of an update are therefore known one update later.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from padfree.train.finite_checks import NonFiniteError
 from padfree.train.step_metrics import peak_memory_gib, step_metrics
 
 OnStep = Callable[[Mapping[str, Any]], None]
-"""Called with the metrics of each step after it is done, on every rank."""
+"""Called with the metrics of each finished step, on every rank."""
 
 OnActivity = Callable[[str, int, int], None]
-"""Called with what a run is doing, how much of it is done and how much there is (0: not known); "step": its number."""
+"""Called with the current activity, the amount done and the total (0: not known). For "step", `done` is its number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Begun:
-    """An update that is not finished yet, and what is to be written of it."""
+class _UnfinishedStep:
+    """An unfinished update, and what its line of metrics needs."""
 
     pending: PendingStep
     step: int
     rates: Mapping[str, float]
     metrics: Mapping[str, Any]
-    begin: float  # as `time.perf_counter` tells it
+    begin: float  # time.perf_counter()
 
 
 class StepPipeline:
-    """Begins updates of an engine, finishes them in their order, and writes their numbers."""
+    """Begins updates of an engine, finishes them in order, and writes their metrics."""
 
     def __init__(
         self,
@@ -57,20 +57,20 @@ class StepPipeline:
         events: Events,
         trackers: Trackers,
         on_step: OnStep | None,
-        divided: bool = False,
+        log_update_seconds: bool = False,
     ) -> None:
-        """`divided`: a step's seconds are only a part of its batch's, and are written as `seconds/update`, too."""
+        """`log_update_seconds`: also write the seconds of a step as `seconds/update`, a phase of its batch."""
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
-        self._divided = divided
-        self._begun: list[_Begun] = []
+        self._log_update_seconds = log_update_seconds
+        self._unfinished: list[_UnfinishedStep] = []
         self._last_end = 0.0
-        self.votes = 0  # ranks that wanted to end the run when the update that was finished last began
+        self.stop_votes = 0  # ranks that wanted to stop when the last finished update began
 
     @property
     def pending(self) -> bool:
-        """Whether an update is not finished yet."""
-        return bool(self._begun)
+        """Whether any update is unfinished."""
+        return bool(self._unfinished)
 
     def begin(
         self,
@@ -80,49 +80,51 @@ class StepPipeline:
         lr_factor: float,
         metrics: Mapping[str, Any],
         begin: float,
-        vote: bool,
+        wants_stop: bool,
         apply: bool = True,
     ) -> None:
-        """Begin an update. `metrics` are written beside its own; `begin` is when the host's work on it began.
+        """Begin an update. `metrics`: written with its own metrics. `begin`: when the host started to work on it.
 
-        Without `apply` its numbers are found and no weight is changed.
+        With `apply=False` the metrics are computed, but no weight changes.
         """
-        after = self._begun[-1].pending if self._begun else None
-        pending = self._engine.begin(prepared, lr_factor=lr_factor, step=step, after=after, vote=vote, apply=apply)
+        after = self._unfinished[-1].pending if self._unfinished else None
+        pending = self._engine.begin(
+            prepared, lr_factor=lr_factor, step=step, after=after, wants_stop=wants_stop, apply=apply
+        )
         rates = self._engine.optimizer.rates
-        self._begun.append(_Begun(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))
+        self._unfinished.append(_UnfinishedStep(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))
 
     def finish(self, *, keep: int = 0) -> None:
-        """Wait for all updates but the last `keep`, and write their numbers."""
-        while len(self._begun) > keep:
-            self._finish(self._begun.pop(0))
+        """Wait for all updates except the last `keep`, and write their metrics."""
+        while len(self._unfinished) > keep:
+            self._finish(self._unfinished.pop(0))
 
-    def _finish(self, begun: _Begun) -> None:
+    def _finish(self, unfinished: _UnfinishedStep) -> None:
         try:
-            report = begun.pending.finish()
+            report = unfinished.pending.finish()
         except NonFiniteError as error:
-            path = self._folder / NONFINITE.format(step=f"{begun.step:08d}")
+            path = self._folder / NONFINITE.format(step=f"{unfinished.step:08d}")
             if self._engine.mesh.loss.rank == 0:
-                with suppress(OSError):  # a full disk must not hide what went wrong
+                with suppress(OSError):  # a full disk must not hide the original error
                     write_samples(path, error.samples)
-            self._events.write("nonfinite", step=begun.step, file=path.name)
-            raise NonFiniteError(f"{error}; they are written to {path}", error.samples) from None
+            self._events.write("nonfinite", step=unfinished.step, file=path.name)
+            raise NonFiniteError(f"{error}; the samples are in {path}", error.samples) from None
         end = time.perf_counter()
         numbers = step_metrics(
-            begun.step,
+            unfinished.step,
             report,
-            rates=begun.rates,
-            seconds=begun.pending.device_seconds() or end - max(begun.begin, self._last_end),
+            rates=unfinished.rates,
+            seconds=unfinished.pending.device_seconds() or end - max(unfinished.begin, self._last_end),
             flops=self._flops,
             compute_seconds=report.compute_seconds,
             memory_gib=peak_memory_gib(self._engine.mesh.device),
         )
-        self._last_end, self.votes = end, report.votes
-        if self._divided:
+        self._last_end, self.stop_votes = end, report.stop_votes
+        if self._log_update_seconds:
             numbers["seconds/update"] = numbers["seconds"]
-        written = {**numbers, **begun.metrics}
+        written = {**numbers, **unfinished.metrics}
         with writing(self._folder):
             self._metrics.write(written)
-            self._trackers.log(begun.step, written)
+            self._trackers.log(unfinished.step, written)
         if self.on_step is not None:
             self.on_step(written)

@@ -1,20 +1,21 @@
-"""The loop of a run: batches, updates, metrics, checkpoints. SFT and RL are the same loop.
+"""The training loop: batches, updates, metrics, checkpoints. SFT and RL share it.
 
-    batcher -> global batch -> updates    SFT   one: the batch itself
-                                          RL    advantages, reference and old log-probabilities of the whole rollout
-                                                batch first; then `loss.epochs` passes over it in `loss.mini_batches`
-                                                parts, every part an optimizer step. With `rollout.staleness` the
-                                                batches behind it are sampled meanwhile (`rl.sampled_batches`)
+    batcher -> global batch -> updates    SFT   one update per batch
+                                          RL    first the advantages, reference log-probabilities and old
+                                                log-probabilities of the whole rollout batch; then `loss.epochs` passes
+                                                over it in `loss.mini_batches` parts, one optimizer step per part. With
+                                                `rollout.staleness`, later batches are sampled meanwhile
+                                                (`rl.sampled_batches`)
             -> engine.begin -> engine.finish -> metrics.jsonl
-            -> after every update: the end if a signal asks for it, a checkpoint if it is due
+            -> after every update: stop if a signal asks for it, save a checkpoint if one is due
 
-On a GPU an update whose samples are known already is begun before the one before it is finished
-(`padfree.train.step_pipeline`). A checkpoint first waits for all updates that were begun.
+On a GPU, an update begins before the previous one is finished if its samples are already known
+(`padfree.train.step_pipeline`). Saving a checkpoint first waits for all updates that were begun.
 
-A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
-state of every rank and, inside a rollout batch, that batch as its further updates need it (see
-`padfree.train.global_batch`), and responses that were sampled ahead; the schedule follows from the step. So a
-resumed run makes the steps that an undisturbed one would have made, on any number of ranks.
+A checkpoint lies between two optimizer steps. It holds the weights, the optimizer state, the position in the data, the
+random state of every rank and the responses that were sampled ahead. Inside a rollout batch it also holds this batch
+(see `padfree.train.global_batch`). The schedule follows from the step. A resumed run therefore makes the same steps as
+an uninterrupted one, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from padfree.train.finite_checks import NonFiniteError, check_weights
 from padfree.train.global_batch import GlobalBatch
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.rl.run_response_log import RunResponseLog
-from padfree.train.signals import any_rank_agrees
+from padfree.train.signals import any_rank_wants
 from padfree.train.step_pipeline import OnActivity, OnStep, StepPipeline
 
 
@@ -56,17 +57,17 @@ from padfree.train.step_pipeline import OnActivity, OnStep, StepPipeline
 class RunResult:
     """How a run ended."""
 
-    step: int  # optimizer steps in all, those before a resume included
+    step: int  # all optimizer steps of the run, including those before a resume
     stopped: bool  # by a signal
     checkpoint: Path | None
-    was_finished: bool = False  # by an earlier start: nothing was done
+    was_finished: bool = False  # an earlier start finished the run; this one did nothing
 
 
 OnNote = Callable[[str], None]
-"""Called with a line for the user: what was decided for them, or what the run waits for."""
+"""Called with one line for the user: a setting that was resolved, or what the run is waiting for."""
 
-AFTER_SIGNAL = "stops after the step or evaluation that it is in, saves a checkpoint and ends"
-COMPILING = "compiling the layers: up to a minute at the first time, a few seconds where the compiler's cache has them"
+AFTER_SIGNAL = "finishes its current step or evaluation, saves a checkpoint and ends"
+COMPILING = "compiling the layers: up to a minute the first time, a few seconds if the compiler cache has them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,17 +81,17 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunPosition:
-    """Where a run stands when it begins: at its start, or at a checkpoint."""
+    """The position at which a start begins: step 0, or a checkpoint."""
 
     step: int = 0
     saved: Path | None = None  # the checkpoint
-    evaluated: int | None = None  # the step of the last evaluation
+    evaluated: int | None = None  # step of the last evaluation
     best: Best | None = None
-    batch: GlobalBatch | None = None  # the batch that the checkpoint stands in
+    batch: GlobalBatch | None = None  # the batch whose updates the checkpoint interrupted
 
 
 class Trainer:
-    """One run of an engine over batches, from the newest checkpoint of the run folder if there is one."""
+    """Trains an engine on batches, starting from the newest checkpoint of the run folder if there is one."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Trainer:
         files: RunFiles,
         checkpointer: Checkpointer,
         made_with: Mapping[str, Any],
-        place: RunPosition,
+        position: RunPosition,
         response_log: RunResponseLog | None = None,
         evaluate: Evaluate | None = None,
         on_step: OnStep | None = None,
@@ -110,10 +111,10 @@ class Trainer:
         signals: StopSignals | None = None,
         planned_steps: int | None = None,
     ) -> None:
-        """`padfree.train.start_run` opens and restores what is given here.
+        """`padfree.train.start_run` opens and restores the arguments.
 
-        `made_with` goes into every checkpoint. `response_log` is where sampled responses are kept until a checkpoint is
-        made. `signals` are those of the command, already listened to; `planned_steps` are shown.
+        `made_with` is stored in every checkpoint. `response_log` keeps sampled responses until the next checkpoint.
+        `signals` are the command's signal handlers, already installed. `planned_steps` is only displayed.
         """
         self._signals, self._planned_steps = signals, planned_steps
         self._on_activity, self.on_note = on_activity, on_note
@@ -127,15 +128,15 @@ class Trainer:
         self.folder, self.events, self.trackers, self._evaluations = (
             files.folder, files.events, files.trackers, files.evaluations
         )  # fmt: skip
-        self.step = self._saved_step = place.step
-        self._batch = place.batch  # the batch whose updates are being made
-        self._following: GlobalBatch | None = None  # the batch behind it, if it has been taken already,
-        self._cursor: dict[str, Any] | None = None  # and the place in the data before that one
-        self._prepared: PreparedStep | None = None  # the next update, laid out while the device was busy with the last
-        self.prepares_next = self.mesh.device.type == "cuda"  # elsewhere there is nothing to gain
-        self._saved, self.best = place.saved, place.best
-        self._evaluated = place.evaluated  # the step of the last evaluation
-        self._compiled_step: int | None = None  # for which it was said that the compiler is at work
+        self.step = self._saved_step = position.step
+        self._batch = position.batch  # the batch whose updates are being made
+        self._next_batch: GlobalBatch | None = None  # the next batch, if it has been taken already,
+        self._cursor: dict[str, Any] | None = None  # and the position in the data before it
+        self._prepared: PreparedStep | None = None  # the next update, prepared while the device ran the last one
+        self.prepares_next = self.mesh.device.type == "cuda"  # on a CPU it would gain nothing
+        self._saved, self.best = position.saved, position.best
+        self._evaluated = position.evaluated  # the step of the last evaluation
+        self._compiled_step: int | None = None  # step in which the user was last told about compilation
         flops = Flops.of(
             engine.model.config,
             devices=self.mesh.loss.size,
@@ -151,24 +152,24 @@ class Trainer:
             events=files.events,
             trackers=files.trackers,
             on_step=on_step,
-            divided=not config.loss.task.in_rows,
+            log_update_seconds=not config.loss.task.in_rows,
         )
 
     def finished(self) -> bool:
         return self.config.run.steps is not None and self.step >= self.config.run.steps
 
     def run(self) -> RunResult:
-        """Until the steps are done, the data ends, or a signal comes."""
+        """Train until the steps are done, the data ends, or a signal arrives."""
         with nullcontext(self._signals) if self._signals is not None else StopSignals() as signals:
             try:
-                if self._signals is not None:  # the command has deferred them
+                if self._signals is not None:  # the command defers signals already
                     return self._run(signals)
                 with signals.deferred(AFTER_SIGNAL):
                     return self._run(signals)
             except NonFiniteError:
-                raise  # it has an event of its own
+                raise  # it writes its own event
             except BaseException as error:
-                with suppress(UserError):  # a full disk must not hide what went wrong
+                with suppress(UserError):  # a full disk must not hide the original error
                     self.events.write("failed", step=self.step, error=shown_error(error))
                 raise
 
@@ -178,69 +179,69 @@ class Trainer:
             deterministic(self.config.run.deterministic),
             closing(self.trackers),
             self.checkpointer.finishing(),
-            CompilerWatch(self._compiling) as compiler,
+            CompilerWatch(self._note_compilation) as compiler,
             quiet_collector() if self.mesh.device.type == "cuda" else nullcontext(),
         ):
             if self.step == 0 and self.config.eval.start:
-                self._evaluation()
-            if self._batch is not None:  # of the checkpoint
+                self._run_evaluation()
+            if self._batch is not None:  # restored from the checkpoint
                 self.batches.resume(self.step, remaining=len(self._batch.parts) - self._batch.done)
             while not self.finished() and not stopped:
-                self._doing("step", self.step + 1, self._planned_steps or 0)
+                self._report_activity("step", self.step + 1, self._planned_steps or 0)
                 if self._batch is None:
-                    self._batch = self._following or self.batches.next(self.step)
-                    self._following = self._cursor = None
+                    self._batch = self._next_batch or self.batches.next(self.step)
+                    self._next_batch = self._cursor = None
                     if self._batch is None:
                         break
-                self._update(self._batch, vote=signals.received)
+                self._update(self._batch, wants_stop=signals.received)
                 if compiler.count:
                     self.events.write("compile", step=self.step - 1, **compiler.take())
                 if self._batch.finished:
                     self._batch = None
                     self.batches.after_updates()
-                # While the device is at work on an update, what the ranks said when the one before it began must do.
+                # While the device runs an update, use the votes that were collected when the previous update began.
                 if self.config.eval.every is not None and self.step % self.config.eval.every == 0:
-                    self._evaluation()
+                    self._run_evaluation()
                 stopped = (
-                    self.updates.votes > 0 if self.updates.pending else any_rank_agrees(signals.received, self.mesh)
+                    self.updates.stop_votes > 0 if self.updates.pending else any_rank_wants(signals.received, self.mesh)
                 )
                 every = self.config.checkpoint.every
                 if every is not None and self.step - self._saved_step >= every:
                     self.save()
             self.updates.finish()
             if self.step == 0:
-                raise UserError("data.path", "it gave no batch", "give files with at least one sample")
+                raise UserError("data.path", "gave no batch", "give files with at least one sample")
             if not stopped and self._evaluated != self.step:
-                self._evaluation()
+                self._run_evaluation()
             if self.step > self._saved_step:
                 self.save()
         if self.response_log is not None:
             self.response_log.close()
-        if self.on_note is not None and (line := self.batches.without_signal()) is not None:
+        if self.on_note is not None and (line := self.batches.no_signal_note()) is not None:
             self.on_note(line)
         by = {} if signals.number is None else {"signal": Signals(signals.number).name}
         self.events.write("stop" if stopped else "end", step=self.step, **by)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
 
-    def _doing(self, what: str, done: int = 0, total: int = 0) -> None:
+    def _report_activity(self, what: str, done: int = 0, total: int = 0) -> None:
         if self._on_activity is not None:
             self._on_activity(what, done, total)
 
-    def _compiling(self) -> None:
-        """Said once for all graphs of a step."""
-        self._doing("compiling the layers")
+    def _note_compilation(self) -> None:
+        """Report compilation once per step, not once per graph."""
+        self._report_activity("compiling the layers")
         if self.on_note is not None and self._compiled_step != self.step:
             self._compiled_step = self.step
             self.on_note(COMPILING if self.step == 0 else f"compiling the layers once more, in step {self.step + 1}")
 
     # Evaluations
 
-    def _evaluation(self) -> None:
-        """Measure the present weights, write the numbers, and keep a checkpoint of them if they are the best so far."""
+    def _run_evaluation(self) -> None:
+        """Evaluate the current weights, write the metrics, and keep a checkpoint if they are the best so far."""
         if self.evaluate is None:
             return
         self.updates.finish()
-        self._doing("evaluating")
+        self._report_activity("evaluating")
         begin = time.perf_counter()
         found = self.evaluate(self.step)
         self._evaluated = self.step
@@ -252,13 +253,15 @@ class Trainer:
             numbers = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
             self.on_note(f"evaluation after {self.step} steps: {numbers}")
         name = self.config.checkpoint.best
-        if name is None or self.step == 0:  # what the run began with is there already
+        if name is None or self.step == 0:  # the initial weights need no checkpoint
             return
         if name not in found:
-            raise UserError("checkpoint.best", "is not measured", f"give one of {', '.join(found)}", value=name)
+            raise UserError(
+                "checkpoint.best", "is not a metric of the evaluation", f"give one of {', '.join(found)}", value=name
+            )
         if self.best is None or is_better(found[name], self.best.value, name, self.config.checkpoint.better):
             self.best = Best(metric=name, value=found[name], step=self.step)
-            self.checkpointer.keep(None)  # the one before may go, once this one is complete
+            self.checkpointer.keep(None)  # the previous best may be deleted once this one is complete
             self.save()
             assert self._saved is not None
             self.checkpointer.keep(self._saved)
@@ -266,26 +269,26 @@ class Trainer:
     # Updates
 
     def _prepare_next(self, batch: GlobalBatch) -> None:
-        """Lay the next update out, if it needs nothing that the present one may change.
+        """Prepare the next update if it does not depend on the current one.
 
-        The next batch of RL may do: its responses, or their old log-probabilities, come from the updated model.
+        In RL it may: the next batch's responses, or their old log-probabilities, come from the updated model.
         """
         self._prepared = None
         if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
             return
-        following, part = batch, batch.done + 1
+        next_batch, part = batch, batch.done + 1
         if part == len(batch.parts):
             if self.batches.waits_for_updates:
                 return
             cursor = self.batches.cursor()
-            self._following = self.batches.next(self.step)
-            if self._following is None:
+            self._next_batch = self.batches.next(self.step)
+            if self._next_batch is None:
                 return
-            following, part, self._cursor = self._following, 0, cursor
-        self._prepared = self.engine.prepare(following.samples_of(part))
+            next_batch, part, self._cursor = self._next_batch, 0, cursor
+        self._prepared = self.engine.prepare(next_batch.samples_of(part))
 
-    def _update(self, batch: GlobalBatch, *, vote: bool) -> None:
-        """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
+    def _update(self, batch: GlobalBatch, *, wants_stop: bool) -> None:
+        """Make the next optimizer step of a batch. `wants_stop`: whether this rank wants the run to stop."""
         metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
         if batch.done == 0:
             metrics = {**batch.times, **metrics}
@@ -299,9 +302,9 @@ class Trainer:
         if critic is not None:
             metrics |= critic.step(batch.samples_of(batch.done), lr_factor=factor, step=self.step)
             apply = self.step >= self.config.critic.warmup
-        prepared = self._prepared or self.engine.prepare(batch.samples_of(batch.done), whole=False)
+        prepared = self._prepared or self.engine.prepare(batch.samples_of(batch.done), eager=False)
         self.updates.begin(
-            prepared, step=self.step, lr_factor=factor, metrics=metrics, begin=begin, vote=vote, apply=apply
+            prepared, step=self.step, lr_factor=factor, metrics=metrics, begin=begin, wants_stop=wants_stop, apply=apply
         )
         self._prepare_next(batch)
         self.updates.finish(keep=1)
@@ -313,9 +316,9 @@ class Trainer:
     # Checkpoints
 
     def save(self) -> None:
-        """A checkpoint of this moment, which must be between two updates."""
+        """Save a checkpoint. Must be called between two updates."""
         self.updates.finish()
-        self._doing("saving a checkpoint")
+        self._report_activity("saving a checkpoint")
         check_weights(self.engine.model, self.step)
         self.batches.check_weights(self.step)
         extra: dict[str, Any] = {
@@ -325,7 +328,9 @@ class Trainer:
             MADE_WITH: self.made_with,
         }
         if self.response_log is not None:
-            self.response_log.turn(self.step, after=extra["batcher"]["step"], highest=self.batches.highest)
+            self.response_log.start_part(
+                self.step, after=extra["batcher"]["step"], last_batch=self.batches.last_batch_number
+            )
         extra |= self.batches.state()
         if self._batch is not None:
             extra |= self._batch.state()
@@ -337,19 +342,19 @@ class Trainer:
             optimizer=self.engine.optimizer,
             extra=extra,
             rank_state=random_state(),
-            **self.batches.saved(),
+            **self.batches.models_to_save(),
         )
         self._saved_step = self.step
         if self.response_log is not None:
             self.response_log.drop()
 
     def load_best(self) -> None:
-        """The weights of the best evaluation, in the place of the last ones. Nothing can be trained from there."""
+        """Load the weights of the best evaluation for export. Training cannot continue from them."""
         assert self.checkpointer.kept is not None
         self.checkpointer.load(self.checkpointer.kept, model=self.engine.model, optimizer=None)
 
 
 def is_better(value: float, than: float, metric: str, better: Better) -> bool:
-    """Whether a value of a metric is better than another. What is no number is never better."""
+    """Whether `value` of a metric is better than `than`. NaN is never better."""
     lower = better == "lowest" or (better == "auto" and metric.rpartition("/")[2] in LOWER_IS_BETTER)
     return value < than if lower else value > than

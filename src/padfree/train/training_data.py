@@ -1,8 +1,8 @@
-"""What a run is trained on: the tokenizer, the samples, and the global batches they come in.
+"""The training data of a run: tokenizer, samples, and global batches.
 
 Config -> load_tokenizer
-       -> load_training_data       samples (SFT), rollouts (RL), or prompts that rollouts are still to be written to
-       -> make_batcher      global batches of groups, the same on every rank
+       -> load_training_data  samples (SFT), rollouts (RL), or prompts for which the run generates rollouts
+       -> make_batcher        global batches of groups, the same on every rank
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
 
 
 UNGROUPED = ("reinforce++", "gae", "teacher", "given")
-"""Advantages that do not compare samples of a group."""
+"""Advantages that do not compare the samples of a group."""
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The tokenizer that `model.tokenizer` names, or the model's own; None for rollout files where the model has none.
+    """The tokenizer of `model.tokenizer`, or the model's own; None for rollout files if the model has none.
 
-    Those may be token ids. Where they are text after all, `read_rollouts` says that it needs one.
+    Rollout files may contain token ids. If they contain text after all, `read_rollouts` asks for a tokenizer.
     """
     path = Path(config.model.tokenizer or config.model.path)
     if path.exists() and not has_tokenizer(path):
         given = not config.loss.task.in_rows and config.rollout.source is None
         if given and config.model.tokenizer is None:
             return None
-        raise UserError("model.tokenizer", f"{path} holds none", "give a folder or Hub id that does")
+        raise UserError("model.tokenizer", f"{path} has no tokenizer", "give a folder or Hub id that has one")
     field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     return open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
 
@@ -68,13 +68,13 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or a Hub id; what is wrong with its files is one line that begins with `setting`."""
+    """The tokenizer of a folder or Hub id. An error in its files becomes a `UserError` about `setting`."""
     check_name(name, setting)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # its files may hold anything, and whatever reads them raises in its own way
+    except Exception as error:  # the files may hold anything, and each reader raises its own kind of error
         raise UserError(
-            setting, f"the tokenizer of {name} cannot be read ({shown_error(error)})", "give another"
+            setting, f"the tokenizer of {name} cannot be read ({shown_error(error)})", "give another tokenizer"
         ) from error
 
 
@@ -86,22 +86,22 @@ def load_training_data(
     import_reward: bool = True,
     day: datetime.date | None = None,
 ) -> TrainingData:
-    """The samples, or the prompts, of `data.path` or of all `data.sources`, and what became of their rows.
+    """Load the samples or prompts of `data.path` or of all `data.sources`, with a report about their rows.
 
-    `progress` is of the tokenising. With prompts the reward is imported first, unless that is not wanted: it is refused
-    here rather than later. `day` is what a chat template takes for today; None: today.
+    `progress` shows the progress of tokenisation. With prompts, the reward is imported first, so that an error in it
+    shows early; `import_reward=False` skips this. `day`: the date for chat templates; None: today.
     """
-    found = _loaded(config, tokenizer, {"progress": progress or False, "import_reward": import_reward, "day": day})
+    found = _load(config, tokenizer, {"progress": progress or False, "import_reward": import_reward, "day": day})
     chat = None
     if tokenizer is not None:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data, day)), day=day)
     if chat is None or not chat.depends_on_day:
         return found
-    note = f"data: the chat template writes the date; this run writes {chat.day.isoformat()}, also when it is resumed"
+    note = f"data: the chat template writes the date; this run uses {chat.day.isoformat()}, also after a resume"
     return replace(found, day=chat.day, notes=(*found.notes, note))
 
 
-def _loaded(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
+def _load(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
     read = task_of(config.loss.command).read
     if not config.data.sources:
         return read(config, tokenizer, **options)
@@ -116,7 +116,7 @@ def _loaded(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> Train
 
 
 def _of_data_source(error: UserError, number: int) -> UserError:
-    """An error about a setting of `[data]` that a source has itself, as one about the source."""
+    """Turn an error about a `[data]` setting into one about the same setting of source `number`, if sources have it."""
     own, table = "data.(path|columns|split|subset)", f"data.sources.{number}"
     at = f"{table}.path" if error.setting == "data" else re.sub(rf"^{own}$", rf"{table}.\1", error.setting)
     problem, fix = (re.sub(rf"{own}(?=[=.])", rf"{table}.\1", text) for text in (error.problem, error.fix))
@@ -124,7 +124,7 @@ def _of_data_source(error: UserError, number: int) -> UserError:
 
 
 def mixed(found: Mapping[str, TrainingData]) -> TrainingData:
-    """The data of several sources by name, one after the other. Their samples carry the name."""
+    """Concatenate the data of several named sources. Each sample carries the name of its source."""
     each = list(found.items())
     parts = tuple(len(one.samples) for _, one in each)
     if len(each) == 1:
@@ -137,7 +137,7 @@ def mixed(found: Mapping[str, TrainingData]) -> TrainingData:
     if len(stored) == len(each):
         both = MixedDataset(stored)
         return TrainingData(samples=both, report=both.report, place=both.place, parts=parts, **about)
-    samples = [_named(name, sample) for name, one in each for sample in one.samples]
+    samples = [_with_source(name, sample) for name, one in each for sample in one.samples]
     places = [(name, one, index) for name, one in each for index in range(len(one.samples))]
 
     def place(index: int) -> str:
@@ -148,7 +148,7 @@ def mixed(found: Mapping[str, TrainingData]) -> TrainingData:
     return TrainingData(samples=samples, report=report, place=place, parts=parts, **about)
 
 
-def _named(name: str, sample: Sample | Prompt) -> Sample | Prompt:
+def _with_source(name: str, sample: Sample | Prompt) -> Sample | Prompt:
     if isinstance(sample, Prompt):
         return replace(sample, uid=labelled(name, sample.uid), source=name)
     return of_source(name, sample)
@@ -162,13 +162,13 @@ def load_held_out(
     import_reward: bool = True,
     day: datetime.date | None = None,
 ) -> TrainingData | None:
-    """What `eval.path` holds, read as the run's own data are; None: nothing."""
+    """The data of `eval.path`, read like training data; None if it is not set."""
     settings = config.eval
     if not settings.path:
         return None
-    there = config.with_held_out_data()
+    held_out_config = config.with_held_out_data()
     try:
-        found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward, day=day)
+        found = load_training_data(held_out_config, tokenizer, progress=progress, import_reward=import_reward, day=day)
     except UserError as error:
         raise error.at("eval.path", "data") from error
     found = replace(found, notes=tuple(f"eval.path: {note.removeprefix('data: ')}" for note in found.notes))
@@ -176,7 +176,7 @@ def load_held_out(
 
 
 def _first(config: Config, samples: Samples) -> Samples:
-    """The first `eval.samples` of them: whole rows, counted as `batch.samples` counts."""
+    """The first `eval.samples` samples: whole rows, counted like `batch.samples`."""
     assert config.eval.samples is not None
     starts, size = row_starts(config, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
@@ -184,14 +184,14 @@ def _first(config: Config, samples: Samples) -> Samples:
 
 
 def longest_of(samples: Samples) -> int:
-    """Tokens of the longest one."""
+    """Number of tokens of the longest sample, or of the longest prompt."""
     if isinstance(samples, StoredSamples):
         return int(samples.lengths.max(initial=0))
     return max((len(sample.tokens) for sample in samples), default=0)
 
 
 def check_rollouts(config: Config, source: TrainingData) -> str | None:
-    """Refuse rollout files that there is nothing to learn from; a line to say if that is so for a part of them."""
+    """Refuse rollout files without any learning signal; return a note if only part of them have one."""
     if config.loss.task.in_rows or config.rollout.source is not None:
         return None
     samples = [sample for sample in source.samples if isinstance(sample, Sample)]
@@ -199,13 +199,13 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
 
 
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
-    """Global batches of groups: whole groups for RL, whole rows for the others.
+    """Make global batches: of whole groups for RL, of whole data rows otherwise.
 
-    A prompt is a group already (`RolloutGroup`). `parts`: as `TrainingData` has them.
+    A prompt is a group of its own (`RolloutGroup`). `parts`: see `TrainingData`.
     """
     data, batch = config.data, config.batch
     if not len(samples):
-        raise UserError("data.path", f"{', '.join(data.paths)} has no samples", "give files with at least one")
+        raise UserError("data.path", f"{', '.join(data.paths)} has no samples", "give files with at least one sample")
     order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
     groups, sizes = groups_of(config, samples, parts)
     order["parts"] = epoch_parts(config, sizes)
@@ -231,12 +231,12 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
             f"{batch.samples} is less than the {len(largest)} samples of group {largest[0].group!r}",
             f"give {len(largest)} or more",
         )
-    # Samples are what is counted here: as many whole groups as there is room for.
+    # The budget counts samples here: a batch takes as many whole groups as fit.
     return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
 
 
 def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tuple[Sequence[Group], list[int]]:
-    """What batches are made of, and how many come from each part of the samples."""
+    """The units of batches (data rows or groups), and how many come from each part of the samples."""
     if in_rows(config):
         starts = row_starts(config, samples)
         return Rows(samples, starts), row_counts(starts, parts)
@@ -250,7 +250,7 @@ def _num_tokens(group: Group) -> int:
 
 
 def _groups(config: Config, samples: Samples) -> list[Group]:
-    """Samples of one group together, groups in the order of their first samples."""
+    """Group samples by `group`, in the order of each group's first sample."""
     alone: list[Group] = []
     grouped: dict[str | int | None, list[Sample]] = {}
     for sample in samples:

@@ -1,10 +1,10 @@
-"""Models with a scalar head in training: critics. The loss of reward models is in `padfree.tasks.reward`.
+"""Training and scoring with a scalar head: critics. The loss of reward models is in `padfree.tasks.reward`.
 
-    ValueRowLoss    rollouts on a row            value of every prediction -> clipped squared error
-    ScalarScorer    the same numbers without gradient: rewards [B] of samples, values [n] of their tokens
+    ValueMicroBatchLoss   rollouts in a pack   value of every prediction -> clipped squared error
+    ScalarScorer          scores without gradients: rewards [B] of samples, values [n] of their tokens
 
-The value of a token is read where it is predicted, before it is written: entry j of a sample's `values` is what the
-critic expects from token j on, having seen the tokens before it.
+The value of a token is read at the position that predicts it, before the token is generated: entry j of a sample's
+`values` is the reward that the critic expects after it has seen the tokens before j.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from padfree.losses import (
 from padfree.model.scalar_head import scalar_head_of
 from padfree.optim.master_weights import compute_copies
 from padfree.sharding.parallelize import inside
-from padfree.tasks.reward import row_scores
+from padfree.tasks.reward import pack_scores
 from padfree.train.finite_checks import check_scores
 from padfree.train.scorer import Scorer
 
 
 class ValueMicroBatchLoss:
-    """The clipped squared error of values, against the returns that the samples bring."""
+    """Clipped squared error between predicted values and the samples' `returns`."""
 
     keeps_groups: ClassVar[bool] = False
     teacher: ClassVar[None] = None
@@ -45,30 +45,30 @@ class ValueMicroBatchLoss:
         self.settings = settings
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        return value_loss(LossInputs.from_batch(batch, values=row_scores(model, batch)), self.settings)
+        return value_loss(LossInputs.from_batch(batch, values=pack_scores(model, batch)), self.settings)
 
 
 class ScalarScorer(Scorer):
-    """A parallelized model with a scalar head, and how rows are made for it."""
+    """A parallelized model with a scalar head, and the packer of its inputs."""
 
     def _check_head(self, model: PreTrainedModel) -> None:
         scalar_head_of(model)
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank; 0 where a token is not scored."""
-        return self._of_tokens(samples, row_scores, "value")
+        """[n] for each sample, on every rank; 0 if a token is not scored."""
+        return self._score_tokens(samples, pack_scores, "value")
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
-        """[B] the score at the end of each sample, on every rank."""
+        """[B] score at the end of each sample, on every rank."""
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)
-        rows = replace(self.packer.rows, ends=True, pad_token=self.model.config.pad_token_id)
+        pack_settings = replace(self.packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
         with compute_copies(self.model):
-            for batch, indices in self.packer.packs(samples, self.packer.plan(samples), rows):
-                scores = inside(self.model, row_scores, batch.local)
+            for batch, indices in self.packer.packs(samples, self.packer.plan(samples), pack_settings):
+                scores = inside(self.model, pack_scores, batch.local)
                 if not batch.is_filler:
                     sums = segment_sum(scores, batch.local.sample_index, batch.local.num_samples)
                     found[torch.from_numpy(indices).to(self.mesh.device)] = sums

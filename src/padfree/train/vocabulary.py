@@ -1,14 +1,14 @@
-"""Whether the models of a run mean the same tokens by the same ids.
+"""Check that all models of a run use the same ids for the same tokens.
 
     run          tokenizer of model.tokenizer, or of model.path      "cat" -> 17
-    other model  its own tokenizer, in its folder                    "cat" -> 17, or it is refused
+    other model  its own tokenizer, in its folder                    "cat" -> 17; any other id is refused
 
-The policy, the reference, the teacher and the critic are all given ids of the run's tokenizer. So every token of that
-tokenizer must have the same id in the tokenizer of each of them; they may have more tokens. The vocabularies are
-compared, added tokens included, and not the files, because one vocabulary can be stored in several ways. A reward
-model is given text, which it tokenises itself, so that it may have any tokenizer.
+The policy, the reference, the teacher and the critic all receive ids of the run's tokenizer. Therefore every token of
+this tokenizer must have the same id in each model's own tokenizer, which may have more tokens. The check compares the
+vocabularies, including added tokens, and not the files, because one vocabulary can be stored in several ways. A reward
+model receives text and tokenises it itself, so it may have any tokenizer.
 
-The trained model may lack tokens of `model.tokenizer`, whose embeddings the run then trains from what they are.
+The trained model's tokenizer may lack tokens of `model.tokenizer`: the run trains their embeddings.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from padfree.train.training_data import has_tokenizer, open_tokenizer
 
 
 def check_vocabularies(config: Config, tokenizer: Any) -> Iterator[str]:
-    """Refuse a model whose tokenizer has other ids; lines that say what is assumed where there is none to compare."""
+    """Refuse a model whose tokenizer has other ids; yield notes about models without a tokenizer to compare."""
     own_name = config.model.tokenizer or config.model.path
-    compared = {_place(own_name)}
+    compared = {_unique_name(own_name)}
     for setting, name in named_models(config).items():
-        if setting in GIVEN_TEXT or setting == "model.tokenizer" or _place(name) in compared:
+        if setting in GIVEN_TEXT or setting == "model.tokenizer" or _unique_name(name) in compared:
             continue
-        compared.add(_place(name))
+        compared.add(_unique_name(name))
         trained = setting == "model.path"
         if trained and (config.model.init == "random" or Path(name).is_file()):
-            continue  # it has learned no ids yet
+            continue  # an untrained model has not learned any ids
         other = _tokenizer_of(name, setting, config.model.trust_remote_code)
         if tokenizer is None or other is None:
             missing = own_name if tokenizer is None else name
-            same = f"token ids are taken to mean the same in {name} and {own_name}"
+            same = f"assuming that token ids have the same meaning in {name} and {own_name}"
             yield f"{setting}: {missing} has no tokenizer; {same}"
             continue
-        note = compare(tokenizer.get_vocab(), other.get_vocab(), setting, name, own_name, may_lack=trained)
+        note = compare_vocabularies(tokenizer.get_vocab(), other.get_vocab(), setting, name, own_name, may_lack=trained)
         if note is not None:
             yield note
 
 
-def compare(
+def compare_vocabularies(
     own: Mapping[str, int], other: Mapping[str, int], setting: str, name: str, own_name: str, *, may_lack: bool = False
 ) -> str | None:
-    """Refuse `other`, the vocabulary of `name`, if a token of `own` has another id there, or none.
+    """Refuse `other`, the vocabulary of `name`, if a token of `own` has another id in it, or none.
 
-    With `may_lack` tokens that it lacks are a line to say, unless their ids are those of other tokens.
+    With `may_lack`, missing tokens only give a note, unless their ids belong to other tokens.
     """
     if own.items() <= other.items():
         return None
@@ -60,7 +60,7 @@ def compare(
         index, token = lacks[0]
         return (
             f"model.tokenizer: {own_name} has {len(lacks):,} tokens that the tokenizer of {name} does not have, the "
-            f"first is {token!r} ({index}); their embeddings are not trained yet"
+            f"first is {token!r} ({index}); their embeddings are untrained"
         )
     index, token = differs[0]
     there = str(other[token]) if token in other else "unknown"
@@ -82,14 +82,14 @@ def compare(
 
 
 def _tokenizer_of(name: str, setting: str, trust_remote_code: bool) -> Any:
-    """None: there is none."""
+    """The tokenizer of a model; None if it has none."""
     if Path(name).exists():
         return open_tokenizer(name, setting, trust_remote_code) if has_tokenizer(name) else None
     try:
         return open_tokenizer(name, setting, trust_remote_code)
     except UserError:
-        return None  # whether the Hub has its files shows only when they are asked for
+        return None  # whether the Hub has tokenizer files shows only when they are requested
 
 
-def _place(name: str) -> str:
+def _unique_name(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name

@@ -135,7 +135,7 @@ def test_weights_in_low_precision_are_found_below_the_noise(
 def test_a_method_that_is_refused_is_told_and_nothing_else_is(
     monkeypatch: pytest.MonkeyPatch, folders: Mapping[str, Path]
 ) -> None:
-    magic = Variation(name="magic", max_tokens=99, rows=PackSettings(method="magic"), may_be_refused=True)
+    magic = Variation(name="magic", max_tokens=99, pack_settings=PackSettings(method="magic"), may_be_refused=True)
     monkeypatch.setattr("padfree.tools.check.check_model.variations", lambda samples, context: [magic])
     report = check_model(folders["qwen3"], cases.make_samples(), device="cpu")
     assert report.passed
@@ -155,7 +155,7 @@ def test_what_is_refused() -> None:
     for source, options, message in (
         (config, {"samples": 1}, "samples: 1; give 2 or more"),
         (config, {"samples": untrained}, "samples: none of the 3 has a trained token"),
-        (build("gpt2").config, {"samples": long}, "samples: 0 has 300 tokens and the model 256 positions"),
+        (build("gpt2").config, {"samples": long}, "samples: 0 has 300 tokens, but the model has 256 positions"),
         (config, {"samples": random_samples(99, 3)}, r"samples: \d has token id \d+, but the vocabulary"),
         (config, {"dtype": torch.float16}, "dtype: torch.float16; choose one of"),
         (config, {"backend": "magic"}, "backend: 'magic'; choose auto"),

@@ -83,7 +83,7 @@ def _even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(engine: Any, prepared: Any) -> Any:
         found = gradients(engine, prepared)
-        now[0] += sum(1e-4 * batch.packed.num_tokens for batch, _ in prepared.rows)
+        now[0] += sum(1e-4 * batch.packed.num_tokens for batch, _ in prepared.packs)
         return found
 
     monkeypatch.setattr(MODULE.Engine, "gradients", counted)

@@ -1,4 +1,4 @@
-"""References: a model of its own or other adapters, refreshed when it is due, and resumed as it was."""
+"""References: a separate model or other adapters; refresh and resume."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_it_becomes_the_trained_model_when_it_is_due(
     assert isinstance(reference, AdapterReference if lora else ModelReference)
     start = logprobs(engine.scorer)
     batches(engine, reference, 1)
-    assert not reference.saved()
+    assert not reference.tensors_to_save()
     assert np.array_equal(logprobs(reference), start)
     assert abs(logprobs(engine.scorer) - start).max() > 1e-3
     batches(engine, reference, 1)
@@ -92,7 +92,7 @@ def test_it_becomes_the_trained_model_when_it_is_due(
 
 
 def test_adapters_need_no_second_model(mesh: Mesh, models: Path) -> None:
-    """What they give is bitwise what a model of its own gives, and the trained ones are as they were."""
+    """The results equal those of a separate model bit for bit, and the policy's adapters are unchanged."""
     config = make_config(models, lora=LORA, refresh=None)
     engine, reference = built(config, mesh)
     alone = build_reference(config, mesh)
@@ -132,7 +132,7 @@ def save(folder: Path, engine: Engine, reference: ReferenceModel) -> Path:
         optimizer=engine.optimizer,
         extra={"reference": reference.state_dict()},
         rank_state={},
-        reference=reference.saved(),
+        reference=reference.tensors_to_save(),
     )
 
 
@@ -145,7 +145,7 @@ def load(path: Path, engine: Engine, reference: ReferenceModel) -> None:
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["weights", "adapters"])
 def test_resume_restores_it(lora: dict[str, Any], mesh: Mesh, models: Path, tmp_path: Path) -> None:
-    """Before the first refresh, from what it began as; after it, from the checkpoint."""
+    """Before the first refresh from reference.path, after it from the checkpoint."""
     config = make_config(models, lora=lora)
     engine, reference = built(config, mesh)
     for _ in range(3):
@@ -172,7 +172,7 @@ def ranks(rank: int, world: int, models: Path, folder: Path) -> list[Any]:
 
 
 def test_two_ranks_do_what_one_does(mesh: Mesh, models: Path, tmp_path: Path) -> None:
-    """And one process goes on from what they saved."""
+    """One process also resumes their checkpoint."""
     results = run_ranks(2, ranks, models, tmp_path)[0]
     for (name, lora), (policy, scored) in zip((("weights", {}), ("adapters", LORA)), results, strict=True):
         config = make_config(models, lora=lora)
@@ -192,6 +192,6 @@ def test_a_checkpoint_of_another_reference_is_refused(mesh: Mesh, models: Path, 
     again, other = built(make_config(models, lora=LORA, reference="second"), mesh)
     with pytest.raises(
         CheckpointError,
-        match=r"^checkpoint: .* has another reference model \(.* there and .* here\); keep reference.path",
+        match=r"^checkpoint: .* has another reference model \(.* in the checkpoint and .* in this run\); keep",
     ):
         load(path, again, other)

@@ -60,7 +60,7 @@ class Variation:
 
     name: str
     max_tokens: int  # of a row on one device
-    rows: PackSettings = field(default_factory=PackSettings)
+    pack_settings: PackSettings = field(default_factory=PackSettings)
     reverse: bool = False
     may_be_refused: bool = False  # not every model, backend and number of ranks can do it
 
@@ -77,7 +77,7 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
             Variation(
                 name="shared prefixes",
                 max_tokens=total,
-                rows=PackSettings(share_prefixes=True),
+                pack_settings=PackSettings(share_prefixes=True),
                 may_be_refused=True,
             )
         )
@@ -92,7 +92,7 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
             Variation(
                 name=f"{kind} {method}",
                 max_tokens=total,
-                rows=PackSettings(layout=kind, method=method),
+                pack_settings=PackSettings(layout=kind, method=method),
                 may_be_refused=True,
             )
             for kind, method in kinds
@@ -138,9 +138,9 @@ class PackedPath:
     def lay_out(self, variation: Variation) -> None:
         """Divide samples like this from now on."""
         packer = self.scorer.packer
-        packer.max_tokens, packer.rows = variation.max_tokens, variation.rows
+        packer.max_tokens, packer.pack_settings = variation.max_tokens, variation.pack_settings
         if self.checked == "reward":
-            packer.rows = replace(packer.rows, ends=True, pad_token=self.model.config.pad_token_id)
+            packer.pack_settings = replace(packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
 
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
         """[n] of each sample, of every token but the first, whatever is trained; on every rank."""
@@ -175,7 +175,7 @@ class PackedPath:
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         scores = partial(self.scorer._scores, self.scorer.temperature)
         with torch.no_grad():
-            for batch, indices in self._padded(_all_scored(samples), fill).rows:
+            for batch, indices in self._padded(_all_scored(samples), fill).packs:
                 row = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
@@ -191,10 +191,10 @@ class PackedPath:
 
     def _padded(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> PreparedStep:
         prepared = self.engine.prepare(samples)
-        return replace(prepared, rows=[(self._with_pad(batch, fill), indices) for batch, indices in prepared.rows])
+        return replace(prepared, packs=[(self._with_pad(batch, fill), indices) for batch, indices in prepared.packs])
 
     def _with_pad(self, batch: MicroBatch, fill: Callable[[int], Tensor]) -> MicroBatch:
-        context, settings = self.mesh.context, self.scorer.packer.rows
+        context, settings = self.mesh.context, self.scorer.packer.pack_settings
         packed = batch.packed.padded_to(batch.packed.num_tokens + PAD * context.size)
         real = packed.num_tokens - packed.pad_length
         packed = replace(packed, input_ids=torch.cat([packed.input_ids[:real], fill(packed.num_tokens - real)]))

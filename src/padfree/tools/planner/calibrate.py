@@ -215,7 +215,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
     def prepared(lengths: Sequence[int], times: int) -> PreparedStep:
         scorer.packer.max_tokens = sum(lengths)
         found = engine.prepare([Sample(tokens=generator.integers(0, vocabulary, length)) for length in lengths])
-        return replace(found, rows=[*found.rows] * times)
+        return replace(found, packs=[*found.packs] * times)
 
     def seconds(work: Callable[[], object]) -> float:
         _wait(mesh.device)

@@ -1,6 +1,7 @@
-"""What RL adds to a training step.
+"""Additions for RL.
 
-advantages        rewards to advantages
-reference_model   the model that the KL term compares with, and its refreshes
-update_batch      a batch between its updates, and in a checkpoint
+reference_model    the reference model of the KL term, and its refreshes
+reward_model       a reward model as the reward of rollouts
+run_response_log   the response log, kept in step with checkpoints
+sampled_batches    batches of rollouts, sampled on demand or ahead of training
 """

@@ -1,17 +1,17 @@
-"""The model that the KL term compares with.
+"""The reference model of the KL term.
 
-    ModelReference      a model of its own, not trained           reference.path
-    AdapterReference    the trained model, with other adapters    the same, where it is model.path and lora.rank is set:
-                                                                  no second copy of the weights
+    ModelReference      a separate frozen model               reference.path
+    AdapterReference    the policy with other adapters        if reference.path is model.path and lora.rank is set:
+                                                              no second copy of the weights
 
     rollout batch   1   2   3   4   5          with reference.refresh = 2
-    reference       r   r   p2  p2  p4         r: what it began as; p2: the trained model as it was after batch 2
+    reference       r   r   p2  p2  p4         r: initial reference; p2: the policy after batch 2
 
-A reference that has been refreshed is the trained model of an earlier moment, which is in no file. So it belongs into
-the checkpoint from then on (`saved`), and so does the number of batches (`state_dict`).
+A refreshed reference is an earlier state of the policy that no file holds. From then on checkpoints store it
+(`tensors_to_save`) together with the number of batches (`state_dict`).
 
-With `reference.offload` the weights of a `ModelReference` are on the CPU (FSDP2's offloading), and on the device while
-they compute. A run on the CPU has them there anyway.
+With `reference.offload` the weights of a `ModelReference` stay on the CPU (FSDP2's offloading) and are on the device
+only while they are used. The setting has no effect in a run on the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from padfree.train.scorer import Scorer
 
 
 class ReferenceModel(ABC):
-    """Scores samples; after every `every` batches it becomes what the trained model is then. None: never."""
+    """Scores samples. After every `every` batches it takes over the state of the policy; None: never."""
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
         self.scorer, self.every = scorer, every
@@ -44,36 +44,36 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank, as `Scorer.logprobs` gives them."""
+        """[n] for each sample, on every rank, like `Scorer.logprobs`."""
 
     @abstractmethod
     def refresh(self, model: PreTrainedModel) -> None:
-        """Become what `model`, the trained one, is now. Every rank calls it."""
+        """Take over the current state of `model`, the policy. Collective."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What makes this reference another one, for a checkpoint to fill."""
+        """The tensors that a checkpoint stores and restores."""
 
     def after_batch(self, model: PreTrainedModel) -> None:
-        """To be called when all updates with a rollout batch are done, before a checkpoint is saved."""
+        """Call this when all updates of a rollout batch are done, before a checkpoint is saved."""
         self.batches += 1
         if self.every is not None and self.batches % self.every == 0:
             self.refresh(model)
 
-    def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it: nothing, as long as it is what it began as."""
+    def tensors_to_save(self) -> dict[str, Tensor]:
+        """The tensors for a checkpoint: empty until the first refresh."""
         return self.tensors() if self.refreshed else {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches, "refreshed": self.refreshed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The tensors come with the checkpoint."""
+        """Restore the counters. The checkpoint restores the tensors."""
         self.batches, self.refreshed = int(state["batches"]), bool(state["refreshed"])
 
 
 class ModelReference(ReferenceModel):
-    """The scorer's own model."""
+    """A separate model, held by the scorer."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         return self.scorer.logprobs(samples)
@@ -90,12 +90,12 @@ class ModelReference(ReferenceModel):
         return named_tensors(self.scorer.model)
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse to take the weights of a model that has not the same ones."""
+        """Refuse a policy whose weights have other names or shapes than the reference."""
         check_same_tensors(self.scorer.model, model, self.every)
 
 
 def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, every: int | None) -> None:
-    """Refuse a reference that could not take the weights of the trained model, adapters aside."""
+    """Refuse a reference that could not take over the policy's weights; adapters are not compared."""
     own, others = (
         {name: tuple(tensor.shape) for name, tensor in named_tensors(one).items() if not is_adapter(name)}
         for one in (reference, trained)
@@ -105,18 +105,18 @@ def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, eve
         raise UserError(
             "reference.refresh",
             f"{every}, but {name} is {_shape(own.get(name))} in the reference and {_shape(others.get(name))} in the "
-            "trained model",
+            "policy",
             "set reference.refresh=none, or reference.path to model.path",
         )
 
 
 class AdapterReference(ReferenceModel):
-    """The trained model with adapters that do nothing, or, once refreshed, with those of an earlier moment."""
+    """The policy with zero adapters or, after a refresh, with the adapters of an earlier policy."""
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
         super().__init__(scorer, every)
         self._own = {name: torch.zeros_like(tensor.detach()) for name, tensor in _adapters(scorer.model).items()}
-        assert self._own, "without adapters the reference would be the trained model"
+        assert self._own, "without adapters the reference would be the policy itself"
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:

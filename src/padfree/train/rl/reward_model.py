@@ -2,11 +2,12 @@
 
     prompt of the row, text of the response  ->  tokens   by the reward model's own tokenizer and chat template, as
                                                           `padfree reward` reads a row's `prompt` and `chosen`
-    responses of all ranks                   ->  packed, scored on the ranks together, each at its end
-    back to who asked                        <-  a number for each
+    responses of all ranks                   ->  packed and scored by all ranks together, each at its end
+    result                                   <-  one score per response, on the rank that asked for it
 
-The policy's token ids are of no use here: the two models may have different tokenizers. So the text is judged, without
-the token that ended the response, and ends as the reward model's texts do, whether the policy ended it or was cut.
+The policy's token ids cannot be used, because the two models may have different tokenizers. The reward model scores the
+text without the token that ended the response. The text ends like the reward model's training texts, whether the policy
+ended it or it was cut off.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from padfree.train.value_loss import ScalarScorer
 
 
 class ModelReward:
-    """Judges responses of all ranks together. Every rank calls it, with its own."""
+    """Scores the responses of all ranks together. Collective; each rank passes its own responses."""
 
     def __init__(self, scorer: ScalarScorer, tokenizer: Any, config: Config) -> None:
         data = config.data
@@ -37,7 +38,7 @@ class ModelReward:
         self._positions = ModelLimits.of(scorer.model).positions
 
     def __call__(self, answers: Sequence[tuple[Prompt, str]]) -> list[float | str]:
-        """The score of each response text, or what is wrong with it."""
+        """The score of each response text, or an error message."""
         tokens = self._tokens(answers)
         readable = [one for one in tokens if not isinstance(one, str)]
         everybody = gather_objects(readable, self.scorer.mesh.loss.group, "the rewards of rollouts")
@@ -50,8 +51,8 @@ class ModelReward:
         return [one if isinstance(one, str) else next(own) for one in tokens]
 
     def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> list[NDArray[np.int32] | str]:
-        """Of each response with its prompt, or what is wrong with it."""
-        # What the policy was asked, before its own chat template.
+        """The tokens of each prompt with its response, or an error message."""
+        # The prompt before the policy's chat template was applied.
         rows = [
             (prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers
         ]
@@ -64,8 +65,8 @@ class ModelReward:
                 )
             elif self._positions is not None and len(encoded.tokens) > self._positions:
                 found.append(
-                    f"rollout.reward: {prompt.uid} has {len(encoded.tokens)} tokens with its response, the reward "
-                    f"model {self._positions} positions; set a lower rollout.max_new_tokens"
+                    f"rollout.reward: {prompt.uid} has {len(encoded.tokens)} tokens with its response, but the reward "
+                    f"model has {self._positions} positions; set a lower rollout.max_new_tokens"
                 )
             else:
                 found.append(encoded.tokens)

@@ -1,8 +1,8 @@
-"""The journal of sampled responses in step with the checkpoints of a run (`padfree.rollout.response_log`).
+"""The response log (`padfree.rollout.response_log`), kept in step with the checkpoints of a run.
 
-A response can be used again if the weights and the settings that the run goes on with are those that it was sampled
-under. Weights are compared by their fingerprint where a part of the journal begins, which is at a checkpoint or at the
-first step; settings by a digest of all that change what is sampled or trained.
+A logged response can be reused if the resumed run has the same weights and settings as the run that sampled it. Weights
+are compared by fingerprint at the origin of each part of the log: the first step, or a checkpoint. Settings are
+compared by a digest of everything that changes what is sampled or trained.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ WITHOUT_EFFECT = (
     "track.",
     "run.timeout",
 )
-"""Beginnings of the names of settings that change neither what is sampled nor what is learned, but for rounding."""
+"""Prefixes of settings that change neither what is sampled nor what is learned, except for rounding."""
 
 
 def settings_digest(made_with: Mapping[str, Any]) -> str:
-    """Of the record that checkpoints hold, see `padfree.train.resume`."""
+    """A digest of the record that checkpoints hold (see `padfree.train.resume`)."""
     settings = {name: value for name, value in made_with["settings"].items() if not name.startswith(WITHOUT_EFFECT)}
     return hash_of({**made_with, "settings": settings, "padfree": __version__})
 
 
 class RunResponseLog:
-    """Every rank calls all of it alike."""
+    """The response log of a run. All methods are collective."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RunResponseLog:
         self._settings = settings_digest(made_with)
 
     def begin(self, step: int, *, after: int, resume: bool) -> str | None:
-        """Go on after this step and batch; a line about what is there already."""
+        """Start logging after this step and batch; return a note if there are responses to reuse."""
         origin = self._origin(step)
         error = None
         if self._axis.rank == 0:
@@ -72,16 +72,16 @@ class RunResponseLog:
         raise_together(error, self._axis.group)
         with writing(self._response_log.folder):
             found = self._response_log.begin(origin, after=after)
-        return f"{found} responses of the journal are not sampled again" if found else None
+        return f"reusing {found} responses from the response log" if found else None
 
-    def turn(self, step: int, *, after: int, highest: int) -> None:
-        """Before the state for a checkpoint is collected."""
+    def start_part(self, step: int, *, after: int, last_batch: int) -> None:
+        """Start a new part of the log. Call this before the state for a checkpoint is collected."""
         origin = self._origin(step)
         with writing(self._response_log.folder):
-            self._response_log.turn(origin, after=after, highest=highest)
+            self._response_log.turn(origin, after=after, highest=last_batch)
 
     def drop(self) -> None:
-        """Remove what the last complete checkpoint covers."""
+        """Delete the parts that the last complete checkpoint covers."""
         latest = self._checkpointer.latest() if self._axis.rank == 0 else None
         if latest is not None:
             self._response_log.drop(step_of(latest))

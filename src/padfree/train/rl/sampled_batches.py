@@ -1,10 +1,11 @@
-"""The batches of a run that writes its own rollouts, sampled in step with training or ahead of it.
+"""Batches of rollouts that the run generates, sampled on demand or ahead of training.
 
     staleness 0      in training   1     2     3           staleness 2      in training   1     2     3
                      in the queue  -     -     -                            in the queue  2 3   3 4   4 5
 
-The batcher is ahead of training by the queue. A checkpoint therefore holds its place before the oldest batch of the
-queue: a resumed run takes the same batches again, and the collector knows what there is of them already.
+The batcher is ahead of training by the length of the queue. A checkpoint therefore stores the position in the data
+before the oldest queued batch: a resumed run takes the same batches again, and the collector restores the responses
+that were already sampled for them.
 """
 
 from __future__ import annotations
@@ -21,35 +22,35 @@ from padfree.train.training_data import Batcher
 
 
 class SampledBatches:
-    """Takes batches of prompts from the batcher, and gives their samples in the same order."""
+    """Takes batches of prompts from the batcher, and returns their samples in the same order."""
 
     def __init__(self, config: Config, batcher: Batcher, collector: Collector, engine: Engine) -> None:
         self._batcher, self._collector, self._engine = batcher, collector, engine
         self._staleness, self._steps = config.rollout.staleness, config.run.steps
-        self._updates = config.loss.epochs * config.loss.mini_batches  # of a batch
-        self._queue: list[tuple[int, dict[str, Any]]] = []  # numbers, and places in the data before them
+        self._updates = config.loss.epochs * config.loss.mini_batches  # updates per batch
+        self._queue: list[tuple[int, dict[str, Any]]] = []  # batch number, and the position in the data before it
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Seconds of the last batch, see `padfree.train.batch_times`."""
+        """Seconds of each phase of the last batch (see `padfree.train.batch_times`)."""
         return self._collector.timings
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the last batch."""
+        """Metrics of the last batch."""
         return self._collector.metrics()
 
     def resume(self, step: int, *, remaining: int) -> None:
-        """Have batches sampled ahead while `remaining` updates are still to be made with the one in training."""
+        """Sample batches ahead while the batch in training has `remaining` updates left."""
         if self._staleness:
             self._fill(step, remaining)
 
     def _fill(self, step: int, remaining: int = 0) -> None:
-        """Hand the present weights over, and have `staleness` batches sampled besides the one that is next."""
-        with compute_copies(self._engine.model):  # the sampler gets the weights in the type that training computes in
+        """Sync the current weights, and request batches until `staleness` are queued in addition to the next one."""
+        with compute_copies(self._engine.model):  # the sampler gets the weights in the compute dtype
             self._collector.sync_weights(self._engine.model, step)
         self._collector.look()
         while len(self._queue) < self._staleness + (not remaining):
-            version = step + remaining + len(self._queue) * self._updates  # when its turn has come
+            version = step + remaining + len(self._queue) * self._updates  # policy version when it is trained
             if self._steps is not None and version >= self._steps:
                 break
             cursor = self._batcher.state_dict()
@@ -61,7 +62,7 @@ class SampledBatches:
 
     def next(self, step: int) -> tuple[int, list[Sample]] | None:
         """The number and the samples of the next batch, which is trained after `step` optimizer steps."""
-        with compute_copies(self._engine.model):  # a sampler of this process may share the copies until it has sampled
+        with compute_copies(self._engine.model):  # a sampler in this process may share the copies while it samples
             self._fill(step)
             if not self._queue:
                 return None
@@ -69,16 +70,16 @@ class SampledBatches:
             return number, self._collector.take(number, version=step)
 
     def cursor(self) -> dict[str, Any]:
-        """The place in the data before all that is not in training yet."""
+        """The position in the data before the oldest batch that is not in training yet."""
         return self._queue[0][1] if self._queue else self._batcher.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """For `extra` of a checkpoint. Every rank calls it."""
+        """The entries of a checkpoint's `extra`. Collective."""
         return self._collector.state()
 
     def restore(self, extra: Mapping[str, Any]) -> None:
         self._collector.restore(extra)
 
     def dropped_reason(self, extra: Mapping[str, Any]) -> str | None:
-        """Why what a checkpoint has ahead cannot be used; None: it can, or there is nothing."""
+        """Why the responses sampled ahead in a checkpoint cannot be used; None if they can, or there are none."""
         return self._collector.dropped_reason(extra)

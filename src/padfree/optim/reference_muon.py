@@ -25,22 +25,22 @@ def muon_step(
     """The weight [A, B] and the momentum buffer [A, B] after a step."""
     buffer = momentum * buffer + (1 - momentum) * gradient
     update = (1 - momentum) * gradient + momentum * buffer if nesterov else buffer
-    rows, columns = weight.shape
+    height, width = weight.shape
     a, b, c = COEFFICIENTS
     x = update / max(float(update.norm()), EPS)
     for _ in range(steps):
-        if rows <= columns:
+        if height <= width:
             gram = x @ x.T
             x = a * x + (b * gram + c * gram @ gram) @ x
         else:
             gram = x.T @ x
             x = a * x + x @ (b * gram + c * gram @ gram)
-    scale = update_rms * math.sqrt(max(rows, columns))
+    scale = update_rms * math.sqrt(max(height, width))
     return (1 - lr * weight_decay) * weight - lr * scale * x, buffer
 
 
 def orthogonal_factor(matrix: Tensor) -> Tensor:
-    """U V^T of U S V^T, which the iteration comes near to."""
+    """U V^T of the decomposition U S V^T, which the Newton-Schulz iteration approximates."""
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     product: Tensor = left @ right
     return product

@@ -1,4 +1,4 @@
-"""`parallel.context = "auto"`: rows of different widths in one step, exact for every method."""
+"""`parallel.context = "auto"`: packs with different numbers of context ranks in one step, exact for every method."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = [("allgather", "gspo"), ("ring", "sft"), ("ulysses", "clip")]
 
 
 def changed(engine: Any, method: str) -> Any:
-    engine.scorer.packer.rows = PackSettings(method=method)
+    engine.scorer.packer.pack_settings = PackSettings(method=method)
     return engine
 
 
