@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The sum over the copies of each row, as one Triton kernel.
+"""The sum over the copies of each element, as one Triton kernel.
 
     gradient [m, W], places [m], begins [n + 1]  ->  out [n, W]      out[i] = Σ gradient[places[begins[i]:begins[i+1]]]
 
-A program makes `BLOCK` columns of one row. It reads each copy once and writes once, in float32 between, which is the
-least that can move; nothing is added by two programs, so that the sum has one order.
+A program computes `BLOCK` columns of one output element. It reads each copy once, accumulates in float32 and writes
+once, which is the minimal memory traffic. Each output is summed by one program, so that the order is fixed.
 """
 
 from __future__ import annotations
