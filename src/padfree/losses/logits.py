@@ -1,13 +1,13 @@
-"""Log-probabilities and entropy from logits that are already there.
+"""Log-probabilities and entropy from existing logits.
 
     logits [..., V]  +  labels [...]   ->   logprobs [...], entropy [...]
 
-`padfree.head` avoids the logits altogether; this is for code that has them. Beside the logits only a few rows at a time
-are expanded, and only the log-sum-exp of each row is kept for the backward pass, whose result is the one other [..., V]
-tensor. With z = logits / temperature and p = softmax(z),
+`padfree.head` avoids the logits altogether; this is for code that already has them. Besides the logits only a chunk of
+tokens at a time is expanded, and only the log-sum-exp of each token is kept for the backward pass, whose result is the
+only other [..., V] tensor. With z = logits / temperature and p = softmax(z),
 
-    logprob = z[label] - lse(z)       gradient in z: onehot - p
-    entropy = -Σ p log p              gradient in z: -p (log p + entropy)
+    logprob = z[label] - lse(z)       gradient w.r.t. z: onehot - p
+    entropy = -Σ p log p              gradient w.r.t. z: -p (log p + entropy)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from padfree.errors import UserError
 from padfree.losses import checks
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that are expanded at a time: 64 MiB in float32."""
+"""Number of logits that are expanded at a time: 64 MiB in float32."""
 
 
 def score_logits(
@@ -35,7 +35,7 @@ def score_logits(
     labels = checks.index("labels", labels, logits.shape[-1] if logits.dim() else 0)
     if labels.shape != logits.shape[:-1]:
         raise UserError(
-            "labels", f"shape {tuple(labels.shape)} for logits {tuple(logits.shape)}", "give one label per row"
+            "labels", f"shape {tuple(labels.shape)} for logits {tuple(logits.shape)}", "give one label per token"
         )
     need_number("temperature", temperature, sys.float_info.min, sys.float_info.max, "give a positive number")
     logprobs, entropies = _ScoreLogits.apply(logits, labels, 1.0 / temperature, entropy)  # type: ignore[no-untyped-call]
@@ -79,12 +79,12 @@ class _ScoreLogits(torch.autograd.Function):
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """weights · values, with 0 where the weight is 0 and the value minus infinity."""
+    """weights · values, but 0 where the weight is 0 and the value is -inf."""
     return torch.where(weights > 0, weights * values, 0.0)
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of a few rows [c, V] of the logits and of the same rows of the others. Nothing is copied."""
+    """Views of chunks [c, V] of the logits and of the same tokens of the others. Nothing is copied."""
     if logits.dim() == 1:
         yield (logits[None], *(other[None] for other in others))
     elif logits.dim() == 2:
