@@ -77,8 +77,8 @@ def score(
     bytes; but never less than a float32 copy of the hidden states of the scored tokens.
 
     backend: "reference" stores all logits at once; "chunked" is plain torch on any device, and needs a few more tiles
-    of logits (64 MiB each on CUDA); "triton" runs all elementwise work on a tile in one kernel on CUDA, and for bfloat16
-    on a Hopper GPU inside the matmul itself; "auto" uses "triton" on CUDA if it is installed, else "chunked".
+    of logits (64 MiB each on CUDA); "triton" runs all elementwise work on a tile in one kernel on CUDA, and for
+    bfloat16 on a Hopper GPU inside the matmul itself; "auto" uses "triton" on CUDA if it is installed, else "chunked".
     """
     head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
