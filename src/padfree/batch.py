@@ -294,12 +294,12 @@ class SampleInfo:
 class Copies:
     """A gather `tensor[index]` that may take an element of `tensor` [n, ...] many times, and its inverse.
 
-    elements a b c, index 0 0 2 1 0  ->  a a c b a     places 0 1 4 3 2 (of a: 0 1 4, of b: 3, of c: 2), begins 0 3 4 5
+    elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
     """
 
     index: Tensor  # [m] int64, the element that each copy is taken from
-    places: Tensor  # [m] int64, the indices of the copies, grouped by element
-    begins: Tensor  # [n + 1] int64, where the group of each element begins in `places`
+    copy_index: Tensor  # [m] int64, the indices of the copies, grouped by element
+    offsets: Tensor  # [n + 1] int64, where the group of each element begins in `copy_index`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -309,7 +309,7 @@ class Entries:
     There is one entry for each scored token of each sample, sample by sample: E in all.
     """
 
-    rows: NDArray[np.int64]  # [E] index in the pack of the position that predicts the token
+    positions: NDArray[np.int64]  # [E] index in the pack of the position that predicts the token
     tokens: NDArray[np.int64]  # [E] index of the predicted token in the samples laid end to end
 
 
@@ -330,16 +330,16 @@ class PackedBatch:
     samples: tuple[SampleInfo, ...] = ()
     entries: Entries | None = None
 
-    ROW_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids")
+    PACK_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids")
     LABEL_FIELDS: ClassVar[tuple[str, ...]] = ("labels", "weights", "sample_index")
-    TOKEN_FIELDS: ClassVar[tuple[str, ...]] = (*ROW_FIELDS, *LABEL_FIELDS)
+    TOKEN_FIELDS: ClassVar[tuple[str, ...]] = (*PACK_FIELDS, *LABEL_FIELDS)
 
     def __post_init__(self) -> None:
         num_tokens = self.segments.num_tokens
         for field in self.TOKEN_FIELDS:
             shape = tuple(getattr(self, field).shape)
             if field in self.LABEL_FIELDS and self.entries is not None:
-                assert shape == (len(self.entries.rows),), field
+                assert shape == (len(self.entries.positions),), field
             elif shape != (num_tokens,):
                 raise UserError(field, f"shape {shape} for {num_tokens} tokens in segments", "give one value per token")
         if self.entries is None and len(self.samples) != self.segments.num_samples:
@@ -405,7 +405,7 @@ class PackedBatch:
         def lengthened(tensor: Tensor, value: int = 0) -> Tensor:
             return torch.cat([tensor[:real], tensor.new_full((pad,), value)])
 
-        longer = self.TOKEN_FIELDS if self.entries is None else self.ROW_FIELDS  # a pad has no entries
+        longer = self.TOKEN_FIELDS if self.entries is None else self.PACK_FIELDS  # a pad has no entries
         padded: dict[str, Any] = {field: lengthened(getattr(self, field), fill.get(field, 0)) for field in longer}
         padded["position_ids"] = torch.cat(
             [self.position_ids[:real], torch.arange(pad, dtype=torch.int64, device=self.position_ids.device)]
@@ -430,7 +430,7 @@ class PackedBatch:
             raise UserError(
                 "values", f"got a {type(values).__name__}", "give a tensor, such as torch.as_tensor(values)"
             )
-        expected = self.num_tokens if self.entries is None else len(self.entries.rows)
+        expected = self.num_tokens if self.entries is None else len(self.entries.positions)
         if values.shape[:1] != (expected,):
             shape = tuple(values.shape)
             raise UserError("values", f"shape {shape} for {expected} tokens", "give one value per token of the batch")
@@ -521,7 +521,7 @@ class LocalEntries:
     """The entries that the tokens of one context rank predict."""
 
     numbers: NDArray[np.int64]  # [e] index among the entries of the pack
-    rows: Copies  # [e] gathered from this rank's tokens
+    positions: Copies  # [e] gathered from this rank's tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -133,7 +133,7 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
     return PathPages(tokens, table)
 
 
-def readers(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
+def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
     """The transpose of `prefix_ranges`: the indices of each token's copies if all paths are laid end to end.
 
     [K] indices of the copies, grouped by token, and [C + 1] where the group of each token begins.

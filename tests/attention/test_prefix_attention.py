@@ -146,7 +146,7 @@ def test_the_kernel_adds_up_as_the_reference_does(width: tuple[int, ...], dtype:
     index = np.array([0, 0, 2, 1, 0, 4, 2, 2])
     copies = copies_of(index, 5, torch.device(DEVICE))
     gradient = torch.randn(8, *width, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
-    found = sum_rows(gradient, copies.places, copies.begins)
+    found = sum_rows(gradient, copies.copy_index, copies.offsets)
     expected = sum_copies_reference(gradient, copies.index, 5)
     assert found.dtype == dtype
     assert torch.equal(found[3].float(), torch.zeros_like(found[3]).float())
@@ -186,5 +186,5 @@ def test_a_row_that_shares_nothing_has_no_path_keys() -> None:
     half = torch.randn(6, 3).bfloat16()
     copies = copies_of(np.array([0, 0, 2, 1, 0, 1]), 3, torch.device("cpu"))
     assert torch.equal(
-        sum_copies(half, copies.index, copies.places, copies.begins), sum_copies_reference(half, copies.index, 3)
+        sum_copies(half, copies.index, copies.copy_index, copies.offsets), sum_copies_reference(half, copies.index, 3)
     )

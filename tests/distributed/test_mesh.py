@@ -97,7 +97,7 @@ def test_a_second_start_finds_nothing_of_the_first_in_the_store() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
     for rank in (1, 2):
-        store.set(f"padfree/word/{rank}", f"of a dead process {rank}")
+        store.set(f"padfree/nonce/{rank}", f"of a dead process {rank}")
     for start in range(2):
         with ThreadPoolExecutor(3) as threads:
             found = list(threads.map(lambda rank: fresh_store(store, rank, 3, timeout=20.0), range(3)))

@@ -16,10 +16,10 @@ from padfree.packing.prefixes import FREE, SharingCost
 from padfree.prefix_tree import (
     check_parents,
     first_positions,
+    path_copies,
     path_tokens,
     prefix_pages,
     prefix_ranges,
-    readers,
     subtree_ends,
 )
 from tests.refused import refused
@@ -56,7 +56,7 @@ def test_every_prefix_is_there_once_and_every_sample_is_a_path(lists: list[list[
     row = np.concatenate(
         [tokens[0][:0], *(tokens[s][a:b] for s, a, b in zip(tree.sample, tree.begin, tree.end, strict=True))]
     )
-    assert (row[tree.token_rows()] == np.concatenate(tokens)).all()
+    assert (row[tree.token_positions()] == np.concatenate(tokens)).all()
     assert (tree.lengths > 0).all()
 
 
@@ -68,7 +68,7 @@ def test_what_does_not_pay_stays_in_the_samples(lists: list[list[int]], key: flo
     row = np.concatenate(
         [tokens[0][:0], *(tokens[s][a:b] for s, a, b in zip(tree.sample, tree.begin, tree.end, strict=True))]
     )
-    assert (row[tree.token_rows()] == np.concatenate(tokens)).all()
+    assert (row[tree.token_positions()] == np.concatenate(tokens)).all()
     least = find_prefixes(tokens, [0] * len(lists), overhead=FREE).num_tokens
     assert least <= tree.num_tokens <= sum(map(len, lists))
     nothing = find_prefixes(tokens, [0] * len(lists), overhead=SharingCost(node=1e9))
@@ -88,7 +88,7 @@ def test_some_samples_share_what_they_shared(lists: list[list[int]], data: st.Da
     row = np.concatenate(
         [tokens[0][:0], *(tokens[some[s]][a:b] for s, a, b in zip(part.sample, part.begin, part.end, strict=True))]
     )
-    assert (row[part.token_rows()] == np.concatenate([tokens[0][:0], *(tokens[i] for i in some)])).all()
+    assert (row[part.token_positions()] == np.concatenate([tokens[0][:0], *(tokens[i] for i in some)])).all()
 
 
 @given(LISTS)
@@ -109,7 +109,7 @@ def test_entries_are_the_labels_of_the_row_without_sharing(lists: list[list[int]
     assert plain.rollout.advantages is not None
     assert torch.equal(shared.rollout.advantages, plain.rollout.advantages[scored])
     # The row that predicts an entry has the token and the position that it has without sharing.
-    rows = torch.from_numpy(shared.entries.rows)
+    rows = torch.from_numpy(shared.entries.positions)
     assert torch.equal(shared.input_ids[rows], plain.input_ids[scored])
     assert torch.equal(shared.position_ids[rows], plain.position_ids[scored])
     for one, other in zip(shared.unpack(shared.labels), plain.unpack(plain.labels), strict=True):
@@ -124,7 +124,7 @@ def test_readers_are_the_transpose_of_paths(lists: list[list[int]]) -> None:
     offsets = np.concatenate([[0], np.cumsum(tree.lengths)])
     ranges = prefix_ranges(tree.parents, offsets)
     index = np.concatenate([offsets[:0], *(np.arange(a, b) for a, b in zip(ranges.begin, ranges.end, strict=True))])
-    places, begins = readers(tree.parents, offsets)
+    places, begins = path_copies(tree.parents, offsets)
     assert (places == np.argsort(index, kind="stable")).all()
     assert (np.diff(begins) == np.bincount(index, minlength=tree.num_tokens)).all()
     assert (subtree_ends(tree.parents) > np.arange(len(tree.parents))).all()

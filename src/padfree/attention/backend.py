@@ -139,8 +139,8 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`forward` with k and v in pages [n, PAGE_SIZE, Hkv, d]. This default gathers the keys from the pages."""
         lengths = pages.lengths.tolist()
-        places = pages.table[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=q.device)
-        index = torch.cat([row[:length] for row, length in zip(places.flatten(1), lengths, strict=True)])
+        slots = pages.table[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=q.device)
+        index = torch.cat([keys[:length] for keys, length in zip(slots.flatten(1), lengths, strict=True)])
         k, v = (tensor.flatten(0, 1)[index] for tensor in (k, v))
         return self.forward(q, k, v, segments_q, Segments.from_lengths(lengths, device=q.device), spec)
 

@@ -23,18 +23,18 @@ from padfree.batch import Copies
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
     """The copies that `index` [m] takes of `count` elements."""
-    return copies_on(device, index, *places_of(index, count))
+    return copies_to_device(device, index, *group_copies(index, count))
 
 
-def places_of(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def group_copies(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """[m] the indices of the copies, grouped by element, and [count + 1] where the group of each element begins."""
-    begins = np.zeros(count + 1, dtype=np.int64)
-    np.cumsum(np.bincount(index, minlength=count), out=begins[1:])
-    return np.argsort(index, kind="stable"), begins
+    offsets = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(index, minlength=count), out=offsets[1:])
+    return np.argsort(index, kind="stable"), offsets
 
 
-def copies_on(
-    device: torch.device, index: NDArray[np.int64], places: NDArray[np.int64], begins: NDArray[np.int64]
+def copies_to_device(
+    device: torch.device, index: NDArray[np.int64], copy_index: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> Copies:
     """Copy these arrays to the device without synchronising with it."""
 
@@ -42,7 +42,7 @@ def copies_on(
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
-    return Copies(index=moved(index), places=moved(places), begins=moved(begins))
+    return Copies(index=moved(index), copy_index=moved(copy_index), offsets=moved(offsets))
 
 
 def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
@@ -51,13 +51,13 @@ def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
     return taken
 
 
-def sum_copies(gradient: Tensor, index: Tensor, places: Tensor, begins: Tensor) -> Tensor:
+def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
     """[m, ...] -> [n, ...] in the dtype of `gradient`, summed in float32 (float64 for float64)."""
-    count = len(begins) - 1
+    count = len(offsets) - 1
     if gradient.is_cuda and gradient.dtype != torch.float64 and has_module("triton"):
         from padfree.attention.triton_copies import sum_rows
 
-        return sum_rows(gradient, places, begins)
+        return sum_rows(gradient, copy_index, offsets)
     return sum_copies_reference(gradient, index, count)
 
 
@@ -77,4 +77,4 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         copies: Copies = ctx.copies
-        return sum_copies(gradient.contiguous(), copies.index, copies.places, copies.begins), None
+        return sum_copies(gradient.contiguous(), copies.index, copies.copy_index, copies.offsets), None

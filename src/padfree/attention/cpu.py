@@ -117,12 +117,17 @@ class FusedCPU(AttentionBackend):
         lse = q_.new_full(q.shape[:2], -torch.inf)
         calls = _plan(segments_q, segments_k, spec)
         if spec.softcap is not None:
-            for rows, cols, visible in _blocks(calls, spec):
-                out[rows], lse[rows] = reference.block_forward(q_[rows], k_[cols], v_[cols], visible, spec)
+            for query_slice, key_slice, visible in _blocks(calls, spec):
+                out[query_slice], lse[query_slice] = reference.block_forward(
+                    q_[query_slice], k_[key_slice], v_[key_slice], visible, spec
+                )
         else:
             heads, group = k.shape[1], q.shape[1] // k.shape[1]
-            by_query, by_key = _KeyPlaces(_grouped(q_, heads)), _KeyPlaces(*(_grouped(x, heads) for x in (k_, v_)))
-            results = _KeyPlaces(_grouped(out, heads), _grouped(lse, heads))
+            by_query, by_key = (
+                _PieceTensors(_grouped(q_, heads)),
+                _PieceTensors(*(_grouped(x, heads) for x in (k_, v_))),
+            )
+            results = _PieceTensors(_grouped(out, heads), _grouped(lse, heads))
             for shape, queries, keys in calls:
                 causal, mask = _masking(shape, spec, q_)
                 piece = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
@@ -154,18 +159,25 @@ class FusedCPU(AttentionBackend):
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q_, k_, v_))
         calls = _plan(segments_q, segments_k, spec)
         if spec.softcap is not None:
-            for rows, cols, visible in _blocks(calls, spec):
-                saved = dout_[rows], q_[rows], k_[cols], v_[cols], out_[rows], lse_[rows]
-                dq[rows], piece_dk, piece_dv = reference.block_backward(*saved, visible, spec)
-                dk[cols] += piece_dk
-                dv[cols] += piece_dv
+            for query_slice, key_slice, visible in _blocks(calls, spec):
+                saved = (
+                    dout_[query_slice],
+                    q_[query_slice],
+                    k_[key_slice],
+                    v_[key_slice],
+                    out_[query_slice],
+                    lse_[query_slice],
+                )
+                dq[query_slice], piece_dk, piece_dv = reference.block_backward(*saved, visible, spec)
+                dk[key_slice] += piece_dk
+                dv[key_slice] += piece_dv
         else:
             heads, group = k.shape[1], q.shape[1] // k.shape[1]
-            by_query = _KeyPlaces(*(_grouped(x, heads) for x in (dout_, q_, out_, lse_)))
-            by_key = _KeyPlaces(*(_grouped(x, heads) for x in (k_, v_)))
+            by_query = _PieceTensors(*(_grouped(x, heads) for x in (dout_, q_, out_, lse_)))
+            by_key = _PieceTensors(*(_grouped(x, heads) for x in (k_, v_)))
             query_results, key_results = (
-                _KeyPlaces(_grouped(dq, heads)),
-                _KeyPlaces(*(_grouped(x, heads) for x in (dk, dv))),
+                _PieceTensors(_grouped(dq, heads)),
+                _PieceTensors(*(_grouped(x, heads) for x in (dk, dv))),
             )
             for shape, queries, keys in calls:
                 causal, mask = _masking(shape, spec, q_)
@@ -200,7 +212,7 @@ def _grouped(x: Tensor, num_key_heads: int) -> Tensor:
     return x.view(len(x), num_key_heads, x.shape[1] // num_key_heads, *x.shape[2:]).movedim(0, 2)
 
 
-class _KeyPlaces:
+class _PieceTensors:
     """Tensors [Hkv, group, T, ...], read and written in pieces: ranges of `length` tokens that begin at `starts`."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -210,25 +222,25 @@ class _KeyPlaces:
         """[Hkv · n, group, length, ...] each; views if n is 1."""
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
-        rows, n = _rows(starts, length), len(starts)
+        index, n = _token_index(starts, length), len(starts)
         return [
-            x.index_select(2, rows).view(*x.shape[:2], n, length, *x.shape[3:]).movedim(2, 1).flatten(0, 1)
+            x.index_select(2, index).view(*x.shape[:2], n, length, *x.shape[3:]).movedim(2, 1).flatten(0, 1)
             for x in self.tensors
         ]
 
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
         """Write or add [Hkv · n, group, length, ...] each. The pieces of one call never overlap."""
-        rows = None if len(starts) == 1 else _rows(starts, length)
+        index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):
-            if rows is None:
+            if index is None:
                 place = x[:, :, starts[0] : starts[0] + length]
                 place.add_(piece) if add else place.copy_(piece)
             else:
                 values = piece.view(x.shape[0], -1, *piece.shape[1:]).movedim(1, 2).flatten(2, 3)
-                x.index_add_(2, rows, values) if add else x.index_copy_(2, rows, values)
+                x.index_add_(2, index, values) if add else x.index_copy_(2, index, values)
 
 
-def _rows(starts: list[int], length: int) -> Tensor:
+def _token_index(starts: list[int], length: int) -> Tensor:
     return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
 
 

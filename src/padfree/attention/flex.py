@@ -52,7 +52,7 @@ class Flex(AttentionBackend):
         out, auxiliary = _compiled()(
             *(x.transpose(0, 1)[None] for x in (q, k, v)),
             score_mod=None if spec.softcap is None else _softcapped(spec.softcap),
-            block_mask=_remembered_mask(_MaskKey(segments_q, segments_k, spec, q.device)),
+            block_mask=_cached_mask(_MaskKey(segments_q, segments_k, spec, q.device)),
             scale=spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
@@ -105,7 +105,7 @@ class _MaskKey:
 
 
 @functools.lru_cache(maxsize=8)
-def _remembered_mask(key: _MaskKey) -> Any:
+def _cached_mask(key: _MaskKey) -> Any:
     return block_mask(key.segments_q, key.segments_k, key.spec, key.device)
 
 
@@ -134,13 +134,13 @@ def block_table(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """(partial, full), each [query blocks, key blocks]: blocks with some visible pairs, and blocks with all visible."""
     num_blocks = -(-num_keys // BLOCK)
-    touched = _rows_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
-    covered = _rows_per_block(-(-first // BLOCK), np.maximum(end // BLOCK, -(-first // BLOCK)), num_blocks)
+    touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
+    covered = _queries_per_block(-(-first // BLOCK), np.maximum(end // BLOCK, -(-first // BLOCK)), num_blocks)
     full = covered == BLOCK  # an incomplete last block of queries or keys is never full
     return (touched > 0) & ~full, full
 
 
-def _rows_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
+def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
     """[query blocks, key blocks]: number of queries in the query block with `first <= key block < end`."""
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)

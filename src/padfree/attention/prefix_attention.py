@@ -41,7 +41,7 @@ from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
 from padfree.attention.backend import PAGE_SIZE, AttentionBackend, Pages
-from padfree.attention.copies import places_of, sum_copies
+from padfree.attention.copies import group_copies, sum_copies
 from padfree.attention.operator import backward_shapes, forward_shapes, recomputed_gradients
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
@@ -51,9 +51,9 @@ from padfree.prefix_tree import (
     Indices,
     first_positions,
     page_counts,
+    path_copies,
     prefix_pages,
     prefix_ranges,
-    readers,
     subtree_ends,
 )
 
@@ -67,9 +67,9 @@ MOST_LONG_PREFIXES = 8
 PAGES_PAY = 16_384
 """Copies of keys that pages must save to be used: 0.03 ms of a layer with 8 key heads of 128 on an H200."""
 
-# Indices of the arrays in `PrefixKeys`. WHOLE: cu_seqlens, index, places and begins of the keys of whole paths; BELOW:
-# the same without long prefixes; LONG_PREFIXES: cu_seqlens of the long prefixes; PAGES: tokens, table and lengths.
-WHOLE, BELOW, TRUNKS, PAGES, NUM_ARRAYS = 0, 4, 8, 9, 12
+# Indices of the arrays in `PrefixKeys`. WHOLE: cu_seqlens, index, copy_index and offsets of the keys of whole paths;
+# BELOW: the same without long prefixes; LONG_PREFIXES: cu_seqlens of these; PAGES: tokens, table and lengths.
+WHOLE, BELOW, LONG_PREFIXES, PAGES, NUM_ARRAYS = 0, 4, 8, 9, 12
 
 _NOTHING: Indices = np.zeros(0, dtype=np.int64)
 
@@ -114,7 +114,7 @@ def prepare_prefix_keys(
     pages = [*prefix_pages(parents, offsets, PAGE_SIZE), np.diff(whole[0])] if paged else [_NOTHING] * 3
     arrays = [*whole, *(below or [_NOTHING] * len(whole)), bounds.ravel(), *(array.ravel() for array in pages)]
     sizes = [*(len(array) for array in arrays), longest, longest_below, *ranges.ravel().tolist()]
-    return PrefixKeys(numbers=_laid_out(arrays, device), sizes=torch.tensor(sizes))
+    return PrefixKeys(numbers=_concatenated(arrays, device), sizes=torch.tensor(sizes))
 
 
 def choose_long_prefixes(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
@@ -143,7 +143,7 @@ def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ())
     if cu_seqlens[-1] == offsets[-1]:  # every node sees itself, so no node sees another
         return [cu_seqlens, *[_NOTHING] * 3], longest
     index = concatenated_ranges(ranges.begin, ranges.end - ranges.begin)
-    found = places_of(index, int(offsets[-1])) if without else readers(parents, offsets)
+    found = group_copies(index, int(offsets[-1])) if without else path_copies(parents, offsets)
     return [cu_seqlens, index, *found], longest
 
 
@@ -151,17 +151,17 @@ ALIGNED = 32
 """Arrays begin at multiples of this many numbers, because kernels read several numbers at once."""
 
 
-def _laid_out(arrays: Sequence[Indices], device: torch.device) -> Tensor:
+def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
     """The arrays as int32 in one tensor on the device, without synchronising with it."""
-    places = _places([len(array) for array in arrays])
-    numbers: NDArray[np.int32] = np.zeros(places[-1], dtype=np.int32)
-    for array, place in zip(arrays, places[:-1], strict=True):
-        numbers[place : place + len(array)] = array
+    starts = _array_starts([len(array) for array in arrays])
+    numbers: NDArray[np.int32] = np.zeros(starts[-1], dtype=np.int32)
+    for array, start in zip(arrays, starts[:-1], strict=True):
+        numbers[start : start + len(array)] = array
     tensor = torch.from_numpy(numbers)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _places(sizes: Sequence[int]) -> list[int]:
+def _array_starts(sizes: Sequence[int]) -> list[int]:
     """Where arrays of these sizes begin, and where the last one ends."""
     return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
 
@@ -205,7 +205,7 @@ class _Pack(NamedTuple):
     backend: AttentionBackend
     queries: Segments
     keys: Segments
-    copies: tuple[Tensor, ...]  # index, places and begins of `Copies`; (): each token occurs once
+    copies: tuple[Tensor, ...]  # index, copy_index and offsets of `Copies`; (): each token occurs once
     long_prefixes: tuple[_LongPrefix, ...]
     pages: tuple[Tensor, Pages] | None  # the tokens in the pages, and the page table
     spec: AttentionSpec
@@ -226,7 +226,7 @@ class _Pack(NamedTuple):
         return sum_copies(gradient.contiguous(), *self.copies) if self.copies else gradient
 
 
-def _row(
+def _prepare_pack(
     q: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: Tensor, numbers: Tensor, sizes: Tensor, scale: float,
     window: int | None, softcap: float | None, backend: str, *, backward: bool,
 ) -> _Pack:  # fmt: skip
@@ -243,10 +243,10 @@ def _row(
         return Segments(cu_seqlens=cu_seqlens, offsets=offsets, max_seqlen=longest)
 
     lengths, longest, ranges = np.split(sizes.numpy(), [NUM_ARRAYS, NUM_ARRAYS + 2])
-    places = _places(lengths.tolist())
+    starts = _array_starts(lengths.tolist())
 
     def array(number: int) -> Tensor:
-        return numbers[places[number] : places[number] + int(lengths[number])]
+        return numbers[starts[number] : starts[number] + int(lengths[number])]
 
     if window is not None and window >= longest[0]:
         window = None  # no path is longer than the window
@@ -257,7 +257,7 @@ def _row(
     long_prefixes: list[_LongPrefix] = []
     if with_long_prefixes:
         for (q0, q1, k0, k1), cu_long_prefix in zip(
-            ranges.reshape(-1, 4).tolist(), array(TRUNKS).view(-1, 2, 2), strict=True
+            ranges.reshape(-1, 4).tolist(), array(LONG_PREFIXES).view(-1, 2, 2), strict=True
         ):
             if k1 > k0:
                 parts = segments(cu_long_prefix[0], q1 - q0), segments(cu_long_prefix[1], k1 - k0)
@@ -278,8 +278,8 @@ def _row(
     )
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, row: _Pack) -> tuple[Tensor, Tensor]:
-    out, lse = row.forward(q, k, v)
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pack: _Pack) -> tuple[Tensor, Tensor]:
+    out, lse = pack.forward(q, k, v)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
@@ -288,10 +288,10 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, max_seqlen: Tensor, numbers: Tensor,
     sizes: Tensor, scale: float, window: int | None, softcap: float | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    row = _row(
+    pack = _prepare_pack(
         q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=False
     )  # fmt: skip
-    out, lse = _attended(q, k, v, sinks, row)
+    out, lse = _attended(q, k, v, sinks, pack)
     return out.contiguous(), lse.T.contiguous()
 
 
@@ -301,23 +301,23 @@ def _backward(
     max_seqlen: Tensor, numbers: Tensor, sizes: Tensor, scale: float, window: int | None, softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    row = _row(
+    pack = _prepare_pack(
         q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=True
     )  # fmt: skip
     dout, lse = dout.contiguous(), lse.T
-    if not row.backend.capabilities.raw_backward:  # use autograd, which needs the forward pass again
-        dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, row=row), dout, q, k, v, sinks)
+    if not pack.backend.capabilities.raw_backward:  # use autograd, which needs the forward pass again
+        dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, pack=pack), dout, q, k, v, sinks)
     else:
-        taken = row.take(k, v)
-        dq, *gradients = row.backend.backward(dout, q, *taken, out, lse, row.queries, row.keys, row.spec)
-        dk, dv = (row.sum(gradient) for gradient in gradients)
-        wholly = replace(row.spec, causal=False, window=None)
-        for below, above, segments_q, segments_k in row.long_prefixes:
-            parts = row.backend.backward(
+        taken = pack.take(k, v)
+        dq, *gradients = pack.backend.backward(dout, q, *taken, out, lse, pack.queries, pack.keys, pack.spec)
+        dk, dv = (pack.sum(gradient) for gradient in gradients)
+        wholly = replace(pack.spec, causal=False, window=None)
+        for below, above, segments_q, segments_k in pack.long_prefixes:
+            parts = pack.backend.backward(
                 dout[below], q[below], k[above], v[above], out[below], lse[below], segments_q, segments_k, wholly
             )
-            for total, place, part in zip((dq, dk, dv), (below, above, above), parts, strict=True):
-                total[place] += part
+            for total, tokens, part in zip((dq, dk, dv), (below, above, above), parts, strict=True):
+                total[tokens] += part
         dsinks = q.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsinks
 

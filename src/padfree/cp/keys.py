@@ -170,8 +170,10 @@ def _needs(pieces: Pieces, ranges: PathRanges) -> _Needs:
     readers = pieces.rank[ranges.number]
     order = np.lexsort([-ranges.end, ranges.begin, readers])
     readers, begin, end = readers[order], ranges.begin[order].copy(), ranges.end[order]
-    row = int(pieces.offsets[-1])
-    covered = np.maximum.accumulate(end + readers * row)[:-1] - readers[1:] * row  # < 0 at a reader's first
+    num_tokens = int(pieces.offsets[-1])
+    covered = (
+        np.maximum.accumulate(end + readers * num_tokens)[:-1] - readers[1:] * num_tokens
+    )  # < 0 at a reader's first
     begin[1:] = np.clip(covered, begin[1:], end[1:])
     number, piece, begin, end = _cut(pieces, begin, end)
     reader, owner = readers[number], pieces.rank[piece]

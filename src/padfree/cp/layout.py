@@ -161,10 +161,10 @@ def _layout(
     first[1:] = (owners[1:] != owners[:-1]) | (document[1:] != document[:-1])
     starts, owners, document = starts[first], owners[first], document[first]
     ends = np.append(starts[1:], num_tokens)[: len(starts)]
-    places = owners
+    sort_keys = owners
     if kind == "balanced":
-        places = _ranked(owners, document, starts - offsets[document], ends - offsets[document])
-    order = np.argsort(places, kind="stable")
+        sort_keys = _sort_keys(owners, document, starts - offsets[document], ends - offsets[document])
+    order = np.argsort(sort_keys, kind="stable")
     splits = np.searchsorted(owners[order], np.arange(world + 1)).tolist()
     starts, ends = starts[order], ends[order]
     return Layout(
@@ -176,7 +176,7 @@ def _layout(
     )
 
 
-def _ranked(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
+def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
     """Keys that sort pieces in pack order by owner: cut documents first, then by falling end position."""
     number = owners * (document.max(initial=0) + 1) + document  # of each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)
@@ -261,7 +261,7 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
     )
 
 
-class _RankPlaces(NamedTuple):
+class _WindowEnds(NamedTuple):
     """Both ends of windows."""
 
     piece: Indices  # [2, N]
@@ -270,9 +270,9 @@ class _RankPlaces(NamedTuple):
     wrapped: NDArray[np.bool_]  # [2, N] whether the end is past the end of the circle
     circle: Indices  # [N]
 
-    def these(self, which: Indices) -> _RankPlaces:
+    def these(self, which: Indices) -> _WindowEnds:
         piece, first, position = self.piece[:, which], self.first[:, which], self.position[:, which]
-        return _RankPlaces(piece, first, position, self.wrapped[:, which], self.circle[which])
+        return _WindowEnds(piece, first, position, self.wrapped[:, which], self.circle[which])
 
 
 class _Search:
@@ -329,25 +329,25 @@ class _Search:
         keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n (mean - first)
         return (EARLIER_KEY_PAIRS + QUERY_TILE // 2) * np.maximum(keys, 0)
 
-    def places(self, begin: Indices, circle: Indices) -> _RankPlaces:
+    def window_ends(self, begin: Indices, circle: Indices) -> _WindowEnds:
         total = self.total[circle]
-        place = np.array([begin, begin + self.size[circle]])
-        wrapped = place >= total
-        place += self.base[circle] - wrapped * total
-        piece = self.edges[:-1].searchsorted(place, side="right") - 1
+        location = np.array([begin, begin + self.size[circle]])
+        wrapped = location >= total
+        location += self.base[circle] - wrapped * total
+        piece = self.edges[:-1].searchsorted(location, side="right") - 1
         first = self.first[piece]
-        return _RankPlaces(piece, first, first + place - self.edges[piece], wrapped, circle)
+        return _WindowEnds(piece, first, first + location - self.edges[piece], wrapped, circle)
 
-    def load(self, places: _RankPlaces) -> Indices:
+    def load(self, window_ends: _WindowEnds) -> Indices:
         """The work inside each window."""
-        piece, first, position, wrapped, circle = places
+        piece, first, position, wrapped, circle = window_ends
         before: Indices = self.done[piece] + _work(first, position) + wrapped * self.whole[circle]
         load: Indices = before[1] - before[0]
         return load
 
-    def costs(self, places: _RankPlaces) -> Reals:
+    def costs(self, window_ends: _WindowEnds) -> Reals:
         """[2, windows] the cost per rank inside and outside each window, relative to the mean of the circle."""
-        piece, first, position, wrapped, circle = places
+        piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
         before, behind, whole = self.spent[piece], self.spent[piece + 1], self.whole_cost[circle]
         if not self.last:
@@ -362,17 +362,19 @@ class _Search:
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
         """The cost of the more expensive side of each window, or `REFUSED` and more if its work is out of range."""
-        places = self.places(begin, circle)
-        load = self.load(places)
+        window_ends = self.window_ends(begin, circle)
+        load = self.load(window_ends)
         miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
         score = REFUSED + miss
         fine = (miss <= 0).nonzero()[0]
         if len(fine) == 0:
             return score
-        places, load = places.these(fine), load[fine]
-        costs = self.costs(places)
+        window_ends, load = window_ends.these(fine), load[fine]
+        costs = self.costs(window_ends)
         if not self.last:  # work counts too: a side near the limit restricts later cuts
-            costs += np.array([load, self.whole[places.circle] - load]) / self.mean_loads[:, places.circle] - 1
+            costs += (
+                np.array([load, self.whole[window_ends.circle] - load]) / self.mean_loads[:, window_ends.circle] - 1
+            )
         score[fine] = np.maximum(costs[0], costs[1])
         return score
 
@@ -402,14 +404,14 @@ class _Search:
         # Between two neighbouring boundaries the work is linear in the location, and apart from tiles the cost is too.
         # The candidates are the locations where both sides cost the same, where the work reaches the target, and where
         # it enters the tolerance.
-        load = self.load(self.places(begin, circle))
+        load = self.load(self.window_ends(begin, circle))
         wide = ((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]])).nonzero()[0]
         low, high = np.minimum(load[wide], load[wide + 1]), np.maximum(load[wide], load[wide + 1])
         interval = wide[(low <= self.high[circle[wide]]) & (high >= self.low[circle[wide]])]
         left, right, within = begin[interval], begin[interval + 1], circle[interval]
         margin = 0.01 * (self.high - self.low)
         goal = np.array([self.target, self.low + margin, self.high - margin])[:, within]
-        costs = self.costs(self.places(np.concatenate([left + 1, right - 1]), np.concatenate([within, within])))
+        costs = self.costs(self.window_ends(np.concatenate([left + 1, right - 1]), np.concatenate([within, within])))
         excess = (costs[0] - costs[1]).reshape(2, 1, -1)
         behind = np.concatenate([load[interval] - goal, excess[0]])
         ahead = np.concatenate([load[interval + 1] - goal, excess[1]])
@@ -424,7 +426,7 @@ class _Search:
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
         """These windows, and neighbouring windows that have whole tiles before or after a cut."""
-        piece, first, position, _, _ = self.places(begin, circle)
+        piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
         moved = (begin + np.concatenate([step, step - QUERY_TILE])) % self.total[circle]
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)

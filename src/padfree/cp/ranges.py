@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
-from padfree.attention.copies import copies_on, sum_copies
+from padfree.attention.copies import copies_to_device, sum_copies
 from padfree.batch import Copies, Segments
 
 Indices = NDArray[np.int64]
@@ -71,7 +71,7 @@ class Selection:
         """[m, ...] -> [n, ...]. Every token must be selected."""
         self._check_all_selected()
         if self.sums is not None:
-            return sum_copies(gradient.contiguous(), self.sums.index, self.sums.places, self.sums.begins)
+            return sum_copies(gradient.contiguous(), self.sums.index, self.sums.copy_index, self.sums.offsets)
         slices = [gradient.narrow(0, place, length) for _, place, length in self.copies]
         total = torch.cat(slices) if slices else gradient[:0]
         for places, tokens in self.repeats:
@@ -117,7 +117,7 @@ class Selection:
         """Add the gradient [m, ...] of the selection to `total` [n, ...] in place."""
         if self.sums is not None:
             gradient = gradient.to(total.dtype).contiguous()
-            return total.add_(sum_copies(gradient, self.sums.index, self.sums.places, self.sums.begins))
+            return total.add_(sum_copies(gradient, self.sums.index, self.sums.copy_index, self.sums.offsets))
         for token, place, length in self.copies:
             total.narrow(0, token, length).add_(gradient.narrow(0, place, length))
         for places, tokens in self.repeats:
@@ -165,7 +165,7 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
             for first, count, readers in zip(token.tolist(), length.tolist(), held.T, strict=True)
         ]
         index = concatenated_ranges(starts, ends - starts)
-        return replace(selection, sums=copies_on(device, index, np.concatenate(read), np.cumsum(counts)))
+        return replace(selection, sums=copies_to_device(device, index, np.concatenate(read), np.cumsum(counts)))
     repeats: list[tuple[Tensor, Tensor]] = []
     for layer in range(1, layers + 1):
         tokens, places, lengths = stretches(layer)

@@ -126,7 +126,7 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order:
     )
 
 
-class Passing(Protocol):
+class RingLike(Protocol):
     """The interface of a ring: see `padfree.distributed.Ring`."""
 
     def post(self, *tensors: Tensor) -> None: ...
@@ -154,7 +154,7 @@ class PlayedRing:
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: Passing, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: RingLike, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Output [T/world, H, dv] and lse [T/world, H] in float32, over the keys of all blocks and without sinks."""
     block: tuple[Tensor, ...] = (k, v)
@@ -199,8 +199,8 @@ def ring_backward(
     out: Tensor,
     lse: Tensor,
     steps: Sequence[RingStep | None],
-    ring: Passing,
-    gradient_ring: Passing,
+    ring: RingLike,
+    gradient_ring: RingLike,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in float32. `out` and `lse` are the final ones, including sinks."""

@@ -94,7 +94,7 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
         entries = _local_entries(batch, context)
         labelled = None if own is None else to_device(entries.numbers, own.device)
     fields: dict[str, Any] = {
-        **{field: chosen(getattr(batch, field), own) for field in PackedBatch.ROW_FIELDS},
+        **{field: chosen(getattr(batch, field), own) for field in PackedBatch.PACK_FIELDS},
         **{field: chosen(getattr(batch, field), labelled) for field in PackedBatch.LABEL_FIELDS},
     }
     return LocalBatch(
@@ -109,15 +109,15 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
     """The entries that this rank's tokens predict."""
     assert batch.entries is not None
-    rows, device = batch.entries.rows, batch.input_ids.device
+    positions, device = batch.entries.positions, batch.input_ids.device
     if context.layout is None:
-        return LocalEntries(numbers=np.arange(len(rows)), rows=copies_of(rows, batch.num_tokens, device))
+        return LocalEntries(numbers=np.arange(len(positions)), positions=copies_of(positions, batch.num_tokens, device))
     share = batch.num_tokens // context.world
-    place = np.full(batch.num_tokens, -1)  # token of the pack -> its index on this rank, or -1
+    local_index = np.full(batch.num_tokens, -1)  # token of the pack -> its index on this rank, or -1
     starts, ends = context.layout.starts[context.rank], context.layout.ends[context.rank]
-    place[concatenated_ranges(starts, ends - starts)] = np.arange(share)
-    numbers = np.flatnonzero(place[rows] >= 0)
-    return LocalEntries(numbers=numbers, rows=copies_of(place[rows[numbers]], share, device))
+    local_index[concatenated_ranges(starts, ends - starts)] = np.arange(share)
+    numbers = np.flatnonzero(local_index[positions] >= 0)
+    return LocalEntries(numbers=numbers, positions=copies_of(local_index[positions[numbers]], share, device))
 
 
 def gather_tokens(

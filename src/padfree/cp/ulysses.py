@@ -41,7 +41,7 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
 
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
     """The keys of the nodes of the whole pack, computed once per micro-batch; None if nothing is shared."""
-    return plan.prepared("paths", lambda: prepare_prefix_keys(plan.segments))
+    return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 
 
 def attend_ulysses(
@@ -59,7 +59,7 @@ def attend_ulysses(
     check_heads(q.shape[1], k.shape[1], world)
     copies = max(1, world // k.shape[1])
     if copies > 1:
-        k, v = (_Copies.apply(tensor, copies) for tensor in (k, v))  # type: ignore[no-untyped-call]
+        k, v = (_RepeatHeads.apply(tensor, copies) for tensor in (k, v))  # type: ignore[no-untyped-call]
     q, k, v = _ToHeads.apply(plan, group, q, k, v)  # type: ignore[no-untyped-call]
     if sinks is not None:
         sinks = sinks.view(world, -1)[plan.rank]
@@ -74,7 +74,7 @@ def attend_ulysses(
     return mine
 
 
-class _Copies(torch.autograd.Function):
+class _RepeatHeads(torch.autograd.Function):
     """[n, h, d] -> [n, h * copies, d], each head repeated; the gradients of the copies are summed in float32."""
 
     @staticmethod
@@ -97,8 +97,8 @@ def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[
     parts = [tensor.reshape(tensor.shape[0], world, -1) for tensor in tensors]
     packed = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)  # [world * T/world, width]
     counts = [plan.pieces.share] * world
-    row = plan.to_pack_order(exchange_rows(packed, counts, counts, group))
-    split = torch.split_with_sizes(row, [part.shape[2] for part in parts], dim=1)
+    pack = plan.to_pack_order(exchange_rows(packed, counts, counts, group))
+    split = torch.split_with_sizes(pack, [part.shape[2] for part in parts], dim=1)
     return tuple(
         part.view(-1, tensor.shape[1] // world, tensor.shape[2]) for part, tensor in zip(split, tensors, strict=True)
     )

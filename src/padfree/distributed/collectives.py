@@ -27,29 +27,29 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """[n, ...] -> [world * n, ...]. n must be the same on every rank."""
-    gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+    gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     with watching("all_gather_rows", group):
-        _all_gather(gathered, rows.contiguous(), group=group)
+        _all_gather(gathered, tensor.contiguous(), group=group)
     return gathered
 
 
-def reduce_scatter_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+def reduce_scatter_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """[world * n, ...] -> [n, ...], summed over ranks in the dtype of the input."""
-    assert rows.shape[0] % group.size() == 0
-    own = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
+    assert tensor.shape[0] % group.size() == 0
+    own = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
     with watching("reduce_scatter_rows", group):
-        _reduce_scatter(own, rows.contiguous(), group=group)
+        _reduce_scatter(own, tensor.contiguous(), group=group)
     return own
 
 
-def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
+def exchange_rows(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
     """[sum(send), ...] -> [sum(receive), ...]; both ordered by rank."""
-    assert rows.shape[0] == sum(send), (tuple(rows.shape), send)
-    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    assert tensor.shape[0] == sum(send), (tuple(tensor.shape), send)
+    received = tensor.new_empty(sum(receive), *tensor.shape[1:])
     with watching("exchange_rows", group):
-        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
+        dist.all_to_all_single(received, tensor.contiguous(), list(receive), list(send), group=group)
     return received
 
 

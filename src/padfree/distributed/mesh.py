@@ -122,7 +122,7 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     limit = timedelta(seconds=timeout)
     if processes.address is not None:
-        with _meeting(processes, timeout):
+        with _rendezvous_errors(processes, timeout):
             store, rank, world = next(rendezvous("env://", timeout=limit))
             if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
                 store.set_timeout(limit)
@@ -135,7 +135,7 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
 
 
 @contextmanager
-def _meeting(processes: Processes, timeout: float) -> Iterator[None]:
+def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
     """Turn a failed rendezvous into a one-line error that names the environment variable to correct."""
     assert processes.address is not None
     host, _, port = processes.address.rpartition(":")
@@ -180,10 +180,10 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
         rank r   publishes its nonce, waits for the answer (the name of this start), and confirms this name
         rank 0   answers the latest nonce of each rank repeatedly until all ranks have confirmed
     """
-    word = uuid.uuid4().hex
+    nonce = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"padfree/word/{rank}", word)
-        name = store.get(f"padfree/answer/{word}").decode()
+        store.set(f"padfree/nonce/{rank}", nonce)
+        name = store.get(f"padfree/answer/{nonce}").decode()
         store.set(f"padfree/confirmed/{name}/{rank}", "")
         return PrefixStore(name, store)
     missing, deadline = set(range(1, world)), time.monotonic() + timeout
@@ -191,12 +191,12 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
         if time.monotonic() > deadline:
             raise PeerLostError(f"rank 0: ranks {sorted(missing)} did not start within {timeout:.0f} s")
         for other in sorted(missing):
-            if store.check([f"padfree/confirmed/{word}/{other}"]):
+            if store.check([f"padfree/confirmed/{nonce}/{other}"]):
                 missing.remove(other)
-            elif store.check([f"padfree/word/{other}"]):
-                store.set(f"padfree/answer/{store.get(f'padfree/word/{other}').decode()}", word)
+            elif store.check([f"padfree/nonce/{other}"]):
+                store.set(f"padfree/answer/{store.get(f'padfree/nonce/{other}').decode()}", nonce)
         time.sleep(0.05)
-    return PrefixStore(word, store)
+    return PrefixStore(nonce, store)
 
 
 class RankGroups(NamedTuple):

@@ -101,30 +101,32 @@ def failing_together() -> Iterator[None]:
         with sigterm_ignored():
             if not _is_loss(error):
                 name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-                listener.tell(f"stopped because {_named([rank], hosts)} failed: {name}{line}")
+                listener.publish_cause(f"stopped because {_rank_names([rank], hosts)} failed: {name}{line}")
                 time.sleep(LINGER)  # this process may host the store; the others must read the message first
                 raise
-            listener.heard.wait(LINGER)
-            lost = None if listener.cause else _lost(listener.silent_ranks(), hosts)
-        found = PeerLostError(listener.cause or f"{_named([rank], hosts)}: {lost} ({line[:200]})")
+            listener.cause_seen.wait(LINGER)
+            lost = None if listener.cause else _describe_loss(listener.silent_ranks(), hosts)
+        found = PeerLostError(listener.cause or f"{_rank_names([rank], hosts)}: {lost} ({line[:200]})")
         found.searched = True
         raise found from None
     finally:
         listener.leave()
 
 
-def _lost(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
+def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
     """Describe the loss from the silent ranks; `silent` is None if the store does not answer."""
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
-        return f"the store of the run, on the host of {_named(theirs, hosts)}, cannot be reached; read the logs there"
+        return (
+            f"the store of the run, on the host of {_rank_names(theirs, hosts)}, cannot be reached; read the logs there"
+        )
     if not silent:
         return "a peer is gone or stuck; read the logs of the other ranks"
     are = "is" if len(silent) == 1 else "are"
-    return f"{_named(silent, hosts)} {are} gone, stuck or cut off; read the logs there"
+    return f"{_rank_names(silent, hosts)} {are} gone, stuck or cut off; read the logs there"
 
 
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """`ranks 0 and 1 on a, rank 2 on b`; without host names if there is only one host."""
     several = len(set(hosts)) > 1
     parts = []
@@ -155,20 +157,20 @@ class _Listener(threading.Thread):
     """
 
     def __init__(self, store: Any, key: str) -> None:
-        super().__init__(name="first cause", daemon=True)
+        super().__init__(name="padfree peers", daemon=True)
         self.cause: str | None = None
-        self.heard, self.left, self.closed = threading.Event(), threading.Event(), threading.Event()
+        self.cause_seen, self.left, self.closed = threading.Event(), threading.Event(), threading.Event()
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._key, self._count = key, 0
         self._main = store
         self._store = store.clone()  # its own connection, because the main thread's may be blocked
         self._polls_per_count = 1 + self._world // 512  # limits the load on the store with very many ranks
-        self._say(0)
+        self._publish_count(0)
 
-    def _say(self, count: int | str) -> None:
+    def _publish_count(self, count: int | str) -> None:
         self._store.set(f"{self._key}/count/{self._rank}", str(count))
 
-    def tell(self, line: str) -> None:
+    def publish_cause(self, line: str) -> None:
         """Write the message that ends all ranks, unless there is one already."""
         with suppress(RuntimeError):  # the store is gone
             self._main.compare_set(f"{self._key}/cause", "", line)
@@ -182,17 +184,17 @@ class _Listener(threading.Thread):
         try:
             for poll in itertools.count(1):
                 if self.closed.wait(POLL):
-                    self._say(_LEFT)
+                    self._publish_count(_LEFT)
                     return
                 if poll % self._polls_per_count == 0:
                     self._count += 1
-                    self._say(self._count)
+                    self._publish_count(self._count)
                 if self._store.check([f"{self._key}/cause"]):
                     break
             self.cause = self._store.get(f"{self._key}/cause").decode()
         except RuntimeError:
             return  # the process that hosts the store is gone
-        self.heard.set()
+        self.cause_seen.set()
         if not self.left.wait(PATIENCE):
             print(self.cause, file=sys.stderr, flush=True)  # noqa: T201  no other thread can report it
             os._exit(1)
@@ -200,7 +202,7 @@ class _Listener(threading.Thread):
     def silent_ranks(self) -> list[int] | None:
         """Ranks whose counter does not change; None if the store does not answer."""
         found: list[list[int]] = []
-        asking = threading.Thread(target=self._ask, args=(found,), name="who is silent", daemon=True)
+        asking = threading.Thread(target=self._find_silent, args=(found,), name="padfree silent ranks", daemon=True)
         asking.start()
         asking.join(2 * self._silence() + PATIENCE)
         return found[0] if found else None
@@ -208,7 +210,7 @@ class _Listener(threading.Thread):
     def _silence(self) -> float:
         return max(SILENCE, 4 * POLL * self._polls_per_count)
 
-    def _ask(self, found: list[list[int]]) -> None:
+    def _find_silent(self, found: list[list[int]]) -> None:
         try:
             store = self._main.clone()
             before = self._counts(store)

@@ -29,7 +29,7 @@ from padfree.head import divergence as torch_divergence
 from padfree.head import elementwise as torch_elementwise
 from padfree.head.budget import Memory, plan_fused, rounded_up
 from padfree.head.chunks import Gradients, WeightSums, times_weight
-from padfree.head.divergence import Divergence, DivergenceWork, StoredLogits, kth_largest, row_divergence
+from padfree.head.divergence import Divergence, DivergenceWork, StoredLogits, kth_largest, token_divergence
 from padfree.head.elementwise import BlockSums, LogitMatmuls, Softmax
 from padfree.head.full import full_divergence, full_log_softmax
 from padfree.head.fused import hand_over
@@ -87,7 +87,7 @@ def distillation_loss(
         teacher_hidden=teacher_hidden.detach(),
         teacher=replace(teacher, weight=teacher.weight.detach()),
         settings=settings,
-        weights=_row_weights(weights, call, hidden),
+        weights=_weights_of_labelled(weights, call, hidden),
     )
     if call.elementwise is None:
         return _reference(hidden, student, pair)
@@ -124,13 +124,13 @@ class _Pair:
         return loss, *(call.scatter(values) for values in (divergences, logprobs, teacher_logprobs))
 
 
-RowResults = tuple[Tensor, Tensor, Tensor]
+TokenResults = tuple[Tensor, Tensor, Tensor]
 """Of the M tokens: divergence, and log-probability of the label under the student and under the teacher."""
 
 
 def chunked_distillation(
     pair: _Pair, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: tuple[bool, bool, bool]
-) -> tuple[RowResults, Gradients]:
+) -> tuple[TokenResults, Gradients]:
     """The loop over chunks of tokens, without an autograd graph; returns the wanted gradients."""
     student, teacher = pair.call.task(hidden, weight, bias), pair.teacher_task()
     wants_hidden, wants_weight, wants_bias = wanted
@@ -161,7 +161,7 @@ def chunked_distillation(
     grad_hidden = hidden.new_empty(num_rows, hidden.shape[1], dtype=operand) if wants_hidden else None
     stores = [_Store(task, plan.chunk_rows) for task in (student, teacher)]
     tile = student.tile(plan.chunk_rows)
-    found: list[RowResults] = []
+    found: list[TokenResults] = []
     for start, end in parts_of(num_rows, plan.chunk_rows):
         stored, taught = (store.fill(start, end) for store in stores)
         gradient = stores[0].memory.view(operand)[: end - start, :vocabulary]
@@ -170,12 +170,12 @@ def chunked_distillation(
             ours, theirs = stored.part(first, last), taught.part(first, last)
             threshold = None if pair.settings.top_k is None else kth_largest(theirs, pair.settings.top_k)
             sums = work.divergence_sums(ours, theirs, pair.settings, threshold)
-            row = row_divergence(sums, pair.settings, threshold)
-            values.append(row.value)
+            token = token_divergence(sums, pair.settings, threshold)
+            values.append(token.value)
             if any(wanted):
                 scale = rows.inverse_temperature[first:last]
                 work.divergence_gradient(
-                    ours, theirs, pair.settings, row, weights[first:last], student.head, scale, gradient[first:last]
+                    ours, theirs, pair.settings, token, weights[first:last], student.head, scale, gradient[first:last]
                 )
         if grad_hidden is not None:
             times_weight(student, gradient, grad_hidden[start:end])
@@ -295,7 +295,7 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
     need_number("teacher softcap", teacher.softcap or 1.0, SMALLEST, LARGEST, "give a number above 0, or None")
 
 
-def _row_weights(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
+def _weights_of_labelled(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
     """[M] weights of the labelled tokens."""
     scale = call.rows.inverse_temperature
     if weights is None:

@@ -69,7 +69,7 @@ class StoredLogits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RowDivergence:
+class TokenDivergence:
     """What the gradient of a token's logits needs to know about all its columns."""
 
     value: Tensor  # [R] the divergence
@@ -90,7 +90,7 @@ class DivergenceWork(Protocol):
         student: StoredLogits,
         teacher: StoredLogits,
         settings: Divergence,
-        row: RowDivergence,
+        token: TokenDivergence,
         factor: Tensor,
         head: BlockedHead,
         inverse_temperature: Tensor,
@@ -107,7 +107,7 @@ def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
     return whole.topk(min(k, vocabulary), dim=1, sorted=True).values[:, -1].contiguous()
 
 
-def row_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None) -> RowDivergence:
+def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None) -> TokenDivergence:
     """The divergence from `sums` [4, R], the result of `divergence_sums`."""
     first, second, student_rest, teacher_rest = sums
     rest = None
@@ -128,7 +128,7 @@ def row_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None)
             first, second = first + s * ratio, second + t * (t / mixed).log()
             rest = (1 - beta) * (ratio - first)
     value = (1 - beta) * first + beta * second if settings.kind == "jsd" else first
-    return RowDivergence(value=value, mean=first.contiguous(), rest=rest, threshold=threshold)
+    return TokenDivergence(value=value, mean=first.contiguous(), rest=rest, threshold=threshold)
 
 
 def divergence_sums(
@@ -164,7 +164,7 @@ def divergence_gradient(
     student: StoredLogits,
     teacher: StoredLogits,
     settings: Divergence,
-    row: RowDivergence,
+    token: TokenDivergence,
     factor: Tensor,
     head: BlockedHead,
     inverse_temperature: Tensor,
@@ -183,13 +183,13 @@ def divergence_gradient(
         if settings.kind == "forward-kl":
             gradient = s - log_t.exp()
         elif settings.kind == "reverse-kl":
-            gradient = s * ((log_s - log_t) - row.mean[:, None])
+            gradient = s * ((log_s - log_t) - token.mean[:, None])
         else:
             log_m = _log_mixture(log_s, log_t, settings.beta)
-            gradient = (1 - settings.beta) * s * ((log_s - log_m) - row.mean[:, None])
-        if row.threshold is not None:
-            assert row.rest is not None
-            gradient = torch.where(below < row.threshold[:, None], s * row.rest[:, None], gradient)
+            gradient = (1 - settings.beta) * s * ((log_s - log_m) - token.mean[:, None])
+        if token.threshold is not None:
+            assert token.rest is not None
+            gradient = torch.where(below < token.threshold[:, None], s * token.rest[:, None], gradient)
         gradient = gradient * scale
         if head.softcap is not None:
             logits = student.below_peak(start, end) + student.softmax.peak[:, None]

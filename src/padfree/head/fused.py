@@ -104,8 +104,8 @@ class _Terms:
         """The losses of the tokens from `start` on among the M; checked, and stored without their graph."""
         end = start + len(logprobs)
         index = self.call.index
-        rows = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
-        losses: object = self.token_loss(logprobs, entropy, rows)
+        positions = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
+        losses: object = self.token_loss(logprobs, entropy, positions)
         if not isinstance(losses, Tensor):
             raise UserError(
                 "token_loss", f"returned a {type(losses).__name__}", "return a tensor with one loss per token"

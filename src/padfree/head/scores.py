@@ -230,7 +230,7 @@ def prepare(
         need_whole("num_labels", num_labels, 0, f"give the number of labels other than {IGNORE}")
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     inverse_temperature = _inverse_temperature(temperature, hidden, dtype)
-    index, poison = _labelled_rows(labels, num_labels)
+    index, poison = _labelled_tokens(labels, num_labels)
     rows = LabelledRows(
         labels=picked(labels, index).to(torch.int64), inverse_temperature=picked(inverse_temperature, index)
     )
@@ -301,7 +301,7 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
     return temperature.to(dtype).reciprocal()
 
 
-def _labelled_rows(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
+def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
     """(indices [M] of the labelled tokens, or None if all have a label; the poison of a wrong `num_labels`)"""
     labelled = labels != IGNORE
     if num_labels is None:
@@ -325,9 +325,9 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
     outside = (picked_labels < 0) | (picked_labels >= vocabulary)
     if outside.any():
         label = int(picked_labels[outside][0])
-        row = int((labels == label).nonzero()[0, 0])
+        token = int((labels == label).nonzero()[0, 0])
         raise UserError(
-            "labels", f"{label} at token {row} is outside the vocabulary", f"give labels from 0 to {vocabulary - 1}"
+            "labels", f"{label} at token {token} is outside the vocabulary", f"give labels from 0 to {vocabulary - 1}"
         )
 
 

@@ -21,8 +21,8 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
     """[N] whether each label is the most probable token, for hidden states [N, D]."""
     assert head.logit_scale > 0, "a negative scale reverses the order"
     found = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
-    rows = (labels != IGNORE).nonzero()[:, 0]
-    for chosen in torch.split(rows, max(1, CHUNK_BYTES // (4 * len(head.weight)))):
+    labelled = (labels != IGNORE).nonzero()[:, 0]
+    for chosen in torch.split(labelled, max(1, CHUNK_BYTES // (4 * len(head.weight)))):
         logits = _products(hidden[chosen], head.weight)
         if head.bias is not None:
             logits = logits + head.bias.to(logits.dtype)

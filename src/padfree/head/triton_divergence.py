@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.head.divergence import Divergence, RowDivergence, StoredLogits
+from padfree.head.divergence import Divergence, StoredLogits, TokenDivergence
 from padfree.head.elementwise import BlockedHead
 from padfree.head.triton_elementwise import _FLOAT16_FLOOR, _LOG2_E, _cap_slope
 
@@ -191,7 +191,7 @@ def divergence_gradient(
     student: StoredLogits,
     teacher: StoredLogits,
     settings: Divergence,
-    row: RowDivergence,
+    token: TokenDivergence,
     factor: Tensor,
     head: BlockedHead,
     inverse_temperature: Tensor,
@@ -204,9 +204,9 @@ def divergence_gradient(
     _gradient_kernel[(num_rows, -(-num_columns // (shape["BLOCK"] * shape["BLOCKS"])))](
         *_pointers(student),
         *_pointers(teacher),
-        absent if row.threshold is None else row.threshold,
-        row.mean,
-        absent if row.rest is None else row.rest,
+        absent if token.threshold is None else token.threshold,
+        token.mean,
+        absent if token.rest is None else token.rest,
         factor,
         inverse_temperature,
         out,
@@ -220,7 +220,7 @@ def divergence_gradient(
         head.logit_scale,
         head.softcap or 1.0,
         KIND=KINDS[settings.kind],
-        HAS_TOP=row.threshold is not None,
+        HAS_TOP=token.threshold is not None,
         HAS_SOFTCAP=head.softcap is not None,
         **shape,
     )

@@ -31,10 +31,10 @@ HOST_INPUT_ONLY_FRACTION = 0.05
 """This fraction of the layers, the first ones, save only their input under `host`: the link to the host has no time for
 more, and when backward reaches them nearly all gradients are already in memory."""
 
-LONG_ROW = 8192
-"""Number of tokens from which the compiler reduces norms `REDUCED_ROWS` tokens at a time, twice its default."""
+LONG_PACK = 8192
+"""Number of tokens from which the compiler reduces norms `REDUCED_TOKENS` tokens at a time, twice its default."""
 
-REDUCED_ROWS = 32
+REDUCED_TOKENS = 32
 
 WIDE_ROW = 2048
 """Hidden size from which the GPU takes longer for a layer than the host takes for its launches."""
@@ -107,8 +107,8 @@ def _compiled(
         if hidden is not None and hidden.is_cuda:
             # Do not depend on the length of the pack: such a guard would hold for some lengths only and recompile.
             patches["triton.mix_order_reduction_non_strict_mode"] = True
-            if _size(hidden.shape[1]) >= LONG_ROW:
-                patches["triton.mix_order_reduction_split_size"] = REDUCED_ROWS
+            if _size(hidden.shape[1]) >= LONG_PACK:
+                patches["triton.mix_order_reduction_split_size"] = REDUCED_TOKENS
         backend = partial(backend, config_patches=patches)
     if kept == "none":
         return backend(graph, inputs)

@@ -72,8 +72,8 @@ def token_rewards(
 
     The reward of a sample without scored tokens is dropped.
     """
-    row = _SampleRow(mask, sample_index, max_length)
-    return _token_rewards(rewards, row, kl, kl_coefficient).to(checks.result_type(rewards))
+    pack = _PackTokens(mask, sample_index, max_length)
+    return _token_rewards(rewards, pack, kl, kl_coefficient).to(checks.result_type(rewards))
 
 
 @torch.no_grad()
@@ -81,9 +81,9 @@ def discounted_returns(
     rewards: Tensor, mask: Tensor, sample_index: Tensor, *, gamma: float = 1.0, max_length: int | None = None
 ) -> Tensor:
     """[T] sum of the rewards [T] from each token to the end of its sample, discounted by `gamma` per token."""
-    row = _SampleRow(mask, sample_index, max_length)
+    pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)
-    return row.discounted(row.scored("rewards", rewards), gamma).to(checks.result_type(rewards))
+    return pack.discounted(pack.scored("rewards", rewards), gamma).to(checks.result_type(rewards))
 
 
 @torch.no_grad()
@@ -98,15 +98,15 @@ def gae(
     max_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[T] generalised advantage estimates, and returns (advantage + value); the value after the last token is 0."""
-    row = _SampleRow(mask, sample_index, max_length)
+    pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma, gae_lambda=gae_lambda)
-    given, seen = row.scored("rewards", rewards), row.scored("values", values)
+    given, seen = pack.scored("rewards", rewards), pack.scored("values", values)
     # The value of the next scored token of the sample, carried across gaps.
-    arriving = scan_back(seen, row.goes_on & ~row.mask, max_length)
+    arriving = scan_back(seen, pack.goes_on & ~pack.mask, max_length)
     following = torch.zeros_like(arriving)
-    following[:-1] = torch.where(row.goes_on[:-1], arriving[1:], 0.0)
-    errors = torch.where(row.mask, given + gamma * following - seen, 0.0)
-    advantages = row.discounted(errors, gamma * gae_lambda)
+    following[:-1] = torch.where(pack.goes_on[:-1], arriving[1:], 0.0)
+    errors = torch.where(pack.mask, given + gamma * following - seen, 0.0)
+    advantages = pack.discounted(errors, gamma * gae_lambda)
     dtype = checks.result_type(rewards, values)
     return advantages.to(dtype), (advantages + seen).to(dtype)
 
@@ -139,10 +139,10 @@ def reinforce_plus_plus(
     reduce: Reduce = no_reduce,
 ) -> Tensor:
     """[T] advantages from [B] rewards: discounted returns with the KL penalty in the reward, whitened globally."""
-    row = _SampleRow(mask, sample_index, max_length)
+    pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)
-    returns = row.discounted(_token_rewards(rewards, row, kl, kl_coefficient), gamma)
-    return _whiten(returns, row.mask, reduce=reduce).to(checks.result_type(rewards))
+    returns = pack.discounted(_token_rewards(rewards, pack, kl, kl_coefficient), gamma)
+    return _whiten(returns, pack.mask, reduce=reduce).to(checks.result_type(rewards))
 
 
 @torch.no_grad()
@@ -161,16 +161,16 @@ def reinforce_plus_plus_baseline(
 
     Each rank must hold whole groups; the ranks that `reduce` sums over may hold different groups.
     """
-    row = _SampleRow(mask, sample_index, None)
+    pack = _PackTokens(mask, sample_index, None)
     groups = _checked_groups(rewards, groups, num_groups)
-    advantages = spread(_centred(rewards, groups, num_groups)[0], row.sample_index)
+    advantages = spread(_centred(rewards, groups, num_groups)[0], pack.sample_index)
     if kl is not None:
         _need_finite(kl_coefficient=kl_coefficient)
-        advantages = advantages - kl_coefficient * row.scored("kl", kl)
-    return _whiten(advantages, row.mask, reduce=reduce).to(checks.result_type(rewards))
+        advantages = advantages - kl_coefficient * pack.scored("kl", kl)
+    return _whiten(advantages, pack.mask, reduce=reduce).to(checks.result_type(rewards))
 
 
-class _SampleRow:
+class _PackTokens:
     """The tokens of a pack: which of them are actions, and where samples end."""
 
     def __init__(self, mask: Tensor, sample_index: Tensor, max_length: int | None) -> None:
@@ -197,12 +197,12 @@ class _SampleRow:
         return torch.where(self.mask, scan_back(values, steps * self.goes_on, self.max_length), 0.0)
 
 
-def _token_rewards(rewards: Tensor, row: _SampleRow, kl: Tensor | None, kl_coefficient: float) -> Tensor:
+def _token_rewards(rewards: Tensor, pack: _PackTokens, kl: Tensor | None, kl_coefficient: float) -> Tensor:
     """[T] float64."""
     _need_finite(kl_coefficient=kl_coefficient)
-    follows = scan_back(row.mask, row.goes_on, row.max_length)  # scored tokens from here to the sample's end
-    out = torch.where(row.mask & (follows == 1.0), spread(checks.wide("rewards", rewards), row.sample_index), 0.0)
-    return out if kl is None else out - kl_coefficient * row.scored("kl", kl)
+    follows = scan_back(pack.mask, pack.goes_on, pack.max_length)  # scored tokens from here to the sample's end
+    out = torch.where(pack.mask & (follows == 1.0), spread(checks.wide("rewards", rewards), pack.sample_index), 0.0)
+    return out if kl is None else out - kl_coefficient * pack.scored("kl", kl)
 
 
 def _whiten(

@@ -215,10 +215,10 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
             "groups", f"{given} for {num_samples} samples", "give the group of each sample for weights 'group-mean'"
         )
     numbers: dict[Hashable, int] = {}
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         if group is None:
             raise UserError(
-                "groups", f"is None at index {place}", "give the group of each sample for weights 'group-mean'"
+                "groups", f"is None at index {index}", "give the group of each sample for weights 'group-mean'"
             )
         numbers.setdefault(group, len(numbers))
     return np.fromiter((numbers[group] for group in groups), dtype=np.int64, count=num_samples)
@@ -229,7 +229,7 @@ def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[n
     if len(units) != num_samples:
         raise UserError("units", f"{len(units)} for {num_samples} samples", "give the unit of each sample, or None")
     numbers: dict[Hashable, int] = {}
-    keys = [("alone", place) if unit is None else ("unit", unit) for place, unit in enumerate(units)]
+    keys = [("alone", index) if unit is None else ("unit", unit) for index, unit in enumerate(units)]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 

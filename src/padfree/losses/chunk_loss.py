@@ -59,6 +59,6 @@ def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: 
         raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")
     if isinstance(settings, SFTSettings):
         weights = inputs.weights
-        return lambda logprobs, entropy, rows: -weights[rows] * logprobs
+        return lambda logprobs, entropy, positions: -weights[positions] * logprobs
     terms = policy_loss.policy_terms(inputs, settings, current=None, reduce=reduce)
-    return lambda logprobs, entropy, rows: terms.at(rows).token_loss(settings, logprobs, entropy)
+    return lambda logprobs, entropy, positions: terms.at(positions).token_loss(settings, logprobs, entropy)

@@ -47,8 +47,8 @@ class _ScoreLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         logprobs, lse, entropy = (torch.empty(labels.shape, dtype=dtype, device=logits.device) for _ in range(3))
-        for rows, chosen, *out in _chunks(logits, labels, logprobs, lse, entropy):
-            scaled = rows.to(dtype) * scale
+        for chunk, chosen, *out in _chunks(logits, labels, logprobs, lse, entropy):
+            scaled = chunk.to(dtype) * scale
             chunk_logprobs, chunk_lse, chunk_entropy = out
             chunk_lse.copy_(torch.logsumexp(scaled, dim=-1))
             chunk_logprobs.copy_(scaled.gather(-1, chosen[:, None].long()).squeeze(-1) - chunk_lse)
@@ -65,14 +65,14 @@ class _ScoreLogits(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, lse, entropy = ctx.saved_tensors
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for rows, chosen, row_lse, row_entropy, upstream, upstream_entropy, out in _chunks(
+        for chunk, chosen, chunk_lse, chunk_entropy, upstream, upstream_entropy, out in _chunks(
             logits, labels, lse, entropy, grad_logprobs, grad_entropy, grad
         ):
-            logprobs = rows.to(lse.dtype) * ctx.scale - row_lse[:, None]
+            logprobs = chunk.to(lse.dtype) * ctx.scale - chunk_lse[:, None]
             weights = torch.exp(logprobs)
             slopes = -upstream[:, None] * weights
             if ctx.with_entropy:
-                slopes -= upstream_entropy[:, None] * _weighted(weights, logprobs + row_entropy[:, None])
+                slopes -= upstream_entropy[:, None] * _weighted(weights, logprobs + chunk_entropy[:, None])
             slopes.scatter_add_(-1, chosen[:, None].long(), upstream[:, None])
             out.copy_(slopes.mul_(ctx.scale))
         return grad, None, None, None

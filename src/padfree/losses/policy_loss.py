@@ -31,8 +31,8 @@ def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce 
     logprobs = inputs.need("logprobs", "a policy loss")
     entropy = inputs.need("entropy", "entropy_coefficient") if settings.entropy_coefficient else None
     terms = policy_terms(inputs, settings, current=logprobs.detach(), reduce=reduce)
-    row = None if traits(settings.objective).elementwise else inputs
-    parts = _token_losses(settings, terms, logprobs, entropy, row=row, reduce=reduce)
+    pack = None if traits(settings.objective).elementwise else inputs
+    parts = _token_losses(settings, terms, logprobs, entropy, pack=pack, reduce=reduce)
     return weighted_loss(inputs, parts.losses, _statistics(inputs, settings, terms, parts, logprobs.detach()))
 
 
@@ -65,10 +65,10 @@ class PolicyTerms:
     ref: Tensor | None
     factor: Tensor | None  # sequence-level corrections
 
-    def at(self, rows: Tensor | slice) -> PolicyTerms:
+    def at(self, positions: Tensor | slice) -> PolicyTerms:
         """The terms of some of the tokens."""
         present = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: values[rows] for name, values in present.items() if values is not None})
+        return replace(self, **{name: values[positions] for name, values in present.items() if values is not None})
 
     def token_loss(self, settings: PolicySettings, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """The weighted loss of each of these tokens."""
@@ -121,10 +121,10 @@ def _token_losses(
     logprobs: Tensor,
     entropy: Tensor | None,
     *,
-    row: LossInputs | None = None,
+    pack: LossInputs | None = None,
     reduce: Reduce = no_reduce,
 ) -> _Parts:
-    """If `row` is None the result is elementwise: it may be computed for any subset of the tokens."""
+    """If `pack` is None the result is elementwise: it may be computed for any subset of the tokens."""
     old = logprobs.detach() if settings.old_policy == "current" else terms.old
     tokens = ObjectiveInputs(
         logprobs=logprobs,
@@ -134,7 +134,7 @@ def _token_losses(
         rollout_logprobs=terms.sampler,
         ref_logprobs=terms.ref,
         entropy=entropy,
-        row=row,
+        pack=pack,
         reduce=reduce,
     )
     objective = run_objective(settings.objective, tokens)

@@ -128,23 +128,23 @@ def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
     if not isinstance(given, Sequence) or not all(isinstance(info, SampleInfo) for info in given):
         raise UserError("samples", f"got a {type(samples).__name__}", "give the samples of a batch, batch.samples")
     groups: dict[str | int | None, list[int]] = {}
-    for place, info in enumerate(samples):
-        groups.setdefault(info.group, []).append(place)
+    for index, info in enumerate(samples):
+        groups.setdefault(info.group, []).append(index)
     pairs = []
-    for group, places in groups.items():
-        if group is None or len(places) != 2:
+    for group, indices in groups.items():
+        if group is None or len(indices) != 2:
             raise UserError(
                 "group",
-                f"is the group of {len(places)} samples of a pack, but a pair has 2",
+                f"is the group of {len(indices)} samples of a pack, but a pair has 2",
                 "give both answers of a pair, and no other sample, one group and keep them in one pack",
                 value=group,
             )
-        first, second = (samples[place].reward for place in places)
+        first, second = (samples[index].reward for index in indices)
         if first is None or second is None or first == second:
             raise UserError(
                 "reward", f"is {first} and {second} in group {group!r}", "give the chosen answer the higher reward"
             )
-        pairs.append(places if first > second else places[::-1])
+        pairs.append(indices if first > second else indices[::-1])
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 

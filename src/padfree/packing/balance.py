@@ -151,7 +151,7 @@ def _greedy(problem: PartitionProblem) -> Parts | None:
     cost = (problem.cost + (1e-9 * problem.cost.max(initial=0.0) or 1.0)).tolist()
     length = problem.length.tolist()
     members: list[list[int]] = [[] for _ in problem.offset]
-    room = [problem.cap] * len(members)
+    free_tokens = [problem.cap] * len(members)
     # with equal counts, `larger` parts may hold one sample more than `count`
     count, larger = divmod(len(cost), len(members)) if problem.equal_count else (len(cost), 0)
     heap = [(load, part) for part, load in enumerate(problem.offset.tolist())]
@@ -161,14 +161,14 @@ def _greedy(problem: PartitionProblem) -> Parts | None:
         need = length[index]
         while full and -full[0][0] >= need:
             heappush(heap, heappop(full)[1:])
-        while heap and room[heap[0][1]] < need:
+        while heap and free_tokens[heap[0][1]] < need:
             load, part = heappop(heap)
-            heappush(full, (-room[part], load, part))
+            heappush(full, (-free_tokens[part], load, part))
         if not heap:
             return None
         load, part = heap[0]
         members[part].append(index)
-        room[part] -= need
+        free_tokens[part] -= need
         size = len(members[part])
         if size < count or (size == count and larger):
             heapreplace(heap, (load + cost[index], part))
@@ -193,9 +193,9 @@ def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
         if not givers:
             break
         negative, giver = heappop(givers)
-        place = int(problem.cost[parts[giver]].argmin())
-        parts[empty] = parts[giver][place : place + 1]
-        parts[giver] = np.delete(parts[giver], place)
+        index = int(problem.cost[parts[giver]].argmin())
+        parts[empty] = parts[giver][index : index + 1]
+        parts[giver] = np.delete(parts[giver], index)
         if len(parts[giver]) > 1:
             heappush(givers, (negative + problem.cost[parts[empty][0]], giver))
     return parts
@@ -211,14 +211,14 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
     k, empty = len(parts), len(problem.cost)
     movable, fixed = _split_large(parts, equal=problem.equal_count)
     sizes = np.array([len(part) for part in movable])
-    places = np.full((k, sizes.max() + (not problem.equal_count)), empty)
-    places[np.arange(places.shape[1]) < sizes[:, None]] = np.concatenate(movable)
+    slots = np.full((k, sizes.max() + (not problem.equal_count)), empty)
+    slots[np.arange(slots.shape[1]) < sizes[:, None]] = np.concatenate(movable)
     cost, length = np.append(problem.cost, 0.0), np.append(problem.length, 0)
     fixed_load, fixed_used = problem.offset + sums(problem.cost, fixed), sums(problem.length, fixed)
     slack = TOLERANCE * problem.cost.sum() / k
     shift = 0
     for _ in range(ROUNDS):
-        load, used = fixed_load + cost[places].sum(1), fixed_used + length[places].sum(1)
+        load, used = fixed_load + cost[slots].sum(1), fixed_used + length[slots].sum(1)
         order = np.argsort(load, kind="stable")
         if load[order[-1]] <= (load.mean() + slack if goal is None else goal) or shift >= min(k // 2, SHIFTS):
             break
@@ -227,7 +227,7 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
         apart = gap > slack / 2
         costly, cheap, gap = costly[apart], cheap[apart], gap[apart]
 
-        given, back = places[costly], places[cheap]  # [pairs, m]
+        given, back = slots[costly], slots[cheap]  # [pairs, m]
         # swapping samples whose costs differ by exactly `gap` would make the two parts equal
         missed = np.abs(cost[given][:, :, None] - cost[back][:, None, :] - gap[:, None, None])  # [pairs, m, m]
         if problem.cap < length.sum():
@@ -238,15 +238,15 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
         only = (given < empty).sum(1) == 1
         missed += np.where(only[:, None] & (back == empty), np.inf, 0.0)[:, None, :]
 
-        flat = missed.reshape(len(gap), places.shape[1] ** 2)
+        flat = missed.reshape(len(gap), slots.shape[1] ** 2)
         best = flat.argmin(1)
         gain = gap - flat[np.arange(len(gap)), best]
         pairs = np.flatnonzero(gain > slack / 16)
-        row, column = np.divmod(best[pairs], places.shape[1])
-        here, there = (costly[pairs], row), (cheap[pairs], column)
-        places[here], places[there] = places[there], places[here]
+        given_slot, back_slot = np.divmod(best[pairs], slots.shape[1])
+        here, there = (costly[pairs], given_slot), (cheap[pairs], back_slot)
+        slots[here], slots[there] = slots[there], slots[here]
         shift = 0 if gain[pairs].sum() > slack else shift + 1
-    return [np.append(rest, row[row < empty]) for rest, row in zip(fixed, places, strict=True)]
+    return [np.append(rest, part[part < empty]) for rest, part in zip(fixed, slots, strict=True)]
 
 
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:

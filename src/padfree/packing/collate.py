@@ -155,7 +155,7 @@ def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: Pr
         **{field: getattr(batch, field)[chosen] for field in PackedBatch.LABEL_FIELDS},
         segments=Segments.from_lengths(tree.lengths, parents=tree.parents),
         rollout=None if batch.rollout is None else batch.rollout.map(lambda values: values[chosen]),
-        entries=Entries(rows=tree.token_rows()[predictions], tokens=predictions + 1),
+        entries=Entries(positions=tree.token_positions()[predictions], tokens=predictions + 1),
     )
 
 
@@ -245,8 +245,8 @@ def _collate(
     offsets, num_tokens = segments.offsets, segments.num_tokens
 
     def joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-        row = np.empty(num_tokens, dtype=dtype)
-        return np.concatenate(arrays, out=row, casting="same_kind")
+        out = np.empty(num_tokens, dtype=dtype)
+        return np.concatenate(arrays, out=out, casting="same_kind")
 
     lengths = segments.lengths
     input_ids = joined([sample.tokens for sample in chosen], np.int64)

@@ -116,16 +116,16 @@ def _attempt(
     left = ranks * waves - int(width[width > 1].sum())
     if left < 0 or (not left and len(narrow)):
         return None
-    rows = [_SizedPack(size, [sample]) for size, sample in zip(width[width > 1].tolist(), wide.tolist(), strict=True)]
-    narrow = _fill_wide(rows, narrow, length, cost, max_tokens, level)
+    packs = [_SizedPack(size, [sample]) for size, sample in zip(width[width > 1].tolist(), wide.tolist(), strict=True)]
+    narrow = _fill_wide(packs, narrow, length, cost, max_tokens, level)
     if len(narrow):
         parts = partition(PartitionProblem(cost[narrow], length[narrow], max_tokens, np.zeros(left)))
         if parts is None:
             return None
-        rows += [_SizedPack(1, narrow[part].tolist()) for part in parts]
+        packs += [_SizedPack(1, narrow[part].tolist()) for part in parts]
     else:
-        rows += [_SizedPack(1, [])] * left
-    return _arranged(rows, cost, ranks, waves)
+        packs += [_SizedPack(1, [])] * left
+    return _arranged(packs, cost, ranks, waves)
 
 
 def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int], level: float) -> Indices:
@@ -133,39 +133,39 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
     size = np.array(sizes)
     by_cost = np.minimum(cost / level if level else 0.0, np.maximum(length // FEWEST_TOKENS, 1))
     needed = np.maximum(length / max_tokens, by_cost)
-    place = np.searchsorted(size, needed * (1 - 1e-12), side="left")  # the first width that suffices
+    index = np.searchsorted(size, needed * (1 - 1e-12), side="left")  # the first width that suffices
     # a sample that costs more than the level even on all ranks gets all of them
-    found: Indices = size[np.minimum(place, len(size) - 1)]
+    found: Indices = size[np.minimum(index, len(size) - 1)]
     return found
 
 
 def _fill_wide(
-    rows: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
+    packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
     """Add short samples to wide packs up to the level, the costliest that fits first; return the remaining samples."""
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()
-    for row in rows:
-        room = row.width * level - float(cost[row.samples].sum())
-        tokens = row.width * max_tokens - int(length[row.samples].sum())
-        place = bisect_right(costs, room)
-        while place and costs:
-            place -= 1
-            if length[waiting[place]] > tokens:
+    for pack in packs:
+        free_cost = pack.width * level - float(cost[pack.samples].sum())
+        tokens = pack.width * max_tokens - int(length[pack.samples].sum())
+        index = bisect_right(costs, free_cost)
+        while index and costs:
+            index -= 1
+            if length[waiting[index]] > tokens:
                 continue
-            room, tokens = room - costs[place], tokens - int(length[waiting[place]])
-            row.samples.append(waiting.pop(place))
-            costs.pop(place)
-            place = min(place, bisect_right(costs, room))
+            free_cost, tokens = free_cost - costs[index], tokens - int(length[waiting[index]])
+            pack.samples.append(waiting.pop(index))
+            costs.pop(index)
+            index = min(index, bisect_right(costs, free_cost))
     return np.array(sorted(waiting), dtype=np.int64)
 
 
-def _arranged(rows: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
+def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
     """Assign packs to waves and ranks, wide packs first: the free ranks of a wave stay a multiple of the next width."""
-    each = np.array([float(cost[row.samples].sum()) / row.width for row in rows])
-    width = np.array([row.width for row in rows])
+    each = np.array([float(cost[pack.samples].sum()) / pack.width for pack in packs])
+    width = np.array([pack.width for pack in packs])
     by_cost = np.argsort(-each, kind="stable")
-    wanted = np.empty(len(rows), dtype=np.int64)
+    wanted = np.empty(len(packs), dtype=np.int64)
     wanted[by_cost] = (np.cumsum(width[by_cost]) - width[by_cost]) // ranks
     free = np.full(waves, ranks)
     members: list[list[int]] = [[] for _ in range(waves)]
@@ -180,9 +180,9 @@ def _arranged(rows: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) 
         # Every second wave assigns its narrow packs to ranks in reverse, so that total costs per rank stay close.
         ordered = sorted(chosen, key=lambda index: (-width[index], each[index] if wave % 2 else -each[index]))
         table[:, wave] = np.repeat(ordered, width[ordered])
-    samples = [np.array(sorted(row.samples), dtype=np.int64) for row in rows]
+    samples = [np.array(sorted(pack.samples), dtype=np.int64) for pack in packs]
     return WidePlan(
-        micro_batches=tuple(tuple(samples[index] for index in line) for line in table.tolist()),
+        micro_batches=tuple(tuple(samples[index] for index in of_rank) for of_rank in table.tolist()),
         widths=width[table],
         cost=each[table],
     )

@@ -77,10 +77,10 @@ class EpochOrder:
         """[n] indices into the source."""
         first, found = 0, []
         for number, part in enumerate(self.parts):
-            places = np.arange(part.shown(epoch), part.shown(epoch + 1)) % max(part.size, 1)
+            items = np.arange(part.shown(epoch), part.shown(epoch + 1)) % max(part.size, 1)
             if part.weight.denominator > 1:
-                places = self._order_inside(number)[places]
-            found.append(first + np.sort(places, kind="stable"))
+                items = self._order_inside(number)[items]
+            found.append(first + np.sort(items, kind="stable"))
             first += part.size
         chosen = np.concatenate([np.zeros(0, dtype=np.int64), *found])
         return chosen[shuffled(len(chosen), self.seed, epoch)] if self.shuffle else chosen

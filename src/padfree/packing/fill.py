@@ -113,13 +113,13 @@ def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
 
 
 class _Step(NamedTuple):
-    """`num_bins` bins with `room` free tokens take `per_bin` samples each and keep `left` free tokens."""
+    """`num_bins` bins with `free_tokens` free tokens take `per_bin` samples each and keep `left` free tokens."""
 
-    room: int
+    free_tokens: int
     left: int
     per_bin: int
     num_bins: int
-    taken: int  # index in the queue of `room` where the first of these bins was
+    taken: int  # index in the queue of `free_tokens` where the first of these bins was
     put: int  # index in the queue of `left` where it is now
 
 
@@ -130,25 +130,25 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
     that can take the next. New bins come from the queue of `capacity` free tokens.
     """
     steps: list[_Step] = []
-    rooms: list[int] = []  # free tokens of the waiting bins, ascending, distinct
+    free_sizes: list[int] = []  # free tokens of the waiting bins, ascending, distinct
     put: defaultdict[int, int] = defaultdict(int)  # free tokens -> bins that ever joined this queue
     taken: defaultdict[int, int] = defaultdict(int)  # free tokens -> bins that left this queue
     for length, count in zip(values, counts, strict=True):
         while count:
-            place = bisect_left(rooms, length)
-            room = rooms[place] if place < len(rooms) else capacity
-            per_bin = min(room // length, count)
+            index = bisect_left(free_sizes, length)
+            free_tokens = free_sizes[index] if index < len(free_sizes) else capacity
+            per_bin = min(free_tokens // length, count)
             num_bins = count // per_bin
-            if room < capacity:
-                waiting = put[room] - taken[room]
+            if free_tokens < capacity:
+                waiting = put[free_tokens] - taken[free_tokens]
                 num_bins = min(num_bins, waiting)
                 if num_bins == waiting:
-                    del rooms[place]
-            left = room - per_bin * length
+                    del free_sizes[index]
+            left = free_tokens - per_bin * length
             if left >= values[-1] and put[left] == taken[left]:
-                insort(rooms, left)
-            steps.append(_Step(room, left, per_bin, num_bins, taken[room], put[left]))
-            taken[room] += num_bins
+                insort(free_sizes, left)
+            steps.append(_Step(free_tokens, left, per_bin, num_bins, taken[free_tokens], put[left]))
+            taken[free_tokens] += num_bins
             put[left] += num_bins
             count -= per_bin * num_bins
     return steps, {capacity: taken[capacity], **put}
@@ -161,7 +161,7 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     following the pointers ends in the queue of new bins, whose indices number the bins in the order of opening.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-    source = np.array([starts[step.room] + step.taken for step in steps], dtype=np.int64)
+    source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)
     target = np.array([starts[step.left] + step.put for step in steps], dtype=np.int64)
     num_bins = np.array([step.num_bins for step in steps], dtype=np.int64)
     per_bin = np.array([step.per_bin for step in steps], dtype=np.int64)

@@ -105,23 +105,23 @@ class PrefixTree:
             children[parent] = children.get(parent, 0) + 1
         ends = set(last)
         nodes: list[tuple[int, int, int, int]] = []
-        place: dict[int, int] = {-1: -1}
+        new_index: dict[int, int] = {-1: -1}
         for node in sorted(through):
             parent = int(self.parents[node])
             if parent >= 0 and children[parent] == 1 and parent not in ends:
-                place[node] = place[parent]
-                above, _, begin, _ = nodes[place[node]]
-                nodes[place[node]] = (above, through[node], begin, int(self.end[node]))
+                new_index[node] = new_index[parent]
+                above, _, begin, _ = nodes[new_index[node]]
+                nodes[new_index[node]] = (above, through[node], begin, int(self.end[node]))
             else:
-                place[node] = len(nodes)
-                nodes.append((place[parent], through[node], int(self.begin[node]), int(self.end[node])))
-        return _tree(nodes, [place[node] for node in last])
+                new_index[node] = len(nodes)
+                nodes.append((new_index[parent], through[node], int(self.begin[node]), int(self.end[node])))
+        return _tree(nodes, [new_index[node] for node in last])
 
-    def token_rows(self) -> Indices:
+    def token_positions(self) -> Indices:
         """[T] the index in the pack of each token of the samples laid end to end."""
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        rows = [path_tokens(self.parents, offsets, node) for node in self.last.tolist()]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *rows])
+        positions = [path_tokens(self.parents, offsets, node) for node in self.last.tolist()]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *positions])
 
 
 def find_prefixes(

@@ -127,7 +127,7 @@ def _plan(
 
     return replace(
         plan,
-        micro_batches=tuple(tuple(samples(batch) for batch in row) for row in plan.micro_batches),
+        micro_batches=tuple(tuple(samples(batch) for batch in batches) for batches in plan.micro_batches),
         lengths=lengths,
         alone=np.flatnonzero(lengths > max_tokens * contexts[-1]),
         prefixes=prefixes,

@@ -76,8 +76,8 @@ class StepPlan:
     @property
     def tokens(self) -> Indices:
         """[ranks, J] tokens of the samples of each micro-batch. A pack that ranks share counts at the first of them."""
-        rows = [[self.lengths[batch].sum() for batch in row] for row in self.micro_batches]
-        return np.array(rows, dtype=np.int64).reshape(self.ranks, self.num_micro_batches) * self.is_first
+        tokens = [[self.lengths[batch].sum() for batch in batches] for batches in self.micro_batches]
+        return np.array(tokens, dtype=np.int64).reshape(self.ranks, self.num_micro_batches) * self.is_first
 
     @property
     def is_first(self) -> NDArray[np.bool_]:
@@ -203,7 +203,7 @@ def _plan_groups(
 
     return replace(
         found,
-        micro_batches=tuple(tuple(members(batch) for batch in row) for row in found.micro_batches),
+        micro_batches=tuple(tuple(members(batch) for batch in batches) for batches in found.micro_batches),
         lengths=np.where(np.isin(group, found.dropped), 0, length),
         dropped=members(found.dropped),
         alone=members(found.alone),
@@ -308,7 +308,7 @@ def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatch
     cost = sums(sample_cost, slots) if slots else np.zeros(0)
     grid = np.argsort(-cost, kind="stable").reshape(-1, ranks)
     grid[1::2] = grid[1::2, ::-1]
-    return tuple(tuple(slots[slot] for slot in row) for row in grid.T.tolist()), cost[grid.T]
+    return tuple(tuple(slots[slot] for slot in of_rank) for of_rank in grid.T.tolist()), cost[grid.T]
 
 
 def _imbalance(cost: Floats) -> float:

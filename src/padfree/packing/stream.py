@@ -90,13 +90,13 @@ class TokenBudgetBatcher(_Batcher[T]):
             raise StopIteration
         taken: list[_Waiting[T]] = []
         waiting: list[_Waiting[T]] = []
-        room = self.budget
+        free_tokens = self.budget
         for item in self._buffer:
-            if taken and item.tokens > room:
+            if taken and item.tokens > free_tokens:
                 waiting.append(item)
                 continue
             taken.append(item)
-            room -= item.tokens
+            free_tokens -= item.tokens
         self._buffer = waiting
         self.step += 1
         self.indices = [item.source_index for item in taken]

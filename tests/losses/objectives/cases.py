@@ -23,7 +23,7 @@ def clip(tokens: ObjectiveInputs) -> ObjectiveOutput:
 
 def undecorated_clip(tokens: ObjectiveInputs) -> ObjectiveOutput:
     """The same on whole rows."""
-    assert tokens.row is not None
+    assert tokens.pack is not None
     return clip(tokens)
 
 

@@ -67,8 +67,8 @@ def _matmul_swiglu_backward_overwriting(a: Tensor, b: Tensor, gate: Tensor, up: 
 
 def _backward_into(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     if not is_supported(a, b):
-        for place, result in zip((dgate, dup), swiglu_backward(a @ b, gate, up), strict=True):
-            place.copy_(result)
+        for target, result in zip((dgate, dup), swiglu_backward(a @ b, gate, up), strict=True):
+            target.copy_(result)
         return
     from padfree.layers.ops import quack_matmul_epilogues as kernels
 

@@ -71,8 +71,8 @@ def _swiglu_backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
 def _swiglu_backward_overwriting(dact: Tensor, gate: Tensor, up: Tensor) -> None:
     if not has_kernels(gate):
         act, (dgate, dup) = swiglu(gate, up), swiglu_backward(dact, gate, up)
-        for place, result in ((dact, act), (gate, dgate), (up, dup)):
-            place.copy_(result)
+        for target, result in ((dact, act), (gate, dgate), (up, dup)):
+            target.copy_(result)
         return
     from padfree.layers.ops import triton_swiglu as kernels
 

@@ -49,7 +49,7 @@ def matmul_epilogues_pass(graph: fx.Graph) -> int:
 
 def _fuse_swiglu(graph: fx.Graph, node: fx.Node) -> bool:
     gate, up = arguments(node)
-    matmul = _matmul_behind(up, None)
+    matmul = _source_matmul(up, None)
     if matmul is None or any(user is not node and user < node for user in up.users):
         return False
     with graph.inserting_before(node):
@@ -61,7 +61,7 @@ def _fuse_swiglu(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _fuse_swiglu_backward(graph: fx.Graph, node: fx.Node) -> bool:
     dact, gate, up = arguments(node)
-    matmul = _matmul_behind(dact, 1)
+    matmul = _source_matmul(dact, 1)
     if matmul is None:
         return False
     with graph.inserting_before(node):
@@ -78,7 +78,7 @@ def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
     # The compiler rounds a longer sum once, not after each add.
     if not is_plain_add(node) or any(each.target is ATEN.add.Tensor for each in (*parts, *node.users)):
         return False
-    found = [(matmul, index) for index, part in enumerate(parts) if (matmul := _matmul_behind(part, 1))]
+    found = [(matmul, index) for index, part in enumerate(parts) if (matmul := _source_matmul(part, 1))]
     if len(found) != 1:  # with two matmuls, neither result is available as c of the other
         return False
     ((matmul, index),) = found
@@ -119,7 +119,7 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 # The nodes
 
 
-def _matmul_behind(node: fx.Node, num_users: int | None) -> _Matmul | None:
+def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
     """The factors, if `node` [T, N] or [1, T, N] is a (reshaped) result of a matmul and has `num_users` users."""
     value = node.meta["val"]
     if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):

@@ -170,7 +170,7 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
     dys, x = arguments(node)[:2]
     summands: list[Any] = list(dys)
     while len(summands) < MAX_SUMMANDS:
-        found = [(index, add) for index, dy in enumerate(summands) if (add := _add_behind(dy, x))]
+        found = [(index, add) for index, dy in enumerate(summands) if (add := _source_add(dy, x))]
         if not found:
             break
         index, add = found[0]
@@ -180,7 +180,7 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
         erase(graph, dy)
 
 
-def _add_behind(node: Any, x: fx.Node) -> fx.Node | None:
+def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
     """The add whose only use is `node`, possibly through reshapes with as many columns as x."""
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):

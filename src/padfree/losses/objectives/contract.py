@@ -72,7 +72,7 @@ class ObjectiveInputs:
     rollout_logprobs: Tensor | None = None  # reported by the sampler, if available
     ref_logprobs: Tensor | None = None  # of the reference, if available
     entropy: Tensor | None = None  # with gradient, if `loss.entropy_coefficient` is not 0
-    row: LossInputs | None = None  # the pack of which these are all tokens; None for an elementwise objective
+    pack: LossInputs | None = None  # the pack of which these are all tokens; None for an elementwise objective
     reduce: Reduce = no_reduce
 
     def sequence_mean(self, values: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ class ObjectiveInputs:
 
         Also works if context ranks share the sequence.
         """
-        row = self.row
-        if row is None:
+        pack = self.pack
+        if pack is None:
             raise UserError(
                 "objective", "is elementwise, but it uses the mean over a sequence", "remove elementwise=True"
             )
-        mean = segment_mean(values.detach(), row.mask, row.sample_index, row.num_samples, self.reduce)
-        return spread(mean, row.sample_index).to(values)
+        mean = segment_mean(values.detach(), pack.mask, pack.sample_index, pack.num_samples, self.reduce)
+        return spread(mean, pack.sample_index).to(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
