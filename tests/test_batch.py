@@ -62,14 +62,14 @@ class TestSample:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"tokens": [1.0, 2.0]}, r"tokens of sample 'x': float64.*integer token ids"),
+            ({"tokens": [1.0, 2.0]}, r"tokens of sample 'x': got a float64.*integer token ids"),
             ({"tokens": [[1, 2]]}, r"tokens of sample 'x': .*shape \(1, 2\).*flat list"),
-            ({"tokens": [1, -2]}, r"tokens of sample 'x': negative id -2"),
+            ({"tokens": [1, -2]}, r"tokens of sample 'x': token id -2 is negative"),
             ({"tokens": [1, 2], "loss_mask": [1]}, r"loss_mask of sample 'x': shape \(1,\) for 2 tokens"),
-            ({"tokens": [1, 2], "loss_mask": [1, 2]}, r"loss_mask of sample 'x': values other than 0 and 1"),
+            ({"tokens": [1, 2], "loss_mask": [1, 2]}, r"loss_mask of sample 'x': has values other than 0 and 1"),
             ({"tokens": [1, 2], "advantages": [0.5]}, r"advantages of sample 'x': shape \(1,\) for 2 tokens"),
-            ({"tokens": [1, 2], "advantages": [0.5, np.nan]}, r"advantages of sample 'x': nan at token 1"),
-            ({"tokens": [1, 2], "logprobs": [-np.inf, 0.0]}, r"logprobs of sample 'x': -inf at token 0"),
+            ({"tokens": [1, 2], "advantages": [0.5, np.nan]}, r"advantages of sample 'x': is nan at token 1"),
+            ({"tokens": [1, 2], "logprobs": [-np.inf, 0.0]}, r"logprobs of sample 'x': is -inf at token 0"),
         ],
     )
     def test_bad_input_is_refused_in_one_line(self, arguments: dict[str, object], message: str) -> None:

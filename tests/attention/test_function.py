@@ -219,13 +219,16 @@ def test_it_can_be_left_out_of_a_compiled_function() -> None:
         ({"k": torch.zeros(8, 2, 12)}, r"q, k, v: shapes .*\(8, 2, 12\)"),
         ({"v": torch.zeros(8, 1, 16)}, "q, k, v: shapes"),
         ({"q": torch.zeros(8, 3, 16)}, "3 query heads for 2 key heads"),
-        ({"v": torch.zeros(8, 2, 16).double()}, "q, k, v: types"),
+        ({"v": torch.zeros(8, 2, 16).double()}, "q, k, v: dtypes"),
         ({"segments_q": Segments.from_lengths([5, 2, 1])}, "3 and 2 segments"),
         ({"segments_k": Segments.from_lengths([5, 2])}, "segments_k: 7 tokens for a tensor of 8"),
-        ({"segments_q": Segments.from_lengths([5, 3], device="meta")}, "segments_q: on meta, q on cpu; call .to"),
+        (
+            {"segments_q": Segments.from_lengths([5, 3], device="meta")},
+            "segments_q: is on meta, but q is on cpu; call .to",
+        ),
         ({"sinks": torch.zeros(2)}, r"sinks: shape \(2,\) for 4 query heads"),
         ({"window": -1}, "window: -1"),
-        ({"backend": "fa4"}, "'fa4' cannot serve"),
+        ({"backend": "fa4"}, "'fa4' does not support this call"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:

@@ -90,15 +90,20 @@ def test_everything_on_the_cpu_goes_to_the_cpu_kernels(dtype: torch.dtype, softc
     ("requested", "device", "request_", "message"),
     [
         ("fa5", CPU, {}, "backend: 'fa5' is unknown; use 'auto' or one of fa4, torch"),
-        ("flex", CPU, {}, "'flex' cannot serve: it runs on cuda, not on cpu; use 'auto' or 'cpu' or 'reference'"),
+        (
+            "flex",
+            CPU,
+            {},
+            "'flex' does not support this call: it runs on cuda, not on cpu; use 'auto' or 'cpu' or 'reference'",
+        ),
         ("torch", CPU, {}, "it runs on cuda, not on cpu"),
         ("cpu", CUDA, {}, "it runs on cpu, not on cuda"),
-        ("torch", CUDA, {"dtype": FP32}, r"torch.float32 is not among its types .*; use 'auto' or 'flex'"),
-        ("torch", CUDA, {"head_dim": 36}, r"head size 36 is not among its sizes \(8 to 256 in steps of 8\)"),
-        ("torch", CUDA, {"head_dim": 264}, "head size 264 is not among its sizes"),
+        ("torch", CUDA, {"dtype": FP32}, r"torch.float32 is not among its dtypes .*; use 'auto' or 'flex'"),
+        ("torch", CUDA, {"head_dim": 36}, r"head size 36 is not among its head sizes \(8 to 256 in steps of 8\)"),
+        ("torch", CUDA, {"head_dim": 264}, "head size 264 is not among its head sizes"),
         ("torch", CUDA, {"value_dim": 64}, "q and k have head size 128 but v has 64; use 'auto' or 'flex'"),
-        ("torch", CUDA, {"softcap": True}, "it has no softcap; use 'auto' or 'flex' or 'reference'"),
-        ("flex", CUDA, {"raw_backward": True}, "ring needs; use 'auto' or 'torch' or 'reference'"),
+        ("torch", CUDA, {"softcap": True}, "it does not support softcap; use 'auto' or 'flex' or 'reference'"),
+        ("flex", CUDA, {"raw_backward": True}, "ring attention needs; use 'auto' or 'torch' or 'reference'"),
         ("fa4", CUDA, {}, r"its package is not installed \(pip install 'padfree\[fa4\]'\); use 'auto' or 'torch'"),
     ],
 )
@@ -111,7 +116,8 @@ def test_a_named_backend_that_cannot_serve_is_refused_with_reason_and_cure(
 
 
 @pytest.mark.parametrize(
-    ("major", "message"), [(8, "compute capability 8.0 is not among the 9 to 11"), (12, "compute capability 12.0")]
+    ("major", "message"),
+    [(8, r"compute capability 8.0 is not supported \(only 9 to 11\)"), (12, "compute capability 12.0")],
 )
 def test_fa4_is_refused_on_devices_it_has_no_kernels_for(machine: object, major: int, message: str) -> None:
     machine("fa4", major=major)
@@ -121,7 +127,7 @@ def test_fa4_is_refused_on_devices_it_has_no_kernels_for(machine: object, major:
 
 def test_fa4_has_fewer_head_sizes_on_blackwell(machine: object) -> None:
     machine("fa4", major=10)
-    with pytest.raises(ValueError, match="head size 192 is not among those it has on Blackwell"):
+    with pytest.raises(ValueError, match="head size 192 is not supported on Blackwell"):
         choose_backend(CUDA, BF16, 192, requested="fa4")
 
 
@@ -228,7 +234,7 @@ def test_a_flash_attention_4_that_is_broken_says_so_in_a_line(monkeypatch: pytes
 
     monkeypatch.setattr(flash4, "import_module", failing)
     q, segments = torch.zeros(3, 2, 64), Segments.from_lengths([3])
-    with refused("backend", "'fa4' cannot serve: flash-attn-4 cannot be imported") as caught:
+    with refused("backend", "'fa4' is not usable: flash-attn-4 cannot be imported") as caught:
         flash4.BACKEND.forward(q, q, q, segments, segments, AttentionSpec(scale=1.0))
     assert "libtvm_ffi.so" in str(caught.value)
     assert "\n" not in str(caught.value)

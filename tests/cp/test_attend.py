@@ -278,8 +278,8 @@ def test_what_cannot_be_done_is_refused_in_one_line(results: list[dict[str, Any]
         ("window", "method: 'ring'", "allgather"),
         ("causal", "window: 3", "causal=True"),
         ("group", "group: None", "shard()"),
-        ("rows", "q: shape", "one row per token"),
-        ("wrong rank", "group:", "its own rank"),
+        ("rows", "q: shape", "one element per token"),
+        ("wrong rank", "group:", "of this group"),
     ):
         assert messages[name].startswith(setting), messages[name]
         assert cure in messages[name], messages[name]

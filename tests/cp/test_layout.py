@@ -229,9 +229,12 @@ def test_planning_is_quick() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((13, 4, "contiguous"), r"segments: 13 tokens for 4 context ranks; pad the batch with padded_to_multiple\(4\)"),
+        (
+            (13, 4, "contiguous"),
+            r"segments: 13 tokens are not divisible by 4 context ranks; pad the batch with padded_to_multiple\(4\)",
+        ),
         ((12, 0, "contiguous"), "world: 0; give 1 or more ranks"),
-        ((12, 4, "striped"), "kind: 'striped'; choose one of contiguous, headtail, balanced"),
+        ((12, 4, "striped"), "kind: 'striped' is unknown; choose one of contiguous, headtail, balanced"),
     ],
 )
 def test_settings_are_checked(arguments: tuple[int, int, Any], message: str) -> None:

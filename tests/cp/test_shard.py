@@ -78,9 +78,9 @@ def test_one_rank_keeps_the_row_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "star"}, "method: 'star'; choose one of allgather, ring, ulysses"),
-        ({"world": 2, "rank": 2}, "rank: 2 of 2 context ranks; give one from 0 to 1"),
-        ({"world": 2, "kind": "striped"}, "kind: 'striped'; choose one of"),
+        ({"method": "star"}, "method: 'star' is unknown; choose one of allgather, ring, ulysses"),
+        ({"world": 2, "rank": 2}, "rank: 2 exceeds the 2 context ranks; give a rank from 0 to 1"),
+        ({"world": 2, "kind": "striped"}, "kind: 'striped' is unknown; choose one of"),
     ],
 )
 def test_settings_are_checked(options: dict[str, Any], message: str) -> None:

@@ -99,7 +99,7 @@ def test_a_lost_peer_is_one_clear_line_within_the_timeout(manner: str) -> None:
         assert "\n" not in message
         assert message.startswith(f"rank 0: {name}")
         assert "in the group of ranks [0, 1] failed after" in message
-        assert "look at what ranks [1] logged" in message
+        assert "read the logs of ranks [1]" in message
 
 
 def test_other_errors_stay_what_they_are() -> None:

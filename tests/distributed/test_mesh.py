@@ -78,8 +78,8 @@ def test_every_purpose_has_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "tpu"}, "device: 'tpu'; choose auto, cpu or cuda"),
-        ({"timeout": 0.0}, "timeout: 0.0 s; give more than 0"),
+        ({"device": "tpu"}, "device: 'tpu' is not a device type; choose auto, cpu or cuda"),
+        ({"timeout": 0.0}, "timeout: 0.0 s is out of range; give more than 0"),
     ],
 )
 def test_settings_are_checked(options: dict[str, Any], message: str) -> None:

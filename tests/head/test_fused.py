@@ -218,12 +218,12 @@ def test_the_gradient_is_handed_over_not_copied() -> None:
 @pytest.mark.parametrize(
     ("token_loss", "message"),
     [
-        (lambda logprobs, entropy, rows: logprobs.sum(), r"token_loss: loss of shape \(\) for 6 rows"),
+        (lambda logprobs, entropy, rows: logprobs.sum(), r"token_loss: returned shape \(\) for 6 tokens"),
         (
             lambda logprobs, entropy, rows: (logprobs, {"n": logprobs[:2]}),
             "token_loss: returned a tuple; return a tensor",
         ),
-        (lambda logprobs, entropy, rows: logprobs.detach(), "token_loss: its result carries no gradient"),
+        (lambda logprobs, entropy, rows: logprobs.detach(), "token_loss: returned a tensor without gradient"),
     ],
 )
 def test_losses_that_are_refused(token_loss: Any, message: str) -> None:

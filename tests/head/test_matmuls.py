@@ -329,8 +329,8 @@ def test_where_the_matmuls_cannot_be_used() -> None:
     assert unsupported_reason(hidden, weight, torch.bfloat16) is None
     for wrong, reason in (
         ((hidden.float(), weight.float(), torch.float32), "only bfloat16"),
-        ((hidden[:, :12], weight[:, :12], torch.bfloat16), "D is no multiple of 8"),
-        ((hidden, weight.view(-1)[4:76].view(-1, 8), torch.bfloat16), "weight: its rows"),
-        ((hidden.T.contiguous().T, weight, torch.bfloat16), "hidden: its rows"),
+        ((hidden[:, :12], weight[:, :12], torch.bfloat16), "D is not a multiple of 8"),
+        ((hidden, weight.view(-1)[4:76].view(-1, 8), torch.bfloat16), "weight: its matrix rows"),
+        ((hidden.T.contiguous().T, weight, torch.bfloat16), "hidden: its matrix rows"),
     ):
         assert reason in (unsupported_reason(*wrong) or ""), reason

@@ -30,9 +30,9 @@ ROWS = 4
 def test_the_cpu_needs_the_interpreter() -> None:
     pytest.importorskip("triton")
     hidden, weight, labels = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([1, 2])
-    with refused("backend", "'triton' on cpu"):
+    with refused("backend", "'triton' does not run on cpu"):
         score(hidden, weight, labels, backend="triton")
-    with refused("backend", "'triton' with float64"):
+    with refused("backend", "'triton' does not support float64"):
         score(hidden.double(), weight.double(), labels, backend="triton")
 
 

@@ -148,7 +148,7 @@ def test_weights_go_through_pack() -> None:
         ("token-mean", {"constant": 3.0}, "leave it out"),
         ("group-mean", {}, "groups: None for 3 samples"),
         ("group-mean", {"groups": [1, 2]}, "groups: 2 for 3 samples"),
-        ("group-mean", {"groups": [1, None, 2]}, "groups: None at index 1"),
+        ("group-mean", {"groups": [1, None, 2]}, "groups: is None at index 1"),
     ],
 )
 def test_refusals(mode: Any, more: dict[str, Any], message: str) -> None:

@@ -180,11 +180,11 @@ def test_pairs_from_groups_and_rewards() -> None:
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([info(0, "a", 0.0)], "group: 'a' on 1 samples of a row"),
-        ([info(i, "a", float(i)) for i in range(3)], "group: 'a' on 3 samples"),
+        ([info(0, "a", 0.0)], "group: 'a' is the group of 1 samples of a pack"),
+        ([info(i, "a", float(i)) for i in range(3)], "group: 'a' is the group of 3 samples"),
         ([info(0, None, 0.0), info(1, None, 1.0)], "group: None"),
-        ([info(0, "a", 1.0), info(1, "a", 1.0)], "reward: 1.0 and 1.0 in group 'a'"),
-        ([info(0, "a", None), info(1, "a", 1.0)], "reward: None and 1.0"),
+        ([info(0, "a", 1.0), info(1, "a", 1.0)], "reward: is 1.0 and 1.0 in group 'a'"),
+        ([info(0, "a", None), info(1, "a", 1.0)], "reward: is None and 1.0"),
     ],
 )
 def test_what_is_not_a_pair_is_refused(samples: list[SampleInfo], message: str) -> None:

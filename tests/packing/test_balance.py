@@ -138,16 +138,16 @@ def test_samples_of_no_cost_spread() -> None:
     ("costs", "k", "options", "message"),
     [
         ([1, 2], 0, {}, "k: 0"),
-        ([1, 2], 3, {"equal_count": True}, "k: 3 parts of equal count for 2 samples"),
-        ([1, -2], 1, {}, "costs: -2.0 for sample 1"),
-        ([1, float("nan")], 1, {}, "costs: nan for sample 1"),
+        ([1, 2], 3, {"equal_count": True}, "k: 3 parts of equal count exceed 2 samples"),
+        ([1, -2], 1, {}, "costs: is -2.0 for sample 1"),
+        ([1, float("nan")], 1, {}, "costs: is nan for sample 1"),
         (["a"], 1, {}, "give a flat list of numbers"),
         ([1, 2], 1, {"lengths": [1]}, "lengths: 1 entries for 2 costs"),
         ([1.5, 2], 1, {"cap": 9}, "costs: float64"),
         ([], 1, {"cap": 0}, "cap: 0; give 1 or more"),
         ([1, 9, 2], 3, {"cap": 8}, "cap: 8 is less than the 9 tokens of sample 1"),
         ([5, 5, 5], 2, {"cap": 7}, "2 parts of 7 cannot hold 15 tokens; raise cap or k"),
-        ([5, 5, 5], 2, {"cap": 8}, "found no way to put 3 samples, 15 tokens, into 2 parts of 8; raise cap or k"),
+        ([5, 5, 5], 2, {"cap": 8}, "3 samples with 15 tokens do not fit into 2 parts of 8 tokens; raise cap or k"),
     ],
 )
 def test_bad_input(costs: list[float], k: int, options: dict[str, object], message: str) -> None:

@@ -138,17 +138,25 @@ def test_collate_is_one_pack() -> None:
 @pytest.mark.parametrize(
     ("samples", "settings", "message"),
     [
-        (THREE, {"max_tokens": 6}, r"max_tokens: 6 is less than the 7 tokens of sample at index 2; raise it"),
+        (THREE, {"max_tokens": 6}, r"max_tokens: 6 is less than the 7 tokens of sample at index 2; raise max_tokens"),
         (THREE, {"max_tokens": 0}, "max_tokens: 0; give a positive multiple"),
-        (THREE, {"max_tokens": 15, "multiple_of": 4}, "max_tokens: 15; give a positive multiple of multiple_of=4"),
+        (
+            THREE,
+            {"max_tokens": 15, "multiple_of": 4},
+            "max_tokens: 15 is not divisible by 4; give a positive multiple of multiple_of=4",
+        ),
         (THREE, {"multiple_of": 0}, "multiple_of: 0; give 1 or more"),
         (THREE, {"num_packs": 0}, "num_packs: 0; give 1 or more"),
-        (THREE, {"num_packs": 4}, "num_packs: 4 for 3 samples; give at most one pack per sample"),
+        (THREE, {"num_packs": 4}, "num_packs: 4 exceeds the 3 samples; give at most one pack per sample"),
         (THREE, {"num_packs": 1, "max_tokens": 8}, "cap"),
         (THREE, {"weights": [np.ones(5)]}, "weights: 1 arrays for 3 samples"),
         (THREE[:1], {"weights": [np.ones(4)]}, r"weights of sample at index 0: shape \(4,\) for 5 tokens"),
-        (THREE[:1], {"weights": [np.full(5, np.nan)]}, "weights of sample at index 0: not finite"),
-        ([Sample(tokens=[1], uid="a"), Sample(tokens=[2], uid="a")], {}, "uid: 'a' at index 0 and at index 1"),
+        (
+            THREE[:1],
+            {"weights": [np.full(5, np.nan)]},
+            "weights of sample at index 0: contains a number that is not finite",
+        ),
+        ([Sample(tokens=[1], uid="a"), Sample(tokens=[2], uid="a")], {}, "uid: 'a' occurs at index 0 and 1"),
         (
             [Sample(tokens=[1], values=[0.0]), Sample(tokens=[2], uid="b")],
             {},

@@ -148,11 +148,11 @@ def test_same_plan_every_time_and_input_untouched() -> None:
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([], {}, "lengths: no samples"),
+        ([], {}, "lengths: is empty"),
         ([3], {"ranks": 0}, "ranks: 0"),
         ([3], {"max_tokens": 0}, "max_tokens: 0"),
         ([3], {"overlong": "cut"}, "overlong: 'cut'; give one of error, truncate, drop, alone"),
-        ([3, -3], {}, "lengths: -3 for sample 1"),
+        ([3, -3], {}, "lengths: is -3 for sample 1"),
     ],
 )
 def test_bad_input(lengths: list[int], options: dict[str, object], message: str) -> None:

@@ -101,7 +101,7 @@ def failing_together() -> Iterator[None]:
         with sigterm_ignored():
             if not _is_loss(error):
                 name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-                listener.publish_cause(f"stopped because {_rank_names([rank], hosts)} failed: {name}{line}")
+                listener.publish_cause(f"stopped, because {_rank_names([rank], hosts)} failed: {name}{line}")
                 time.sleep(LINGER)  # this process may host the store; the others must read the message first
                 raise
             listener.cause_seen.wait(LINGER)
@@ -117,9 +117,7 @@ def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
     """Describe the loss from the silent ranks; `silent` is None if the store does not answer."""
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
-        return (
-            f"the store of the run, on the host of {_rank_names(theirs, hosts)}, cannot be reached; read the logs there"
-        )
+        return f"{_rank_names(theirs, hosts)}, where the store of the run is, cannot be reached; read the logs there"
     if not silent:
         return "a peer is gone or stuck; read the logs of the other ranks"
     are = "is" if len(silent) == 1 else "are"

@@ -162,18 +162,21 @@ def test_a_module_that_is_not_there_and_one_of_python() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return None", "returned NoneType; return a tensor of losses, or an ObjectiveOutput"),
-        ("return tokens.logprobs.sum()", r"returned losses \(\) for \(27,\) log-probabilities; return one entry for"),
+        ("return None", "returned a NoneType; return a tensor of losses, or an ObjectiveOutput"),
+        (
+            "return tokens.logprobs.sum()",
+            r"returned losses of shape \(\) for log-probabilities of shape \(27,\); return one value for",
+        ),
         ("return tokens.logprobs.float()", "returned losses of torch.float32 for log-probabilities of torch.float64;"),
         ("return tokens.advantages", "returned losses without a gradient; compute them from tokens.logprobs"),
         ("return 1 / 0", "raised ZeroDivisionError: division by zero; correct the function"),
         (
             "return ObjectiveOutput(losses=tokens.logprobs, statistics={'a': tokens.logprobs[1:]})",
-            r"returned a \(26,\) for \(27,\) log-probabilities; return one entry for each",
+            r"returned a of shape \(26,\) for log-probabilities of shape \(27,\); return one value for each",
         ),
         (
             "return ObjectiveOutput(losses=tokens.logprobs, statistics={'a': 1.0})",
-            r"returned a float for \(27,\) log-probabilities; return one entry for each",
+            r"returned a of type float for log-probabilities of shape \(27,\); return one value for each",
         ),
     ],
 )
@@ -195,12 +198,14 @@ def test_the_names_of_metrics_stay_the_same(write: Write) -> None:
     inputs = scored(9)
     settings = PolicySettings(objective=CustomObjective(path=path))
     policy_loss(inputs, settings)
-    with pytest.raises(ValueError, match=r"returned a2, losses, and a1, losses before; return the same names every"):
+    with pytest.raises(
+        ValueError, match=r"returned a2, losses, but earlier a1, losses; return the same names in every"
+    ):
         policy_loss(inputs, settings)
 
 
 def test_an_elementwise_objective_sees_no_sequence(write: Write) -> None:
     path = write("@objective(elementwise=True)\ndef mine(tokens):\n    return tokens.sequence_mean(tokens.logprobs)\n")
     inputs = scored(9)
-    with pytest.raises(ValueError, match="elementwise, but it asks for the mean over a sequence; leave elementwise=T"):
+    with pytest.raises(ValueError, match="is elementwise, but it uses the mean over a sequence; remove elementwise=T"):
         policy_loss(inputs, PolicySettings(objective=CustomObjective(path=path)))
