@@ -27,8 +27,8 @@ class TestSample:
         assert sample.num_labels == 2
         assert len(sample) == 3
 
-    def test_other_numbers_are_those_of_a_new_sample(self) -> None:
-        """All else is as it was, the sample itself too, and the numbers are checked."""
+    def test_with_numbers_returns_a_new_sample(self) -> None:
+        """The new arrays are checked, and everything else, including the original sample, is unchanged."""
         sample = Sample(
             tokens=np.array([4, 5, 6]), loss_mask=np.array([False, True, True]), reward=0.5, uid="a", group=3,
             advantages=np.zeros(3, np.float32),

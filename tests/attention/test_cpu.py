@@ -82,7 +82,7 @@ def test_every_query_that_sees_a_key_is_in_one_piece_with_its_keys(
             times[rows] += 1
             found_first[rows] = key + visible.argmax(axis=1)
             found_end[rows] = found_first[rows] + visible.sum(axis=1)
-            assert visible[:, [0, -1]].any(axis=0).all()  # no key is read that nobody sees
+            assert visible[:, [0, -1]].any(axis=0).all()  # no key is read that no query sees
     sees = first < end
     assert times.tolist() == sees.astype(int).tolist()
     assert found_first[sees].tolist() == first[sees].tolist()

@@ -1,4 +1,4 @@
-"""The public functions: what they promise whatever the backend, and every CUDA backend against the reference."""
+"""The public functions: their contract on every backend, and every CUDA backend against the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CUDA_CASES = [
     Case(heads=(5, 1), head_dim=128, sinks=True),
     Case(queries=(1, 1, 0, 1), keys=(4, 1, 3, 9), heads=(4, 2)),
 ]
-# Kernels of a backend differ by head size and by heads that share keys; flex compiles one from a description of both.
+# A backend has different kernels per head size and group size; flex compiles one for each.
 SHARED_KEYS = [Case(head_dim=head_dim) for head_dim in (96, 192, 256)]
 
 
@@ -71,7 +71,9 @@ def test_flex_in_float32(case: Case) -> None:
 def test_no_bit_of_a_segment_depends_on_another_on_cuda(backend: str, changed: int) -> None:
     case = Case(head_dim=128)
     cuda_backend(backend, case, torch.bfloat16)
-    torch.use_deterministic_algorithms(True)  # sums of atomics differ from run to run, whatever the other segments hold
+    torch.use_deterministic_algorithms(
+        True
+    )  # sums by atomics differ from run to run, whatever the other segments contain
     try:
         assert leaked(backend, case, make_inputs(case, torch.bfloat16, "cuda"), changed) == []
     finally:
@@ -85,7 +87,7 @@ def test_no_bit_of_a_segment_depends_on_another_on_cuda(backend: str, changed: i
 def test_raw_blocks_of_a_larger_softmax_add_up(backend: str, mask: str) -> None:
     """Keys in two blocks, merged by lse; then the backward of each with the merged out and lse: ring attention.
 
-    The queries of a segment sit at its last keys, which are the second block; the first one they see as a whole.
+    The queries of a segment are aligned with its last keys, the second block; they see the first block entirely.
     """
     on_cuda = backend in CUDA_BACKENDS
     dtype, device = (torch.bfloat16, "cuda") if on_cuda else (torch.float32, "cpu")
@@ -120,7 +122,7 @@ def test_raw_blocks_of_a_larger_softmax_add_up(backend: str, mask: str) -> None:
 
 
 def _alternating(earlier: list[int], later: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of the first and of the second part of each segment."""
+    """The token indices of the first and of the second part of each segment."""
     lengths = [length for pair in zip(earlier, later, strict=True) for length in pair]
     parts = torch.arange(sum(lengths), device=device).split(lengths)
     return torch.cat(parts[::2]), torch.cat(parts[1::2])
@@ -160,7 +162,7 @@ def test_queries_without_any_keys_at_all() -> None:
     assert (q.grad == 0).all()
 
 
-def test_gradients_only_where_they_are_wanted() -> None:
+def test_gradients_only_for_inputs_that_require_them() -> None:
     inputs = make_inputs(Case(), torch.float32)
     q = inputs.q.requires_grad_()
     varlen_attention(q, inputs.k, inputs.v, inputs.segments_q, inputs.segments_k).sum().backward()

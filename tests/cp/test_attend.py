@@ -1,6 +1,6 @@
 """Every method on real process groups of 2 and 4 ranks: parity with one process, no leaks, and the bytes they send.
 
-Starting processes is what costs here, so that each group runs all its cases once; the tests look at what came back.
+Starting processes takes most of the time, so each group runs all its cases once, and the tests check the results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def computed(inputs: Inputs, context: AttnContext) -> list[Tensor]:
-    """This rank's rows of the output and of the gradients of q, k and v, and its part of that of the sinks."""
+    """This rank's tokens of the output and of the gradients of q, k and v, and its part of the gradient of the sinks."""
     own = context.plan.own
     q, k, v = (t[own].requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_()
@@ -79,7 +79,7 @@ def parity(rank: int, world: int, group: Any) -> dict[Any, float]:
 
 
 def repeated(rank: int, world: int, group: Any) -> dict[str, bool]:
-    """Whether gradients are, by the bit, the same once more, and under activation checkpointing."""
+    """Whether gradients are bit-identical in a second run, and under activation checkpointing."""
     batch = packed(ROWS["head and tail on a rank"], world)
     inputs = inputs_for(batch.num_tokens)
     same = {}
@@ -112,13 +112,13 @@ def leaks(rank: int, world: int, group: Any) -> dict[Any, bool]:
             again = attend(*mixed, context)
             changed[method, kind, document] = not torch.equal(row[kept], again[kept])
             if not kept.all():
-                assert not torch.equal(row[~kept], again[~kept])  # the others did change
+                assert not torch.equal(row[~kept], again[~kept])  # the other documents did change
     return changed
 
 
 @contextmanager
 def counting(rank: int) -> Iterator[list[int]]:
-    """Counts the bytes that leave this rank for another one."""
+    """Counts the bytes that this rank sends to other ranks."""
     sent = [0]
     exchange, transfer = dist.all_to_all_single, dist.batch_isend_irecv
 
@@ -139,7 +139,7 @@ def counting(rank: int) -> Iterator[list[int]]:
 
 
 def volumes(rank: int, world: int, group: Any) -> dict[Any, tuple[int, int, int, int]]:
-    """Bytes sent forward and backward, and what the formula says."""
+    """Bytes sent in forward and backward, and the prediction of the formula."""
     found = {}
     shape = {"heads": 8, "dim": 4, "value_dim": 6}
     for method, kind, key_heads, dtype in product(METHODS, KINDS, (1, 4), (torch.float32, torch.bfloat16)):
@@ -227,7 +227,7 @@ def refusals(rank: int, world: int, group: Any) -> dict[str, str]:
 
 
 def everything(rank: int, world: int) -> dict[str, Any]:
-    # A group that is not the whole world, in an order of its own, must do as well as the default one.
+    # A group that is not the whole world, in a different order, must work as well as the default group.
     group = dist.new_group(list(range(world))[::-1])
     parts = (parity, repeated, leaks, volumes, gathering, refusals)
     return {part.__name__: part(dist.get_rank(group), world, group) for part in parts}
@@ -306,7 +306,7 @@ def test_the_formula_by_hand() -> None:
 
 
 def abandoned(rank: int, world: int, method: str) -> str:
-    """The peer leaves between forward and backward."""
+    """The peer exits between forward and backward."""
     batch = packed(ROWS["one document"], world)
     context = context_of(batch, world, rank, dist.group.WORLD, method=method)
     inputs = inputs_for(batch.num_tokens)

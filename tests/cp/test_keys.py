@@ -1,4 +1,4 @@
-"""Which keys travel: only rows that somebody else's piece reads, and both sides agree on them."""
+"""The keys that are sent: only keys that a piece of another rank reads, and both sides agree on them."""
 
 from __future__ import annotations
 

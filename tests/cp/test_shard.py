@@ -1,4 +1,4 @@
-"""The tokens of each rank, with everything that belongs to them."""
+"""The tokens of each rank, with their labels, weights and other values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_worked_example() -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 40), max_size=12), world=st.integers(1, 6), kind=st.sampled_from(KINDS))
-def test_ranks_together_are_the_row(lengths: list[int], world: int, kind: LayoutKind) -> None:
+def test_the_shards_of_all_ranks_are_the_pack(lengths: list[int], world: int, kind: LayoutKind) -> None:
     batch = packed(lengths, world)
     rollout = Rollout(advantages=torch.rand(batch.num_tokens))
     batch = PackedBatch(
@@ -64,7 +64,7 @@ def test_ranks_together_are_the_row(lengths: list[int], world: int, kind: Layout
                 assert torch.equal(queries, torch.arange(len(queries)) + queries[0])
 
 
-def test_one_rank_keeps_the_row_as_it_is() -> None:
+def test_one_rank_keeps_the_whole_pack() -> None:
     batch = packed(ROWS["short documents"], 4)
     local = shard(batch)
     assert local.context.layout is None

@@ -30,7 +30,7 @@ def test_key_heads_are_divided_or_copied(heads: int, key_heads: int, world: int)
         (24, 6, 4, "divide 6 key heads"),
     ],
 )
-def test_others_are_refused_with_the_cure(heads: int, key_heads: int, world: int, message: str) -> None:
+def test_others_are_refused_with_a_fix(heads: int, key_heads: int, world: int, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         check_heads(heads, key_heads, world)
     assert "or method='allgather'" in str(caught.value)

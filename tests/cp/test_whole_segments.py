@@ -1,4 +1,4 @@
-"""Whole samples on one rank each, and back: nothing is lost, and the bytes are those of the formula."""
+"""Whole samples on one rank each, and back: nothing is lost, and the bytes match the formula."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_every_sample_is_on_one_rank_and_ranks_are_balanced(kind: LayoutKind, wo
         assert each.lengths == tuple(np.array(LENGTHS)[ranks == rank])
         assert sorted(each.arriving) == list(range(sum(each.lengths)))
         assert [other.receive[rank] for other in moves] == list(each.send)
-    assert sum(sum(each.send) for each in moves) == sum(LENGTHS), "every real token travels once, and no pad"
+    assert sum(sum(each.send) for each in moves) == sum(LENGTHS), "every real token is sent once, and no pad"
 
 
-def test_a_sample_longer_than_a_share_is_refused_with_the_cure() -> None:
+def test_a_sample_longer_than_a_share_is_refused_with_a_fix() -> None:
     segments = Segments.from_lengths([30, 2])
     with refused("parallel.context"):
         assign_segments(make_layout(segments, 2, "balanced"), segments)

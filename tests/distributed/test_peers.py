@@ -1,10 +1,10 @@
-"""How those who are lost are named."""
+"""How messages name lost ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from padfree.distributed.peers import _lost
+from padfree.distributed.peers import _describe_loss
 
 HOSTS = ["a", "a", "b", "b", "c"]
 
@@ -21,4 +21,4 @@ HOSTS = ["a", "a", "b", "b", "c"]
     ],
 )
 def test_a_line_names_ranks_and_hosts(silent: list[int] | None, hosts: list[str], line: str) -> None:
-    assert _lost(silent, hosts).startswith(line)
+    assert _describe_loss(silent, hosts).startswith(line)

@@ -1,6 +1,6 @@
-"""The chunks of `fused_loss`: where the sums lie, and that the weight gradient is rounded once.
+"""The chunks of `fused_loss`: where the sums are stored, and that the weight gradient is rounded once.
 
-With `imitate_cuda` CUDA's path, with logits kept in float16 and gradients of logits in bfloat16, runs on the CPU.
+`imitate_cuda` runs the CUDA code path on the CPU: logits kept in float16, gradients of logits in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, plan: FusedPlan) -> None:
 
 
 def make_inputs(ignored: float = 0.2, vocabulary: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, labels, advantages; logits as large as a trained model's."""
+    """hidden, weight, labels, advantages; logits are as large as those of a trained model."""
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(N, D, generator=generator)
     weight = torch.randn(vocabulary, D, generator=generator)
@@ -43,7 +43,7 @@ def token_loss(advantages: Tensor) -> Any:
 
 
 def gradients(inputs: tuple[Tensor, ...], dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """logprobs, and the gradients by hidden and weight."""
+    """logprobs, and the gradients of hidden and weight."""
     hidden, weight = (tensor.to(dtype).clone().requires_grad_() for tensor in inputs[:2])
     fused = fused_loss(hidden, weight, inputs[2], token_loss(inputs[3]), entropy=True, **options)
     fused.loss.backward()
@@ -55,7 +55,7 @@ def distance(actual: Tensor, exact: Tensor) -> float:
 
 
 def bfloat16_logits(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """What a bfloat16 model with its own head does: bfloat16 logits and their gradient, matmuls added in float32."""
+    """An ordinary bfloat16 head: bfloat16 logits and gradients, matmuls accumulated in float32."""
     hidden, weight, labels, advantages = inputs
     rows = (labels != -100).nonzero()[:, 0]
     logits = (hidden[rows].float() @ weight.float().T).bfloat16().requires_grad_()
@@ -94,7 +94,7 @@ def test_no_further_from_float64_than_bfloat16_logits(plan: FusedPlan, monkeypat
 def test_the_weight_gradient_is_rounded_once(
     cuda: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """In many chunks it is as exact as in one product over all rows, which with bfloat16 sums it would not be."""
+    """Many chunks are as exact as one matmul over all tokens, which bfloat16 sums would not be."""
     if cuda:
         request.getfixturevalue("like_cuda")
     inputs = make_inputs()

@@ -1,4 +1,4 @@
-"""`fused_loss`: the loss and gradients of the reference, in one go, whatever the chunks."""
+"""`fused_loss`: the loss and gradients of the reference, whatever the chunks."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_gradcheck(backend: str, memory: Any) -> None:
 @pytest.mark.parametrize(("backend", "device"), [*BACKENDS, pytest.param("reference", "cpu", id="reference")])
 @pytest.mark.parametrize("num_rows", [0, 1, 6])
 def test_no_labels_at_all(backend: str, device: str, num_rows: int) -> None:
-    """Zeros, and backward still runs."""
+    """The results are zeros, and backward still runs."""
     inputs = [tensor.to(device) for tensor in make_inputs(num_rows, 8, 20, torch.float32, ignored=1.1)]
     results = run(inputs, backend, entropy=True)
     assert results["loss"].shape == ()
@@ -136,7 +136,7 @@ def test_no_labels_at_all(backend: str, device: str, num_rows: int) -> None:
         assert not tensor.any(), name
 
 
-def test_rows_without_a_label_get_exactly_nothing() -> None:
+def test_tokens_without_a_label_get_exactly_zero() -> None:
     inputs = make_inputs(31, 8, 50, torch.float32)
     ignored = inputs[3] == -100
     assert ignored.any()
@@ -177,7 +177,7 @@ def test_without_gradients() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
-def test_one_gradient_alone(wanted: str) -> None:
+def test_a_single_gradient(wanted: str) -> None:
     inputs = make_inputs(31, 24, 200, torch.bfloat16)
     expected = run(inputs, "chunked", memory=20_000)
     tensors = dict(zip(("hidden", "weight", "bias"), inputs[:3], strict=True))
@@ -205,8 +205,8 @@ def test_a_loss_that_ignores_the_entropy() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def test_the_gradient_is_handed_over_not_copied() -> None:
-    """`.grad` is the memory that was filled in the forward pass: there is no second [V, D]."""
+def test_the_gradient_is_not_copied() -> None:
+    """`.grad` is the memory that the forward pass filled: there is no second [V, D] tensor."""
     hidden, weight, _, labels, _ = make_inputs(6, 8, 50, torch.float32)
     weight.requires_grad_()
     fused = fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: -logprobs, backend="chunked")
@@ -250,11 +250,11 @@ def test_no_host_synchronisation() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory", [48 << 20, 96 << 20, 512 << 20])
-def test_memory_is_kept_to(memory: int) -> None:
-    """Beside the gradients it returns, and a little for the scores themselves."""
+def test_the_memory_limit_is_kept(memory: int) -> None:
+    """In addition to the returned gradients, with a small allowance for the scores."""
     inputs = [tensor.to("cuda") for tensor in make_inputs(2048, 512, 32_000, torch.bfloat16, ignored=0.0)]
     hidden, weight = (tensor.requires_grad_() for tensor in inputs[:2])
-    for _ in range(2):  # the first time also makes room for cuBLAS
+    for _ in range(2):  # the first call also allocates the workspace of cuBLAS
         hidden.grad = weight.grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

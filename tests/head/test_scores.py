@@ -18,7 +18,7 @@ BACKENDS = [
     pytest.param("chunked", "cuda", id="chunked-cuda", marks=pytest.mark.gpu),
     pytest.param("triton", "cuda", id="triton-cuda", marks=pytest.mark.gpu),
 ]
-# The reference rounds nothing in float32. In bfloat16 both round the gradients once, each in its own last bit.
+# The reference does not round in float32. In bfloat16 both round the gradients once, and may differ in the last bit.
 TOLERANCES = [(torch.float32, 1e-4, 1e-4), (torch.bfloat16, 2e-2, 2e-2)]
 SHAPES = [(1, 64, 3), (3, 47, 31), (31, 123, 47), (47, 31, 1023), (123, 3, 4100)]  # N, D, V
 
@@ -50,7 +50,7 @@ def make_case(
 
 
 def run(case: Case, backend: str, **options: Any) -> dict[str, Tensor]:
-    """Scores and gradients, with a different upstream gradient for every row and both scores."""
+    """Scores and gradients, with a different upstream gradient for every token and both scores."""
     hidden = case.hidden.clone().requires_grad_()
     weight = case.weight.clone().requires_grad_()
     bias = None if case.bias is None else case.bias.clone().requires_grad_()
@@ -155,8 +155,8 @@ def test_gradcheck(backend: str, memory: Any) -> None:
 
 @pytest.mark.parametrize(("backend", "device"), [*BACKENDS, pytest.param("reference", "cpu", id="reference")])
 @pytest.mark.parametrize("num_rows", [0, 1, 6])
-def test_rows_without_a_label(backend: str, device: str, num_rows: int) -> None:
-    """They score exactly 0 and get exactly zero gradient; with no other rows, backward still runs."""
+def test_tokens_without_a_label(backend: str, device: str, num_rows: int) -> None:
+    """They score exactly 0 and get exactly zero gradient; with no other tokens, backward still runs."""
     case = make_case(num_rows, 8, 20, torch.float32, bias=True, ignored=1.1).to(device)
     results = run(case, backend, entropy=True)
     assert results["logprobs"].shape == results["entropy"].shape == (num_rows,)
@@ -166,7 +166,7 @@ def test_rows_without_a_label(backend: str, device: str, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
-def test_rows_without_a_label_are_not_looked_at(backend: str, device: str) -> None:
+def test_tokens_without_a_label_are_not_read(backend: str, device: str) -> None:
     case = make_case(20, 8, 50, torch.float32, ignored=0.5)
     ignored = case.labels == -100
     assert ignored.any()
@@ -187,7 +187,7 @@ def test_large_logits_stay_finite(backend: str, device: str, size: float) -> Non
     results = run(case, backend, entropy=True)
     for name, tensor in results.items():
         assert tensor.isfinite().all(), name
-    # A gap of size/10000 between the first and third entry at row 0, of 2·size between the first and second at row 1.
+    # Token 0: a gap of size/10000 between the first and third entry; token 1: of 2·size between the first and second.
     gap = torch.tensor(size / 1e4)
     first = -torch.log1p((-gap).exp())
     torch.testing.assert_close(results["logprobs"], torch.stack([first, torch.tensor(-2 * size), first - gap]))

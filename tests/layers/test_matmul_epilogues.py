@@ -1,4 +1,4 @@
-"""Matmuls with epilogues: what they compute, where they are put, and their kernels on Hopper."""
+"""Matmuls with epilogues: what they compute, where they are inserted, and their kernels on Hopper."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not has_epilogues(cuda, torch.float32)
     monkeypatch.setattr(support, "has_epilogues", lambda device, dtype: True)
     assert is_supported(torch.empty(5, 8), torch.empty(8, 16))
-    assert not is_supported(torch.empty(5, 8), torch.empty(8, 12)), "columns of no whole 16 bytes"
+    assert not is_supported(torch.empty(5, 8), torch.empty(8, 12)), "columns that are not a multiple of 16 bytes"
     assert not is_supported(torch.empty(5, 4), torch.empty(4, 8))
 
 
@@ -87,11 +87,11 @@ def test_which_quack_will_do(monkeypatch: pytest.MonkeyPatch, version: str | Non
     assert support._is_installed.__wrapped__() == new_enough
 
 
-# Where they are put
+# Where they are inserted
 
 
 class Layer(nn.Module):
-    """`more` asks for the gate, the up projection or the activation a second time."""
+    """`more` uses the gate, the up projection or the activation a second time."""
 
     def __init__(self, width: int = 8, inner: int = 24, *, more: str = "") -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_sizes_without_kernels_are_left_alone(graphs: list[fx.Graph], width: int
 
 
 def test_other_sums_are_left_alone() -> None:
-    """Columns that are heads in the sum, two matmuls, a matmul that somebody else reads, and three summands."""
+    """Columns that are heads in the sum, two matmuls, a matmul with another reader, and three summands."""
 
     def changed(function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[str]:
         traced = make_fx(function, tracing_mode="fake")(*(torch.empty(shape) for shape in shapes))
@@ -200,7 +200,7 @@ def test_other_sums_are_left_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_kernels_against_float32(dtype: torch.dtype, transposed: bool) -> None:
-    """Rows of many lengths, each with the kernel that was compiled for the first."""
+    """Packs of many lengths, each with the kernel that was compiled for the first."""
     inner, columns = 520, 264
     b = random(inner, columns, seed=0, dtype=dtype, device="cuda") * inner**-0.5
     if transposed:

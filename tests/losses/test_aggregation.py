@@ -25,7 +25,7 @@ from tests.refused import refused
 
 MASKS = [np.array(m, dtype=bool) for m in ([0, 1, 1, 0], [0, 1, 1], [0, 1, 1, 1, 1])]
 X = [np.array(x) for x in ([0.5, 0.3, 0.2], [0.8, 0.1], [0.4, 0.6, 0.2, 0.3])]
-"""The worked example of the design: one entry per prediction."""
+"""The worked example of the module: one value per prediction."""
 
 
 def total(weights: list[np.ndarray[Any, Any]], values: list[np.ndarray[Any, Any]]) -> float:
@@ -167,10 +167,10 @@ def test_group_counts_are_asked_for() -> None:
     mode=st.sampled_from([mode for mode in WEIGHT_MODES if mode != "group-mean"]),
 )
 def test_a_conversation_in_parts_weighs_as_it_does_in_one(counts: list[list[int]], mode: WeightMode) -> None:
-    """Row by row, so many trained tokens of each part: the part's token weighs what it would in one long sample."""
+    """Each entry: trained tokens of each part. A token has the same weight as in one long sample."""
     whole = [np.array([0] + [1] * sum(row), dtype=bool) for row in counts]
     parts = [np.array([0] + [1] * part, dtype=bool) for row in counts for part in row]
-    # A row of one sample has no name, as in a data set.
+    # A conversation of one sample has no unit name, as in a data set.
     units = [None if len(row) == 1 else f"row {number}" for number, row in enumerate(counts) for _ in row]
     expected = token_weights(mode, whole, **settings_for(mode, []))
     found = iter(token_weights(mode, parts, units=units, **settings_for(mode, [])))

@@ -1,4 +1,4 @@
-"""Pair losses against loops, whole and shared between two holders of a row."""
+"""Pair losses against loops, on a whole pack and shared between two ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_dpo_against_the_loop(settings: DPOSettings, rng: np.random.Generator) -
 
 
 def slow_variant(inputs: LossInputs, settings: DPOSettings) -> torch.Tensor:
-    """By formula, a pair at a time."""
+    """By formula, one pair at a time."""
     total = torch.zeros((), dtype=torch.float64)
     values = []
     for sample in by_sample(inputs):
@@ -86,7 +86,7 @@ def slow_variant(inputs: LossInputs, settings: DPOSettings) -> torch.Tensor:
 
 
 ANSWERED = torch.tensor([[0, 1], [4, 2], [5, 1]])
-"""Pairs whose answers all have tokens: an empty one has no odds."""
+"""Pairs whose answers all have scored tokens: an empty answer has no odds."""
 
 VARIANTS = [
     DPOSettings(normalise=True),
@@ -141,7 +141,7 @@ def test_dpo_shared_by_two_ranks(rng: np.random.Generator) -> None:
         torch.testing.assert_close(sum(s[name][1] for s in statistics), count)
 
 
-def test_a_row_without_pairs_still_has_a_gradient(rng: np.random.Generator) -> None:
+def test_a_pack_without_pairs_still_has_a_gradient(rng: np.random.Generator) -> None:
     inputs, (logprobs,) = with_grad(random_inputs(rng), "logprobs")
     output = dpo_loss(inputs, DPOSettings(), torch.zeros((0, 2), dtype=torch.long), torch.zeros(0))
     output.loss.backward()

@@ -70,7 +70,7 @@ def test_token_arrays_of_any_integer_type_mix() -> None:
     assert collate(samples).input_ids.tolist() == [1, 2] * 4
 
 
-def test_all_masked_samples_weigh_nothing() -> None:
+def test_fully_masked_samples_have_no_weight() -> None:
     (batch,) = pack([Sample(tokens=[1, 2, 3], loss_mask=[0, 0, 0])])
     assert batch.labels.tolist() == [IGNORE] * 3
     assert batch.weights.tolist() == [0, 0, 0]
@@ -91,7 +91,7 @@ def sample_lists(draw: st.DrawFn) -> list[Sample]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     return [
         Sample(
-            tokens=rng.integers(0, 3, n),  # token id 0 is as good as any
+            tokens=rng.integers(0, 3, n),  # token id 0 is an ordinary token
             loss_mask=rng.integers(0, 2, n),
             advantages=rng.normal(size=n),
             uid=index,

@@ -68,7 +68,7 @@ def test_restore_refuses_a_source_that_cannot_go_back() -> None:
 
 
 def test_order_never_changes_between_versions() -> None:
-    """A checkpoint made elsewhere must see the same order, so that the numbers themselves are the contract."""
+    """A checkpoint from another machine must see the same order, so the numbers themselves are fixed."""
     assert shuffled(8, 0, 0).tolist() == [6, 3, 2, 7, 0, 5, 4, 1]
     assert shuffled(8, 0, 1).tolist() != shuffled(8, 0, 0).tolist()
     for seed, epoch in ((0, 0), (7, 3), (2**64 - 1, 10)):
@@ -100,7 +100,7 @@ def test_every_sample_is_shown_as_its_weight_says(found: list[tuple[int, Fractio
         for size, weight in found:
             times = [counts[index] for index in range(first, first + size)]
             assert sum(times) == math.floor((epoch + 1) * weight * size)
-            assert max(times) - min(times) <= 1  # so that after whole rounds each was shown equally often
+            assert max(times) - min(times) <= 1  # so that after whole rounds each was shown the same number of times
             if (epoch + 1) * weight == int((epoch + 1) * weight):
                 assert set(times) == {int((epoch + 1) * weight)}
             if weight <= 1:
@@ -131,7 +131,7 @@ def test_weights_of_one_are_the_order_without_parts(shuffle: bool) -> None:
 
 @given(found=PARTS, epochs=st.integers(1, 7), stop=st.integers(0, 40), fixed=st.booleans(), seed=st.integers(0, 3))
 @settings(deadline=None)
-def test_a_resumed_mixture_goes_on_to_the_sample(
+def test_a_resumed_mixture_continues_exactly(
     found: list[tuple[int, Fraction]], epochs: int, stop: int, fixed: bool, seed: int
 ) -> None:
     parts = parts_of(found)

@@ -1,4 +1,4 @@
-"""The tree of what samples share: against a trie of all prefixes, and what rows and entries are made of it."""
+"""The prefix tree: against a trie of all prefixes, and the packs and entries made from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from padfree.prefix_tree import (
 )
 from tests.refused import refused
 
-# Two letters: common beginnings of any length, equal samples, and samples that are prefixes of others.
+# Two letters: common prefixes of any length, equal samples, and samples that are prefixes of others.
 LISTS = st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=8)
 
 
@@ -42,7 +42,7 @@ def samples_of(lists: list[list[int]], num_groups: int = 2) -> list[Sample]:
 
 @given(LISTS)
 @settings(max_examples=100, deadline=None)
-def test_every_prefix_is_there_once_and_every_sample_is_a_path(lists: list[list[int]]) -> None:
+def test_every_prefix_is_stored_once_and_every_sample_is_a_path(lists: list[list[int]]) -> None:
     groups = [index % 2 for index in range(len(lists))]
     tokens = [np.array(each, dtype=np.int64) for each in lists]
     tree = find_prefixes(tokens, groups, overhead=FREE)
@@ -62,7 +62,7 @@ def test_every_prefix_is_there_once_and_every_sample_is_a_path(lists: list[list[
 
 @given(LISTS, st.floats(0, 0.3), st.floats(0, 4))
 @settings(max_examples=100, deadline=None)
-def test_what_does_not_pay_stays_in_the_samples(lists: list[list[int]], key: float, node: float) -> None:
+def test_prefixes_that_do_not_pay_off_are_not_shared(lists: list[list[int]], key: float, node: float) -> None:
     tokens = [np.array(each, dtype=np.int64) for each in lists]
     tree = find_prefixes(tokens, [0] * len(lists), overhead=SharingCost(key=key, node=node))
     row = np.concatenate(
@@ -93,7 +93,7 @@ def test_some_samples_share_what_they_shared(lists: list[list[int]], data: st.Da
 
 @given(LISTS)
 @settings(max_examples=100, deadline=None)
-def test_entries_are_the_labels_of_the_row_without_sharing(lists: list[list[int]]) -> None:
+def test_entries_are_the_labels_of_the_pack_without_sharing(lists: list[list[int]]) -> None:
     samples = samples_of(lists)
     plain, shared = collate(samples), collate(samples, share_prefixes=True)
     shared = shared.padded_to_multiple(4)
@@ -108,7 +108,7 @@ def test_entries_are_the_labels_of_the_row_without_sharing(lists: list[list[int]
     assert shared.rollout.advantages is not None
     assert plain.rollout.advantages is not None
     assert torch.equal(shared.rollout.advantages, plain.rollout.advantages[scored])
-    # The row that predicts an entry has the token and the position that it has without sharing.
+    # The position that predicts an entry has the same token and position id as without sharing.
     rows = torch.from_numpy(shared.entries.positions)
     assert torch.equal(shared.input_ids[rows], plain.input_ids[scored])
     assert torch.equal(shared.position_ids[rows], plain.position_ids[scored])
@@ -118,7 +118,7 @@ def test_entries_are_the_labels_of_the_row_without_sharing(lists: list[list[int]
 
 @given(LISTS)
 @settings(max_examples=60, deadline=None)
-def test_readers_are_the_transpose_of_paths(lists: list[list[int]]) -> None:
+def test_path_copies_are_the_transpose_of_paths(lists: list[list[int]]) -> None:
     tokens = [np.array(each, dtype=np.int64) for each in lists]
     tree = find_prefixes(tokens, [0] * len(lists), overhead=FREE)
     offsets = np.concatenate([[0], np.cumsum(tree.lengths)])
@@ -155,7 +155,7 @@ def test_the_pages_of_a_path_hold_its_tokens(lists: list[list[int]], size: int) 
 
 @given(LISTS, st.integers(1, 3), st.integers(6, 30))
 @settings(max_examples=100, deadline=None)
-def test_a_plan_holds_every_sample_once_and_no_row_computes_more_than_the_cap(
+def test_a_plan_holds_every_sample_once_and_no_pack_computes_more_than_the_cap(
     lists: list[list[int]], ranks: int, max_tokens: int
 ) -> None:
     samples = samples_of(lists, num_groups=1)
@@ -200,7 +200,7 @@ def test_groups_that_must_stay_whole_are_never_divided() -> None:
         plan_shared_step(tree, lengths, ranks=1, max_tokens=130, groups=groups)
 
 
-def test_only_samples_of_a_group_are_compared_and_short_beginnings_do_not_pay() -> None:
+def test_only_samples_of_a_group_are_compared_and_short_prefixes_do_not_pay_off() -> None:
     tokens = [np.append(np.arange(100), [200 + i]) for i in range(4)]
     assert not find_prefixes(tokens, [None] * 4).is_shared
     assert not find_prefixes(tokens, [0, 1, 2, 3]).is_shared
@@ -211,7 +211,7 @@ def test_only_samples_of_a_group_are_compared_and_short_beginnings_do_not_pay() 
 
 
 def test_real_solutions_share_their_questions(gsm8k_solutions: list[dict[str, Any]]) -> None:
-    """Groups of four, a byte a token: every sample once, no row above the cap, and questions hardly ever twice."""
+    """Groups of four, one token per byte: every sample once, no pack above the cap, and few questions computed twice."""
     models = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
     tokens = [
         np.frombuffer((row["question"] + row[model]["solution"]).encode(), dtype=np.uint8).astype(np.int64)

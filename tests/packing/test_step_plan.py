@@ -28,7 +28,7 @@ def log_normal(count: int, seed: int) -> NDArray[np.int64]:
 
 
 def check(plan: StepPlan, lengths: list[int], max_tokens: int, model: CostModel) -> None:
-    """Every invariant, from the arrays alone."""
+    """Check every invariant on the arrays."""
     batches = [batch for row in plan.micro_batches for batch in row]
     assert {len(row) for row in plan.micro_batches} == {plan.num_micro_batches}
     placed = np.concatenate([*batches, plan.dropped]).astype(int).tolist()
@@ -45,7 +45,7 @@ def check(plan: StepPlan, lengths: list[int], max_tokens: int, model: CostModel)
     for row, costs in zip(plan.micro_batches, plan.cost, strict=True):
         for batch, cost in zip(row, costs, strict=True):
             assert cost == pytest.approx(model(plan.lengths[batch]).sum() + model.constant)
-    # what runs at the same time was sorted by cost: no other grouping of the same micro-batches takes less
+    # micro-batches that run at the same time are sorted by cost: no other grouping of them takes less
     flat = np.sort(plan.cost.ravel())[::-1]
     assert plan.step_cost == pytest.approx(flat[:: plan.ranks].sum())
 
@@ -77,7 +77,7 @@ def test_ranks_hardly_wait_for_each_other(max_tokens: int) -> None:
     assert np.array_equal(plan.tokens.sum(), lengths.sum())
 
 
-def test_slots_beside_a_costly_sample_get_more_to_do() -> None:
+def test_slots_next_to_a_costly_sample_get_more_work() -> None:
     """9 3 3 3 3 3 on 2 ranks: [9 | 3 3 3] [3 | 3] takes 12, evenly filled slots would take 15."""
     plan = plan_step([9, 3, 3, 3, 3, 3], ranks=2, max_tokens=9)
     assert plan.num_micro_batches == 2
@@ -92,7 +92,7 @@ def test_one_costly_sample_among_many() -> None:
 
 
 def test_fewer_micro_batches_than_best_fit_decreasing_needs() -> None:
-    """Three to a micro-batch is what these lengths allow; best-fit decreasing pairs the longest and wastes the rest."""
+    """Three of these samples fit into a micro-batch; best-fit decreasing pairs the longest and wastes the rest."""
     lengths = np.random.default_rng(0).integers(2200, 3300, 512)
     plan = plan_step(lengths, ranks=1, max_tokens=8192)
     check(plan, lengths.tolist(), 8192, CostModel.tokens())

@@ -16,7 +16,7 @@ from tests.refused import refused
 
 
 class Document:
-    """A sample that knows who it is."""
+    """A sample with an identity."""
 
     def __init__(self, index: int, length: int) -> None:
         self.index, self.length = index, length
@@ -40,7 +40,7 @@ Batcher = TokenBudgetBatcher[Document] | FixedSizeBatcher[Document]
 
 
 def check_resume(make: Callable[[], Batcher], limit: int = 1000) -> None:
-    """A stream stopped after any batch and loaded into a new one goes on with exactly the same batches and states."""
+    """A stream stopped after any batch and loaded into a new one continues with exactly the same batches and states."""
     whole = make()
     states, batches = [whole.state_dict()], []
     for batch in islice(whole, limit):
@@ -179,7 +179,7 @@ def test_overlong_samples_are_counted() -> None:
 
 
 def test_nothing_is_lost_by_an_error() -> None:
-    """The stream that refused a sample stands before it: the same call is refused again, the rest is still there."""
+    """After an error the stream stays before the refused sample: the next call raises again, and no sample is lost."""
     samples = documents([4, 6, 99, 3])
     for source in (samples, iter(samples)):
         budget = TokenBudgetBatcher(source, budget=10, buffer_size=2)
@@ -258,7 +258,7 @@ def test_a_state_may_have_settings_that_a_stream_does_not_have() -> None:
 def test_state_of_another_kind() -> None:
     samples = documents([1, 2])
     state = TokenBudgetBatcher(samples, budget=3).state_dict()
-    with pytest.raises(ValueError, match="batcher: is .*, but the state was saved with 'TokenBudgetBatcher'"):
+    with pytest.raises(ValueError, match=r"batcher: is .*, but the state was saved with 'TokenBudgetBatcher'"):
         FixedSizeBatcher(samples, batch_size=2).load_state_dict(state)
     with refused("state"):
         FixedSizeBatcher(samples, batch_size=2).load_state_dict({})

@@ -1,4 +1,4 @@
-"""The user's own objective: a copy of a built-in one is that one to the bit, and what it does wrong is one line."""
+"""User-defined objectives: a copy of a built-in one is bit-identical to it, and mistakes are one-line errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_copy_of_a_built_in_objective_is_the_same_to_the_bit(
     mine, theirs = outputs
     assert torch.equal(mine.loss, theirs.loss)
     assert torch.equal(gradient(inputs, mine), gradient(inputs, theirs))
-    # A bare tensor of losses brings no metrics of its own.
+    # A bare tensor of losses has no extra metrics.
     shown = mine.statistics if name == "reinforce" else theirs.statistics
     assert mine.statistics.keys() == shown.keys()
     for key, (total, count) in shown.items():
@@ -188,7 +188,7 @@ def test_what_comes_back_is_checked(write: Write, body: str, message: str) -> No
 
 
 def test_the_names_of_metrics_stay_the_same(write: Write) -> None:
-    """Ranks add them up in the order of their names."""
+    """Ranks sum them in the order of their names."""
     path = write(
         "calls = []\n"
         "def mine(tokens):\n"
