@@ -94,7 +94,7 @@ LENGTHS = (5, 9, 4, 12, 7, 6, 3, 8)
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 SILENT = 5
 SPLITS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "one row": (tuple(range(8)),),
+    "one pack": (tuple(range(8)),),
     "pairs, two uneven packs": ((4, 5), (6, 7, 0, 1, 2, 3)),
     "each alone": tuple((i,) for i in range(8)),
     "across pairs": ((0, 2, 4), (7,), (1, 3, 5, 6)),
@@ -182,7 +182,7 @@ def make_samples() -> list[Sample]:
 
 
 def layout_result(
-    samples: list[Sample], rows: list[tuple[int, ...]], cases: Cases, dtype: torch.dtype, context: Any = None
+    samples: list[Sample], packs: list[tuple[int, ...]], cases: Cases, dtype: torch.dtype, context: Any = None
 ) -> Result:
     """What this process contributes with these micro-batches. `context` is the group that shares each of its packs."""
     policy = make_policy(dtype)
@@ -196,10 +196,10 @@ def layout_result(
         return summed
 
     result = Result(losses={}, statistics={}, gradients={})
-    for row in rows:
+    for pack in packs:
         local = {
             mode: shard(
-                collate([samples[i] for i in row], weights=[weights[mode][i] for i in row]).padded_to_multiple(world),
+                collate([samples[i] for i in pack], weights=[weights[mode][i] for i in pack]).padded_to_multiple(world),
                 world=world,
                 rank=rank,
                 group=context,
@@ -292,10 +292,10 @@ def ranks(
         groups = [dist.new_group(list(range(first, first + context))) for first in range(0, world, context)]
         mine, data_rank = groups[rank // context], rank // context
         own = PAIRS[data_rank::data]
-        rows = [own[0], tuple(i for pair in own[1:] for i in pair)][: len(own)]
+        packs = [own[0], tuple(i for pair in own[1:] for i in pair)][: len(own)]
         for dtype in CASES_OF if min(data, context) > 1 else [torch.float64]:
             group = mine if context > 1 else None
-            result = layout_result(samples, rows, CASES_OF[dtype] + PAIR_CASES, dtype, group)
+            result = layout_result(samples, packs, CASES_OF[dtype] + PAIR_CASES, dtype, group)
             result.sum_over_ranks()
             results.append((dtype, result))
     by_row = ranks_by_row(rank, samples)
@@ -392,14 +392,14 @@ def samples() -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def reference(samples: list[Sample]) -> dict[torch.dtype, Result]:
-    rows = list(SPLITS["one row"])
-    return {dtype: layout_result(samples, rows, CASES_OF[dtype] + PAIR_CASES, dtype) for dtype in CASES_OF}
+    packs = list(SPLITS["one pack"])
+    return {dtype: layout_result(samples, packs, CASES_OF[dtype] + PAIR_CASES, dtype) for dtype in CASES_OF}
 
 
 @pytest.fixture(scope="module")
 def exact(samples: list[Sample], reference: dict[torch.dtype, Result]) -> dict[torch.dtype, Result]:
     """The cases of each dtype, in float64."""
-    few = layout_result(samples, list(SPLITS["one row"]), FEW_CASES + PAIR_CASES, torch.float64)
+    few = layout_result(samples, list(SPLITS["one pack"]), FEW_CASES + PAIR_CASES, torch.float64)
     return {torch.float64: reference[torch.float64], torch.float32: few}
 
 
@@ -421,7 +421,7 @@ def test_losses_differ_from_each_other(reference: dict[torch.dtype, Result]) -> 
 
 
 @pytest.mark.parametrize("dtype", CASES_OF, ids=str)
-@pytest.mark.parametrize("split", [name for name in SPLITS if name != "one row"])
+@pytest.mark.parametrize("split", [name for name in SPLITS if name != "one pack"])
 def test_micro_batches(
     split: str, dtype: torch.dtype, samples: list[Sample], check: Callable[[Result, torch.dtype], None]
 ) -> None:

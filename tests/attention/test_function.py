@@ -97,26 +97,26 @@ def test_raw_blocks_of_a_larger_softmax_add_up(backend: str, mask: str) -> None:
     inputs = make_inputs(case, dtype, device)
     want = expected(case, inputs, torch.float32)
     earlier = [keys - queries for queries, keys in zip(FEWER_QUERIES, ODD, strict=True)]
-    rows = _alternating(earlier, list(FEWER_QUERIES), inputs.q.device)
+    indices = _alternating(earlier, list(FEWER_QUERIES), inputs.q.device)
     arguments = {**case.arguments, "backend": backend}
     blocks = [
-        (rows[0], Segments.from_lengths(earlier, device=device), {**arguments, "causal": False}),
-        (rows[1], inputs.segments_q, arguments),
+        (indices[0], Segments.from_lengths(earlier, device=device), {**arguments, "causal": False}),
+        (indices[1], inputs.segments_q, arguments),
     ]
     parts = [
-        varlen_forward(inputs.q, inputs.k[row], inputs.v[row], inputs.segments_q, segments, **options)
-        for row, segments, options in blocks
+        varlen_forward(inputs.q, inputs.k[index], inputs.v[index], inputs.segments_q, segments, **options)
+        for index, segments, options in blocks
     ]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(torch.exp(part_lse - lse)[..., None] * part_out for part_out, part_lse in parts)
     got = {"out": out, "lse": lse, "dq": 0, "dk": torch.zeros_like(want["dk"]), "dv": torch.zeros_like(want["dv"])}
-    for row, segments, options in blocks:
+    for index, segments, options in blocks:
         dq, dk, dv = varlen_backward(
-            inputs.dout, inputs.q, inputs.k[row], inputs.v[row], out, lse, inputs.segments_q, segments, **options
+            inputs.dout, inputs.q, inputs.k[index], inputs.v[index], out, lse, inputs.segments_q, segments, **options
         )
         got["dq"] = got["dq"] + dq.float()
-        got["dk"][row] += dk
-        got["dv"][row] += dv
+        got["dk"][index] += dk
+        got["dv"][index] += dv
     tolerance = {"atol": 6e-2, "rtol": 2e-2} if on_cuda else {"atol": 1e-4, "rtol": 1e-4}
     assert_same(got, want, **tolerance)
 

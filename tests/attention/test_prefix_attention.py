@@ -76,17 +76,17 @@ def test_a_path_is_a_sample(name: str, backend: str, long_prefixes: Indices) -> 
     out = prefix_attention(*leaves[:3], segments, keys, backend=backend, **options)
 
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
-    rows = [torch.from_numpy(path_tokens(PARENTS, segments.offsets, node)) for node in ENDS]
-    loss = sum((out[row] * weights[row]).sum() for row in rows)
+    paths = [torch.from_numpy(path_tokens(PARENTS, segments.offsets, node)) for node in ENDS]
+    loss = sum((out[path] * weights[path]).sum() for path in paths)
     shared = torch.autograd.grad(loss, leaves)
 
     total = torch.zeros(())
-    for row in rows:
-        alone = Segments.from_lengths([len(row)])
-        taken = [tensor[row] for tensor in leaves[:3]]
+    for path in paths:
+        alone = Segments.from_lengths([len(path)])
+        taken = [tensor[path] for tensor in leaves[:3]]
         each = varlen_attention(*taken, alone, alone, backend="reference", **options)
-        assert torch.allclose(each, out[row], rtol=0, atol=1e-12)
-        total = total + (each * weights[row]).sum()
+        assert torch.allclose(each, out[path], rtol=0, atol=1e-12)
+        total = total + (each * weights[path]).sum()
     for one, other in zip(shared, torch.autograd.grad(total, leaves), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
@@ -131,7 +131,7 @@ def test_copies_are_summed() -> None:
     assert torch.equal(taken, tensor[torch.from_numpy(index)])
     gradient = torch.randn(6, 3, dtype=torch.float64)
     taken.backward(gradient)
-    expected = torch.stack([gradient[index == row].sum(0) for row in range(5)])
+    expected = torch.stack([gradient[index == element].sum(0) for element in range(5)])
     assert tensor.grad is not None
     assert torch.allclose(tensor.grad, expected, rtol=0, atol=1e-14)
     assert torch.equal(tensor.grad[3], torch.zeros(3, dtype=torch.float64))

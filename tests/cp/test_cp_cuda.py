@@ -82,9 +82,9 @@ def test_no_document_sees_another(backend: str, method: str, kind: str) -> None:
             before.dout,
         )
         again = PLAYED[method](mixed, batch, WORLD, kind, backend)[0]
-        rows = kept[:, 0, 0]
-        assert torch.equal(out[rows], again[rows])
-        assert not torch.equal(out[~rows], again[~rows])
+        tokens = kept[:, 0, 0]
+        assert torch.equal(out[tokens], again[tokens])
+        assert not torch.equal(out[~tokens], again[~tokens])
 
 
 def test_a_step_does_not_synchronise_with_the_device() -> None:

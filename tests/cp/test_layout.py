@@ -201,8 +201,8 @@ def test_short_documents_stay_whole_and_one_long_one_is_cut_once_per_rank() -> N
 def test_ranks_that_read_many_keys_get_less_work() -> None:
     segments = row_of("one 16k", 131072, np.random.default_rng(0), [])
     layout = make_layout(segments, 8, "balanced")
-    load, rows = work(layout, segments), keys_read(layout, segments)
-    assert load[rows.argmax()] < load.mean() < load[rows.argmin()]
+    load, read = work(layout, segments), keys_read(layout, segments)
+    assert load[read.argmax()] < load.mean() < load[read.argmin()]
     alone = modelled_cost(make_layout(segments, 1), segments)[0]
     for kind, least in (("contiguous", 2.5), ("headtail", 1.5)):
         assert modelled_cost(make_layout(segments, 8, kind), segments).max() * 8 > least * alone, kind

@@ -46,16 +46,16 @@ def test_the_shards_of_all_ranks_are_the_pack(lengths: list[int], world: int, ki
         rollout=rollout,
     )
     ranks = [shard(batch, world=world, rank=rank, kind=kind) for rank in range(world)]
-    rows = torch.cat([torch.arange(batch.num_tokens) if r.context.plan is None else r.context.plan.own for r in ranks])
-    assert torch.equal(rows.sort().values, torch.arange(batch.num_tokens))
+    order = torch.cat([torch.arange(batch.num_tokens) if r.context.plan is None else r.context.plan.own for r in ranks])
+    assert torch.equal(order.sort().values, torch.arange(batch.num_tokens))
     for field in PackedBatch.TOKEN_FIELDS:
-        assert torch.equal(torch.cat([getattr(r, field) for r in ranks]), getattr(batch, field)[rows])
+        assert torch.equal(torch.cat([getattr(r, field) for r in ranks]), getattr(batch, field)[order])
     parts = [r.rollout.advantages for r in ranks if r.rollout is not None]
-    assert torch.equal(torch.cat(parts), rollout.advantages[rows])
+    assert torch.equal(torch.cat(parts), rollout.advantages[order])
     if world > 1:
         plan = ranks[0].context.plan
-        assert torch.equal(plan.to_pack_order(rows), torch.arange(batch.num_tokens))
-        assert torch.equal(plan.to_rank_order(torch.arange(batch.num_tokens)), rows)
+        assert torch.equal(plan.to_pack_order(order), torch.arange(batch.num_tokens))
+        assert torch.equal(plan.to_rank_order(torch.arange(batch.num_tokens)), order)
         for local in ranks:
             plan = local.context.plan
             assert plan.queries.lengths.sum() == local.num_tokens == batch.num_tokens // world

@@ -51,10 +51,12 @@ def there_and_back(rank: int, world: int, lengths: Sequence[int], total: int) ->
         sent = 0
         exchange = whole_segments.exchange_rows
 
-        def counting(rows: torch.Tensor, send: Any, receive: Any, group: Any, exchange: Any = exchange) -> torch.Tensor:
+        def counting(
+            tensor: torch.Tensor, send: Any, receive: Any, group: Any, exchange: Any = exchange
+        ) -> torch.Tensor:
             nonlocal sent
-            sent += (sum(send) - send[rank]) * rows[:1].numel() * rows.element_size()
-            return exchange(rows, send, receive, group)
+            sent += (sum(send) - send[rank]) * tensor[:1].numel() * tensor.element_size()
+            return exchange(tensor, send, receive, group)
 
         local = shard(batch, world=world, rank=rank, group=dist.group.WORLD, kind=kind)
         context = local.context

@@ -18,9 +18,9 @@ def moved(rank: int, world: int) -> dict[str, Any]:
     # Rank order within a group is the group's, not the world's.
     group = dist.new_group(list(range(world))[::-1])
     place = dist.get_rank(group)
-    rows = 10.0 * place + torch.arange(6).reshape(2, 3)
+    tensor = 10.0 * place + torch.arange(6).reshape(2, 3)
     results: dict[str, Any] = {"place": place}
-    results["gathered"] = all_gather_rows(rows.T.contiguous().T, group).tolist()
+    results["gathered"] = all_gather_rows(tensor.T.contiguous().T, group).tolist()
     results["reduced"] = reduce_scatter_rows(torch.full((world * 2, 3), float(place)).cumsum(0), group).tolist()
     # rank r sends r + s elements to rank s, all of value r
     send = [place + s for s in range(world)]
@@ -59,17 +59,17 @@ def test_elements_arrive_in_the_order_of_the_group(world: int) -> None:
 
 
 def operations(group: Any) -> dict[str, Any]:
-    rows = torch.ones(2, 3)
+    tensor = torch.ones(2, 3)
 
     def around() -> None:
         ring = Ring(group)
-        ring.post(rows)
+        ring.post(tensor)
         ring.collect()
 
     return {
-        "all_gather_rows": lambda: all_gather_rows(rows, group),
-        "reduce_scatter_rows": lambda: reduce_scatter_rows(rows, group),
-        "exchange_rows": lambda: exchange_rows(rows, [1, 1], [1, 1], group),
+        "all_gather_rows": lambda: all_gather_rows(tensor, group),
+        "reduce_scatter_rows": lambda: reduce_scatter_rows(tensor, group),
+        "exchange_rows": lambda: exchange_rows(tensor, [1, 1], [1, 1], group),
         "Ring": around,
     }
 

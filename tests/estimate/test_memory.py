@@ -187,6 +187,6 @@ def test_the_head_allocates_what_is_estimated(budget: int) -> None:
     weight = torch.randn(vocabulary, hidden, requires_grad=True)
     labels = torch.randint(0, vocabulary, (tokens,))
     with Buffers() as buffers:
-        fused_loss(states, weight, labels, lambda logprobs, entropy, rows: -logprobs, memory=budget)
+        fused_loss(states, weight, labels, lambda logprobs, entropy, positions: -logprobs, memory=budget)
     found = head_bytes(tokens, hidden, vocabulary, size=4, device_type="cpu", budget=budget, weight_gradient=True)
     assert found == pytest.approx(buffers.made, rel=0.3)

@@ -104,9 +104,9 @@ def test_chunks_are_full_logits(kind: str, top_k: int | None, form: dict[str, An
 def test_the_definition(kind: str) -> None:
     """Written out with full logits, independently of the reference."""
     case = Case()
-    rows = case.labels != -100
-    student = (case.hidden[rows] @ case.head.weight.T / 1.3).softmax(1)
-    teacher = (case.teacher_hidden[rows] @ case.teacher_head.weight.T / 1.3).softmax(1)
+    labelled = case.labels != -100
+    student = (case.hidden[labelled] @ case.head.weight.T / 1.3).softmax(1)
+    teacher = (case.teacher_hidden[labelled] @ case.teacher_head.weight.T / 1.3).softmax(1)
     mixture = 0.3 * teacher + 0.7 * student
     expected = {
         "forward-kl": (teacher * (teacher / student).log()).sum(1),
@@ -114,9 +114,9 @@ def test_the_definition(kind: str) -> None:
         "jsd": (0.3 * teacher * (teacher / mixture).log() + 0.7 * student * (student / mixture).log()).sum(1),
     }[kind]
     found = case.run("chunked", divergence=kind, beta=0.3)
-    torch.testing.assert_close(found["divergences"][rows], expected, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(found["loss"], (case.weights[rows] * expected).sum(), rtol=1e-12, atol=1e-13)
-    assert not found["divergences"][~rows].any()
+    torch.testing.assert_close(found["divergences"][labelled], expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(found["loss"], (case.weights[labelled] * expected).sum(), rtol=1e-12, atol=1e-13)
+    assert not found["divergences"][~labelled].any()
     for name, hidden, head in (
         ("logprobs", case.hidden, case.head),
         ("teacher_logprobs", case.teacher_hidden, case.teacher_head),
@@ -127,7 +127,7 @@ def test_the_definition(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_top_k_compares_the_k_and_the_rest(kind: str) -> None:
-    """One token and a vocabulary of four, by hand: .5 .3 | .1 .1 of the teacher and .4 .2 | .3 .1 of the student, k = 2."""
+    """A vocabulary of four, by hand: .5 .3 | .1 .1 of the teacher and .4 .2 | .3 .1 of the student, k = 2."""
     teacher, student = (
         torch.tensor([[0.5, 0.3, 0.1, 0.1]], dtype=torch.float64),
         torch.tensor([[0.4, 0.2, 0.3, 0.1]], dtype=torch.float64),

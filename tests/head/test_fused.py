@@ -40,8 +40,8 @@ def make_inputs(num_rows: int, width: int, vocabulary: int, dtype: torch.dtype, 
 def policy_loss(advantages: Tensor) -> Any:
     """A clipped ratio with an entropy bonus: neither linear nor the same for any two tokens."""
 
-    def token_loss(logprobs: Tensor, entropy: Tensor | None, rows: Tensor) -> Tensor:
-        here = advantages.to(logprobs)[rows]
+    def token_loss(logprobs: Tensor, entropy: Tensor | None, positions: Tensor) -> Tensor:
+        here = advantages.to(logprobs)[positions]
         ratio = (logprobs + 3.0 + here).exp()
         loss = -torch.minimum(ratio * here, ratio.clamp(0.8, 1.3) * here)
         if entropy is not None:
@@ -89,9 +89,9 @@ def test_it_is_score_and_a_loss(backend: str, device: str) -> None:
     inputs = [tensor.to(device) for tensor in make_inputs(40, 24, 700, torch.float32)]
     actual = run(inputs, backend, memory=50_000)
     hidden, weight, bias = (tensor.clone().requires_grad_() for tensor in inputs[:3])
-    rows = (inputs[3] != -100).nonzero()[:, 0]
+    positions = (inputs[3] != -100).nonzero()[:, 0]
     scores = score(hidden, weight, inputs[3], bias=bias, backend=backend)
-    loss = policy_loss(inputs[4])(scores.logprobs[rows], None, rows)
+    loss = policy_loss(inputs[4])(scores.logprobs[positions], None, positions)
     loss.sum().backward()
     torch.testing.assert_close(actual["loss"], loss.sum().detach().cpu())
     torch.testing.assert_close(actual["grad_hidden"], hidden.grad.cpu(), atol=1e-4, rtol=1e-4)
@@ -109,7 +109,7 @@ def test_gradcheck(backend: str, memory: Any) -> None:
             hidden,
             weight,
             labels,
-            lambda logprobs, entropy, rows: (logprobs * advantages.double()[rows]).exp() + entropy.square(),
+            lambda logprobs, entropy, positions: (logprobs * advantages.double()[positions]).exp() + entropy.square(),
             bias=bias,
             temperature=0.7,
             softcap=4.0,
@@ -157,7 +157,7 @@ def test_the_upstream_gradient_scales() -> None:
 def test_backward_twice() -> None:
     hidden, weight, _, labels, _ = make_inputs(6, 8, 50, torch.float32)
     hidden.requires_grad_()
-    loss = fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: -logprobs, backend="chunked").loss
+    loss = fused_loss(hidden, weight, labels, lambda logprobs, entropy, positions: -logprobs, backend="chunked").loss
     (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     (second,) = torch.autograd.grad(loss, hidden)
     assert torch.equal(first, second)
@@ -200,7 +200,7 @@ def test_a_loss_that_ignores_the_entropy() -> None:
     gradients = []
     for entropy in (False, True):
         weight = weight.detach().requires_grad_()
-        fused = fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: -logprobs, entropy=entropy)
+        fused = fused_loss(hidden, weight, labels, lambda logprobs, entropy, positions: -logprobs, entropy=entropy)
         gradients += torch.autograd.grad(fused.loss, weight)
     torch.testing.assert_close(gradients[0], gradients[1])
 
@@ -209,7 +209,7 @@ def test_the_gradient_is_not_copied() -> None:
     """`.grad` is the memory that the forward pass filled: there is no second [V, D] tensor."""
     hidden, weight, _, labels, _ = make_inputs(6, 8, 50, torch.float32)
     weight.requires_grad_()
-    fused = fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: -logprobs, backend="chunked")
+    fused = fused_loss(hidden, weight, labels, lambda logprobs, entropy, positions: -logprobs, backend="chunked")
     place = fused.loss.grad_fn.gradients[1].data_ptr()
     fused.loss.backward()
     assert weight.grad.data_ptr() == place
@@ -218,12 +218,12 @@ def test_the_gradient_is_not_copied() -> None:
 @pytest.mark.parametrize(
     ("token_loss", "message"),
     [
-        (lambda logprobs, entropy, rows: logprobs.sum(), r"token_loss: returned shape \(\) for 6 tokens"),
+        (lambda logprobs, entropy, positions: logprobs.sum(), r"token_loss: returned shape \(\) for 6 tokens"),
         (
-            lambda logprobs, entropy, rows: (logprobs, {"n": logprobs[:2]}),
+            lambda logprobs, entropy, positions: (logprobs, {"n": logprobs[:2]}),
             "token_loss: returned a tuple; return a tensor",
         ),
-        (lambda logprobs, entropy, rows: logprobs.detach(), "token_loss: returned a tensor without gradient"),
+        (lambda logprobs, entropy, positions: logprobs.detach(), "token_loss: returned a tensor without gradient"),
     ],
 )
 def test_losses_that_are_refused(token_loss: Any, message: str) -> None:
@@ -283,4 +283,4 @@ def test_a_whole_head_is_its_parts() -> None:
 def test_a_loss_that_returns_more_than_losses_is_refused() -> None:
     hidden, weight, _, labels, _ = make_inputs(12, 8, 50, torch.float32)
     with refused("token_loss"):
-        fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: (-logprobs, {}))
+        fused_loss(hidden, weight, labels, lambda logprobs, entropy, positions: (-logprobs, {}))

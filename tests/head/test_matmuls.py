@@ -29,7 +29,7 @@ def needs_matmuls(test: Any) -> Any:
 
 # R, D, V: tiles have 64 rows and 64 columns, steps 32 of D
 SHAPES = {
-    "one row": (1, 8, 3),
+    "one token": (1, 8, 3),
     "five columns": (47, 16, 5),
     "odd": (67, 40, 200),
     "whole tiles": (64, 64, 128),
@@ -94,7 +94,7 @@ def small(parts: int) -> MatmulConfiguration:
 @pytest.mark.parametrize(
     ("shape", "form"),
     [
-        ("one row", "plain"),
+        ("one token", "plain"),
         ("five columns", "bias"),
         ("odd", "plain"),
         ("whole tiles", "bias"),
@@ -271,8 +271,8 @@ def losses(inputs: dict[str, Tensor], backend: str, dtype: torch.dtype, **option
     everything = {**options, "bias": given.get("bias"), "entropy": True, "backend": backend}
     leaves = list(given.values())
 
-    def token_loss(logprobs: Tensor, entropy: Tensor, rows: Tensor) -> Tensor:
-        return logprobs * factors[rows] - 0.1 * entropy
+    def token_loss(logprobs: Tensor, entropy: Tensor, positions: Tensor) -> Tensor:
+        return logprobs * factors[positions] - 0.1 * entropy
 
     scores = score(given["hidden"], given["weight"], labels, **everything)
     total = (scores.logprobs * factors - 0.1 * scores.entropy).sum()

@@ -116,14 +116,14 @@ def test_a_temperature_per_token(backend: str, device: str) -> None:
     case = make_case(31, 47, 123, torch.float32)
     temperature = torch.linspace(0.5, 2.0, 31)
     expected = run(case, "reference", entropy=True, temperature=temperature)
-    for row in (0, 30):
-        alone = replace(case, hidden=case.hidden[row : row + 1], labels=torch.tensor([5]))
-        one = score(alone.hidden, alone.weight, alone.labels, temperature=float(temperature[row]), entropy=True)
+    for token in (0, 30):
+        alone = replace(case, hidden=case.hidden[token : token + 1], labels=torch.tensor([5]))
+        one = score(alone.hidden, alone.weight, alone.labels, temperature=float(temperature[token]), entropy=True)
         with_label = case.labels.clone()
-        with_label[row] = 5
+        with_label[token] = 5
         scores = score(case.hidden, case.weight, with_label, temperature=temperature, entropy=True)
-        torch.testing.assert_close(scores.logprobs[row], one.logprobs[0])
-        torch.testing.assert_close(scores.entropy[row], one.entropy[0])
+        torch.testing.assert_close(scores.logprobs[token], one.logprobs[0])
+        torch.testing.assert_close(scores.entropy[token], one.entropy[0])
     actual = run(case.to(device), backend, entropy=True, temperature=temperature.to(device))
     assert_same(actual, expected, 2e-5, 2e-5)
 

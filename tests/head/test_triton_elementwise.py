@@ -155,7 +155,7 @@ def test_score_and_fused_loss(dtype: torch.dtype, memory: Any) -> None:
         fused = fused_loss(
             *leaves,
             labels,
-            lambda logprobs, entropy, rows: logprobs,  # whose gradient is one number, expanded
+            lambda logprobs, entropy, positions: logprobs,  # whose gradient is one number, expanded
             entropy=True,
             memory=memory,
             backend=backend,

@@ -75,7 +75,7 @@ def gradients(engine: Engine, *, scored: bool = False) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama4", marks=pytest.mark.slow), "lfm2"])
 def test_more_layers_of_the_same_kinds_are_not_compiled_again(name: str) -> None:
-    """If a graph depended on its layer index, there would be one graph per layer, soon more than the compiler allows."""
+    """If a graph depended on its layer index, there would be one per layer, soon more than the compiler allows."""
     model = attach(build(name, **twice_the_layers(name)))
     layers = list(layers_of(model))
     graphs_of(model, layers)  # the first batch decides how mixers are computed, for all existing layers

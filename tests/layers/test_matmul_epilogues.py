@@ -143,8 +143,8 @@ def test_gradients_with_them(graphs: list[fx.Graph], kept: Kept, more: str, expe
     """Two lengths, and one graph for both."""
     layer, plain = Layer(more=more), Layer(more=more)
     compile_layers([layer], "inductor", kept)
-    for rows in (7, 11):
-        x = random(1, rows, 8, seed=rows)
+    for tokens in (7, 11):
+        x = random(1, tokens, 8, seed=tokens)
         for mine, right in zip(gradients(layer, x), gradients(plain, x), strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     if expected is not None:
@@ -205,9 +205,9 @@ def test_kernels_against_float32(dtype: torch.dtype, transposed: bool) -> None:
     b = random(inner, columns, seed=0, dtype=dtype, device="cuda") * inner**-0.5
     if transposed:
         b = b.T.contiguous().T
-    for rows in (300, 0, 1, 7, 128, 193, 1000, 4099):
-        a = random(rows, inner, seed=1, dtype=dtype, device="cuda")
-        gate, up = (random(rows, columns, seed=seed, dtype=dtype, device="cuda") for seed in (2, 3))
+    for tokens in (300, 0, 1, 7, 128, 193, 1000, 4099):
+        a = random(tokens, inner, seed=1, dtype=dtype, device="cuda")
+        gate, up = (random(tokens, columns, seed=seed, dtype=dtype, device="cuda") for seed in (2, 3))
         product = a.float() @ b.float()
         close = {"rtol": 2e-2, "atol": 2e-2}
         torch.testing.assert_close(OPS.matmul_add(a, b, gate).float(), product + gate, **close)
@@ -233,13 +233,13 @@ def test_a_compiled_layer_is_as_exact_as_without_them(monkeypatch: pytest.Monkey
             monkeypatch.setattr("padfree.layers.compile._has_epilogues", lambda hidden: False)
         layer = Layer(2048, 4096).to("cuda", torch.bfloat16)
         compile_layers([layer], "inductor", kept)
-        return [gradients(layer, x) for x in rows]
+        return [gradients(layer, x) for x in packs]
 
-    rows = [random(1, length, 2048, seed=length, dtype=torch.bfloat16, device="cuda") for length in (900, 1501)]
+    packs = [random(1, length, 2048, seed=length, dtype=torch.bfloat16, device="cuda") for length in (900, 1501)]
     exact = Layer(2048, 4096).to("cuda", torch.bfloat16).double()
-    expected = [gradients(exact, x.double()) for x in rows]
+    expected = [gradients(exact, x.double()) for x in packs]
     errors = []
     for found in (compiled(fused=True), compiled(fused=False)):
-        pairs = [pair for row in zip(found, expected, strict=True) for pair in zip(*row, strict=True)]
+        pairs = [pair for results in zip(found, expected, strict=True) for pair in zip(*results, strict=True)]
         errors.append([float((mine.double() - right).norm() / right.norm()) for mine, right in pairs])
     assert all(with_them < 1.05 * without + 1e-4 for with_them, without in zip(*errors, strict=True)), errors

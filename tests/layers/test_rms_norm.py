@@ -48,9 +48,9 @@ def test_results_are_those_of_hugging_face_in_float32_rounded_once(
     assert torch.equal(y, module(total.float()).to(dtype))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 5])
-def test_gradients(rows: int) -> None:
-    a, b = (random(1, rows, 6, seed=seed, dtype=torch.float64).requires_grad_() for seed in (0, 1))
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_gradients(tokens: int) -> None:
+    a, b = (random(1, tokens, 6, seed=seed, dtype=torch.float64).requires_grad_() for seed in (0, 1))
     weight = random(6, seed=2, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: OPS.rms_norm(x, w, EPS)[0], (a, weight))
     # The sum is used elsewhere, too.

@@ -300,9 +300,9 @@ class Layer(nn.Module):
         return x + self.gate(y).sigmoid() * self.up(y)  # type: ignore[no-any-return]
 
 
-def gradients(module: nn.Module, dtype: torch.dtype = torch.float32, rows: int = 7) -> list[Tensor]:
+def gradients(module: nn.Module, dtype: torch.dtype = torch.float32, tokens: int = 7) -> list[Tensor]:
     """The result and the gradients of x and of all parameters. Inputs are exact in every dtype."""
-    x = random(1, rows, 16, seed=0).bfloat16().to(dtype).requires_grad_()
+    x = random(1, tokens, 16, seed=0).bfloat16().to(dtype).requires_grad_()
     out = module(x)
     dout = random(*out.shape, seed=1).bfloat16().to(dtype)
     return [out.detach(), *torch.autograd.grad(out, (x, *module.parameters()), dout)]
@@ -331,9 +331,9 @@ def test_inductor_computes_the_same_gradients(seen: list[fx.Graph]) -> None:
     torch._dynamo.reset()
     layer, expected = Layer(), Layer().double()
     compile_layers([layer], "inductor")
-    for rows in (7, 11):
-        found = gradients(layer, rows=rows)
-        exact = gradients(_Exact(expected), torch.float64, rows)
+    for tokens in (7, 11):
+        found = gradients(layer, tokens=tokens)
+        exact = gradients(_Exact(expected), torch.float64, tokens)
         for mine, right in zip(found, exact, strict=True):
             assert (mine - right).norm() <= 1e-5 * right.norm()
     assert_taken_in(backward_nodes(seen))
@@ -394,9 +394,9 @@ def test_inductor_computes_the_same_gradients_of_rotated_heads(seen: list[fx.Gra
     torch._dynamo.reset()
     layer, expected = Rotated(), Rotated().double()
     compile_layers([layer], "inductor")
-    for rows in (7, 11):
-        found = gradients(Angled(layer), rows=rows)
-        exact = gradients(_Exact(Angled(expected)), torch.float64, rows)
+    for tokens in (7, 11):
+        found = gradients(Angled(layer), tokens=tokens)
+        exact = gradients(_Exact(Angled(expected)), torch.float64, tokens)
         for mine, right in zip(found, exact, strict=True):
             assert (mine - right).norm() <= 1e-5 * right.norm()
     assert rotated_backwards(seen) == 2, "one graph for both lengths"
@@ -404,12 +404,12 @@ def test_inductor_computes_the_same_gradients_of_rotated_heads(seen: list[fx.Gra
 
 def bfloat16_errors(make: Callable[[], nn.Module], around: Callable[[nn.Module], nn.Module]) -> list[float]:
     """Of a compiled layer's result and gradients."""
-    rows = 512
+    tokens = 512
     torch._dynamo.reset()
-    exact = gradients(_Exact(around(make().bfloat16().double())), torch.float64, rows)
+    exact = gradients(_Exact(around(make().bfloat16().double())), torch.float64, tokens)
     layer = make().bfloat16()
     compile_layers([layer], "inductor", "selective")
-    found = gradients(around(layer), torch.bfloat16, rows)
+    found = gradients(around(layer), torch.bfloat16, tokens)
     return [float((mine - right).norm() / right.norm()) for mine, right in zip(found, exact, strict=True)]
 
 
@@ -548,7 +548,7 @@ def test_no_more_than_the_kernel_reads() -> None:
 def test_gradients_of_attention_reach_the_norms_without_a_copy(
     seen: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything between them is a view of [T, H, d]: a copy of the queries' gradient would cost as much as the norm."""
+    """Everything between them is a view of [T, H, d]: a copy of the queries' gradient costs as much as the norm."""
     torch._dynamo.reset()
     model = build("qwen3", num_hidden_layers=1)
     attach(model, "reference")

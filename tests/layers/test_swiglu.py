@@ -106,8 +106,8 @@ class Layer(nn.Module):
         return x + self.down(act) + (gate.square().mean(-1, keepdim=True) if self.more else 0)  # type: ignore[no-any-return]
 
 
-def gradients(module: nn.Module, rows: int) -> list[Tensor]:
-    x = random(1, rows, 8, seed=rows).requires_grad_()
+def gradients(module: nn.Module, tokens: int) -> list[Tensor]:
+    x = random(1, tokens, 8, seed=tokens).requires_grad_()
     out = module(x)
     return [out.detach(), *torch.autograd.grad(out, (x, *module.parameters()), random(*out.shape, seed=1))]
 
@@ -135,8 +135,8 @@ def test_memory_is_reused_if_gate_and_up_are_recomputed(
     """Two lengths, and one graph for both."""
     layer, plain = Layer(more=more), Layer(more=more)
     compile_layers([layer], "inductor", kept)
-    for rows in (7, 11):
-        for mine, right in zip(gradients(layer, rows), gradients(plain, rows), strict=True):
+    for tokens in (7, 11):
+        for mine, right in zip(gradients(layer, tokens), gradients(plain, tokens), strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     if expected is None:
         assert "swiglu_backward_" not in calls(graphs), "the gate's other gradient comes from the gate as it was"

@@ -86,7 +86,7 @@ def by_sample(inputs: LossInputs) -> Iterator[dict[str, Any]]:
         }
 
 
-def rows(inputs: LossInputs, chosen: Tensor) -> LossInputs:
+def select_tokens(inputs: LossInputs, chosen: Tensor) -> LossInputs:
     """Some of the tokens, as a context rank holds them."""
     columns = {name: values[chosen] for name in FIELDS if (values := getattr(inputs, name)) is not None}
     return replace(

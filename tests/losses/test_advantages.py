@@ -48,7 +48,7 @@ def test_groups_against_the_loop(batch: list[tuple[int, float]]) -> None:
 
 @pytest.mark.parametrize("reward", [0.1, 1.0 / 3.0, 1e6, -7.3])
 def test_equal_rewards_are_exactly_zero_in_float32(reward: float) -> None:
-    """The mean of three times 0.1 is not 0.1; divided by a deviation of rounding errors, it would look like a signal."""
+    """The mean of three times 0.1 is not 0.1; divided by a deviation of rounding errors, it looks like a signal."""
     rewards, groups = torch.full((7,), reward), torch.tensor([0, 0, 0, 1, 1, 1, 2])
     assert not grpo_advantages(rewards, groups, 3).any()
     assert not grpo_advantages(rewards, groups, 3, std=False).any()

@@ -168,14 +168,18 @@ def test_group_counts_are_asked_for() -> None:
 )
 def test_a_conversation_in_parts_weighs_as_it_does_in_one(counts: list[list[int]], mode: WeightMode) -> None:
     """Each entry: trained tokens of each part. A token has the same weight as in one long sample."""
-    whole = [np.array([0] + [1] * sum(row), dtype=bool) for row in counts]
-    parts = [np.array([0] + [1] * part, dtype=bool) for row in counts for part in row]
+    whole = [np.array([0] + [1] * sum(conversation), dtype=bool) for conversation in counts]
+    parts = [np.array([0] + [1] * part, dtype=bool) for conversation in counts for part in conversation]
     # A conversation of one sample has no unit name, as in a data set.
-    units = [None if len(row) == 1 else f"row {number}" for number, row in enumerate(counts) for _ in row]
+    units = [
+        None if len(conversation) == 1 else f"conversation {number}"
+        for number, conversation in enumerate(counts)
+        for _ in conversation
+    ]
     expected = token_weights(mode, whole, **settings_for(mode, []))
     found = iter(token_weights(mode, parts, units=units, **settings_for(mode, [])))
-    for row, weights in zip(counts, expected, strict=True):
-        together = np.concatenate([part[:-1] for part in (next(found) for _ in row)])
+    for conversation, weights in zip(counts, expected, strict=True):
+        together = np.concatenate([part[:-1] for part in (next(found) for _ in conversation)])
         np.testing.assert_array_equal(together, weights[:-1])
 
 

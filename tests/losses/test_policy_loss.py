@@ -27,7 +27,7 @@ from padfree.losses import (
     clipped_ratio,
     policy_loss,
 )
-from tests.losses.cases import by_sample, random_inputs, rows, with_grad
+from tests.losses.cases import by_sample, random_inputs, select_tokens, with_grad
 from tests.refused import refused
 
 OBJECTIVES = {
@@ -192,7 +192,7 @@ def test_shards_of_a_pack_add_up(objective: str, rng: np.random.Generator) -> No
     expected.loss.backward()
 
     held = torch.rand(len(inputs.mask)) < 0.5
-    shares = [rows(inputs, held.nonzero()[:, 0]), rows(inputs, (~held).nonzero()[:, 0])]
+    shares = [select_tokens(inputs, held.nonzero()[:, 0]), select_tokens(inputs, (~held).nonzero()[:, 0])]
     losses, grads, statistics = in_turns(
         lambda share, reduce: policy_loss(share, settings, reduce=reduce), [with_grad(s, "logprobs") for s in shares]
     )

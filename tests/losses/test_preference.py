@@ -17,7 +17,7 @@ from padfree.losses import (
     reward_model_loss,
     sample_ends,
 )
-from tests.losses.cases import by_sample, random_inputs, rows, with_grad
+from tests.losses.cases import by_sample, random_inputs, select_tokens, with_grad
 from tests.losses.test_policy_loss import in_turns
 from tests.refused import refused
 
@@ -110,7 +110,7 @@ def test_variants_against_their_formulas_whole_and_shared(settings: DPOSettings,
     whole = torch.where(inputs.mask, expected_logprobs.grad, 0.0)
     torch.testing.assert_close(logprobs.grad, whole)
     held = torch.rand(len(inputs.mask)) < 0.4
-    shares = [rows(inputs, held.nonzero()[:, 0]), rows(inputs, (~held).nonzero()[:, 0])]
+    shares = [select_tokens(inputs, held.nonzero()[:, 0]), select_tokens(inputs, (~held).nonzero()[:, 0])]
     losses, grads, _ = in_turns(
         lambda share, reduce: dpo_loss(share, settings, ANSWERED, WEIGHTS, reduce=reduce),
         [with_grad(s, "logprobs") for s in shares],
@@ -127,7 +127,7 @@ def test_dpo_shared_by_two_ranks(rng: np.random.Generator) -> None:
     expected = dpo_loss(whole, settings, PAIRS, WEIGHTS)
     expected.loss.backward()
     held = torch.rand(len(inputs.mask)) < 0.4
-    shares = [rows(inputs, held.nonzero()[:, 0]), rows(inputs, (~held).nonzero()[:, 0])]
+    shares = [select_tokens(inputs, held.nonzero()[:, 0]), select_tokens(inputs, (~held).nonzero()[:, 0])]
     losses, grads, statistics = in_turns(
         lambda share, reduce: dpo_loss(share, settings, PAIRS, WEIGHTS, reduce=reduce),
         [with_grad(s, "logprobs") for s in shares],

@@ -20,10 +20,10 @@ COST = CostModel(linear=1.0, quadratic=1e-3, constant=0.5)
 
 def check(plan: StepPlan, sizes: Sequence[int], lengths: Sequence[int]) -> None:
     assert plan.widths is not None
-    assert {len(row) for row in plan.micro_batches} == {plan.num_micro_batches}
+    assert {len(of_rank) for of_rank in plan.micro_batches} == {plan.num_micro_batches}
     found = []
-    for rank, row in enumerate(plan.micro_batches):
-        for j, indices in enumerate(row):
+    for rank, of_rank in enumerate(plan.micro_batches):
+        for j, indices in enumerate(of_rank):
             width = int(plan.widths[rank, j])
             assert width in sizes
             first = rank - rank % width
@@ -109,8 +109,8 @@ def test_groups_stay_whole_and_families_share() -> None:
     lengths = [30, 30, 5, 5, 9, 9]
     plan = plan_step(lengths, groups=list("aabbcc"), ranks=4, max_tokens=20, contexts=context_sizes(4))
     check(plan, context_sizes(4), lengths)
-    for row in plan.micro_batches:
-        for indices in row:
+    for of_rank in plan.micro_batches:
+        for indices in of_rank:
             assert all((indices // 2 == number).sum() in (0, 2) for number in range(3))
     prompt = np.arange(100, 108)
     tokens = [np.concatenate([prompt, np.arange(n) + 10 * n]) for n in (4, 5, 6, 60)]

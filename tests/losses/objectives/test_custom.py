@@ -79,11 +79,11 @@ def test_a_copy_of_a_built_in_objective_is_the_same_to_the_bit(
 
 def test_a_copy_of_clip_is_fused_alike() -> None:
     inputs = random_inputs(np.random.default_rng(6))
-    rows = torch.nonzero(inputs.mask).flatten()
+    positions = torch.nonzero(inputs.mask).flatten()
     assert inputs.logprobs is not None
-    logprobs = inputs.logprobs[rows]
+    logprobs = inputs.logprobs[positions]
     found = [
-        make_token_loss(inputs, PolicySettings(objective=objective))(logprobs, None, rows)
+        make_token_loss(inputs, PolicySettings(objective=objective))(logprobs, None, positions)
         for objective in (own("clip"), ClipSettings())
     ]
     assert torch.equal(*found)
