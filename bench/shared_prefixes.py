@@ -160,7 +160,7 @@ def head_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
     def run(model: Any) -> None:
         for batch, hidden, token_loss in rows:
             local = batch.local
-            copied = hidden if local.entries is None else take_copies(hidden, local.entries.rows)
+            copied = hidden if local.entries is None else take_copies(hidden, local.entries.positions)
             fused_loss(
                 copied, lm_head_of(model), local.labels, token_loss, num_labels=batch.num_labels,
                 memory=settings.head_memory,

@@ -1,4 +1,4 @@
-"""Host arrays from whatever a user has."""
+"""Host arrays from user input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_array_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("values", [[[1], [2, 3]], ["a"], [None], [1j], {"a": 1}])
-def test_what_is_no_array_of_numbers_is_refused(values: Any) -> None:
+def test_values_that_are_not_numbers_are_refused(values: Any) -> None:
     with refused("lengths") as caught:
         number_array(values, "lengths")
     assert "\n" not in str(caught.value)
@@ -48,7 +48,7 @@ def test_only_integers_are_integers(values: Any) -> None:
         integer_array(values, "lengths")
 
 
-def test_no_entries_are_integers_too() -> None:
+def test_an_empty_list_is_accepted_as_integers() -> None:
     assert integer_array([], "lengths").dtype == np.int64
     assert integer_array(torch.tensor([]), "lengths").shape == (0,)
 

@@ -27,8 +27,8 @@ class TestSample:
         assert sample.num_labels == 2
         assert len(sample) == 3
 
-    def test_other_numbers_are_those_of_a_new_sample(self) -> None:
-        """All else is as it was, the sample itself too, and the numbers are checked."""
+    def test_with_numbers_returns_a_new_sample(self) -> None:
+        """The new arrays are checked, and everything else, including the original sample, is unchanged."""
         sample = Sample(
             tokens=np.array([4, 5, 6]), loss_mask=np.array([False, True, True]), reward=0.5, uid="a", group=3,
             advantages=np.zeros(3, np.float32),
@@ -62,14 +62,14 @@ class TestSample:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"tokens": [1.0, 2.0]}, r"tokens of sample 'x': float64.*integer token ids"),
+            ({"tokens": [1.0, 2.0]}, r"tokens of sample 'x': got a float64.*integer token ids"),
             ({"tokens": [[1, 2]]}, r"tokens of sample 'x': .*shape \(1, 2\).*flat list"),
-            ({"tokens": [1, -2]}, r"tokens of sample 'x': negative id -2"),
+            ({"tokens": [1, -2]}, r"tokens of sample 'x': token id -2 is negative"),
             ({"tokens": [1, 2], "loss_mask": [1]}, r"loss_mask of sample 'x': shape \(1,\) for 2 tokens"),
-            ({"tokens": [1, 2], "loss_mask": [1, 2]}, r"loss_mask of sample 'x': values other than 0 and 1"),
+            ({"tokens": [1, 2], "loss_mask": [1, 2]}, r"loss_mask of sample 'x': has values other than 0 and 1"),
             ({"tokens": [1, 2], "advantages": [0.5]}, r"advantages of sample 'x': shape \(1,\) for 2 tokens"),
-            ({"tokens": [1, 2], "advantages": [0.5, np.nan]}, r"advantages of sample 'x': nan at token 1"),
-            ({"tokens": [1, 2], "logprobs": [-np.inf, 0.0]}, r"logprobs of sample 'x': -inf at token 0"),
+            ({"tokens": [1, 2], "advantages": [0.5, np.nan]}, r"advantages of sample 'x': is nan at token 1"),
+            ({"tokens": [1, 2], "logprobs": [-np.inf, 0.0]}, r"logprobs of sample 'x': is -inf at token 0"),
         ],
     )
     def test_bad_input_is_refused_in_one_line(self, arguments: dict[str, object], message: str) -> None:

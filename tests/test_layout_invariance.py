@@ -1,14 +1,14 @@
 """Layout is free: the loss and the gradients of all parameters do not depend on how a global batch is laid out.
 
     one global batch      8 samples, 4 pairs, one sample without labels
-    reference             all of it on one row of one process
-    layouts               micro-batches of any split; data × context ranks (4,1) (1,4) (2,2); rows of one step over
+    reference             the whole batch in one pack of one process
+    layouts               micro-batches of any split; data × context ranks (4,1) (1,4) (2,2); packs of one step over
                           4, 2 and 1 of 4 ranks
 
-For every loss, in every way of averaging, the loss is compared. Gradients go through a small Qwen3, and its backward
-pass is the slow part: for one loss every way of averaging has its own, for each of the others one backward pass serves
-the sum of all ways, each with a factor of its own (an error in any of them shows). A rank adds up its micro-batches,
-then all ranks are summed: that is all training does. Four processes are started once, for all layouts.
+For every loss and every way of averaging, the loss is compared. Gradients go through a small Qwen3, whose backward pass
+is the slow part: for one loss every way of averaging has its own backward pass; for the others one backward pass covers
+the sum of all ways, each with a different factor, so that an error in any of them is detected. A rank sums its
+micro-batches, then all ranks are summed, as in training. Four processes are started once, for all layouts.
 """
 
 from __future__ import annotations
@@ -88,21 +88,21 @@ CASES = [(loss, mode) for loss in (*TOKEN_LOSSES, "value") for mode in WEIGHT_MO
 PAIR_CASES = [("dpo", "pairs"), ("reward model", "pairs")]
 FEW_CASES = [case for case in CASES if case[0] == "clip" or case[1] == "sample-mean"]
 FACTORS = {"token-mean": 1.0, "sample-mean": 0.7, "sum-of-sample-mean": 0.2, "sample-sum": 0.1, "constant": 3.0}
-"""Of the ways of averaging that share a backward pass; 1 where none is given."""
+"""Factors of the ways of averaging that share a backward pass; 1 if none is given."""
 
 LENGTHS = (5, 9, 4, 12, 7, 6, 3, 8)
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 SILENT = 5
 SPLITS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "one row": (tuple(range(8)),),
-    "pairs, two uneven rows": ((4, 5), (6, 7, 0, 1, 2, 3)),
+    "one pack": (tuple(range(8)),),
+    "pairs, two uneven packs": ((4, 5), (6, 7, 0, 1, 2, 3)),
     "each alone": tuple((i,) for i in range(8)),
     "across pairs": ((0, 2, 4), (7,), (1, 3, 5, 6)),
 }
 FACTOR = 5.0
-"""Of rounding in one row, which rounding in another layout stays below."""
+"""The multiple of the rounding error of one pack that other layouts must stay below."""
 CASES_OF = {torch.float64: CASES, torch.float32: FEW_CASES}
-"""float32 is about rounding: every loss, and every way of averaging, but not all of them together."""
+"""float32 tests only rounding: every loss and every way of averaging, but not all combinations."""
 
 Cases = list[tuple[str, str]]
 
@@ -124,13 +124,13 @@ class Result:
 
 
 class Policy:
-    """A small Qwen3 and a vector that makes values (or scores) of its hidden states."""
+    """A small Qwen3 and a vector that maps its hidden states to values (or scores)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 40, "num_hidden_layers": 1}
         self.model: PreTrainedModel = attach(build("qwen3", **sizes))
         self.head = lm_head_of(self.model)
-        # Qwen3's own norm works in float32 whatever it is given, which is not what is tested here.
+        # Qwen3's own norm computes in float32 for every dtype, which would hide float64 results.
         for module in list(self.model.modules()):
             for name, child in list(module.named_children()):
                 if type(child).__name__ == "Qwen3RMSNorm":
@@ -164,7 +164,7 @@ def make_samples() -> list[Sample]:
         local = shard(collate([replace(plain, loss_mask=None)]), backend="reference")
         with torch.no_grad():
             own = score(hidden_states(policy.model, local), policy.weight, local.labels).logprobs.numpy()
-        near = np.roll(own, 1)  # entry j belongs to token j
+        near = np.roll(own, 1)  # element j belongs to token j
         samples.append(
             replace(
                 plain,
@@ -182,9 +182,9 @@ def make_samples() -> list[Sample]:
 
 
 def layout_result(
-    samples: list[Sample], rows: list[tuple[int, ...]], cases: Cases, dtype: torch.dtype, context: Any = None
+    samples: list[Sample], packs: list[tuple[int, ...]], cases: Cases, dtype: torch.dtype, context: Any = None
 ) -> Result:
-    """What this process contributes with these micro-batches. `context` is the group that shares each of its rows."""
+    """What this process contributes with these micro-batches. `context` is the group that shares each of its packs."""
     policy = make_policy(dtype)
     weights = {mode: token_weights(mode, [s.mask for s in samples], **weight_settings(mode)) for mode in WEIGHT_MODES}
     world, rank = (1, 0) if context is None else (dist.get_world_size(context), dist.get_rank(context))
@@ -196,10 +196,10 @@ def layout_result(
         return summed
 
     result = Result(losses={}, statistics={}, gradients={})
-    for row in rows:
+    for pack in packs:
         local = {
             mode: shard(
-                collate([samples[i] for i in row], weights=[weights[mode][i] for i in row]).padded_to_multiple(world),
+                collate([samples[i] for i in pack], weights=[weights[mode][i] for i in pack]).padded_to_multiple(world),
                 world=world,
                 rank=rank,
                 group=context,
@@ -230,7 +230,7 @@ def add(sums: dict[tuple[str, str], Tensor], case: tuple[str, str], term: Tensor
 def row_losses(
     policy: Policy, hidden: Tensor, local: dict[Any, LocalBatch], cases: Cases, reduce: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[tuple[str, str], Tensor, Statistics]]:
-    """Every case on one micro-batch. Losses that can be are fused with the head, as in training."""
+    """Every case on one micro-batch. Elementwise losses are fused with the head, as in training."""
     for name, mode in cases:
         batch = local.get(mode, next(iter(local.values())))
         assert batch.rollout is not None
@@ -285,17 +285,17 @@ def weight_settings(mode: str) -> dict[str, Any]:
 def ranks(
     rank: int, world: int, samples: list[Sample], layouts: list[tuple[int, int]]
 ) -> tuple[list[tuple[torch.dtype, Result]], Result] | None:
-    """The sum over all ranks for each layout, and that of rows of different widths; from rank 0 only. In float32, which
-    is about rounding, for ranks of both kinds together."""
+    """The sum over all ranks for each layout, and for packs of different widths; from rank 0 only. In float32, which
+    tests only rounding, for data and context ranks together."""
     results = []
     for data, context in layouts:
         groups = [dist.new_group(list(range(first, first + context))) for first in range(0, world, context)]
         mine, data_rank = groups[rank // context], rank // context
         own = PAIRS[data_rank::data]
-        rows = [own[0], tuple(i for pair in own[1:] for i in pair)][: len(own)]
+        packs = [own[0], tuple(i for pair in own[1:] for i in pair)][: len(own)]
         for dtype in CASES_OF if min(data, context) > 1 else [torch.float64]:
             group = mine if context > 1 else None
-            result = layout_result(samples, rows, CASES_OF[dtype] + PAIR_CASES, dtype, group)
+            result = layout_result(samples, packs, CASES_OF[dtype] + PAIR_CASES, dtype, group)
             result.sum_over_ranks()
             results.append((dtype, result))
     by_row = ranks_by_row(rank, samples)
@@ -303,11 +303,11 @@ def ranks(
 
 
 WAVES = ([(4, 0)], [(2, 1), (1, 2), (1, 3)])
-"""Rows of each micro-batch, side by side on four ranks: how many share one, and the pair on it."""
+"""Packs of each micro-batch, side by side on four ranks: the number of ranks that share one, and its pair."""
 
 
 def ranks_by_row(rank: int, samples: list[Sample]) -> Result:
-    """The sum over all ranks of a step whose rows are shared by different numbers of them."""
+    """The sum over all ranks of a step whose packs are shared by different numbers of ranks."""
     total: Result | None = None
     for wave in WAVES:
         first = 0
@@ -331,9 +331,9 @@ def ranks_by_row(rank: int, samples: list[Sample]) -> Result:
 
 
 def differences(found: Result, exact: Result) -> Result:
-    """How far each number is from the exact one, in units of the exact one: for a gradient, of the parameter's norm.
+    """The relative error of each number; for a gradient, relative to the norm of the parameter's gradient.
 
-    The last of a case's gradients is all of them together.
+    The last gradient of a case is all of them together.
     """
 
     def relative(found: Tensor, exact: Tensor, smallest: float) -> Tensor:
@@ -359,23 +359,23 @@ def largest(tensors: Iterable[Tensor]) -> float:
 
 
 def assert_exact(found: Result, exact: Result) -> None:
-    """In float64, where every layout gives the same but for the last digits."""
+    """In float64 every layout gives the same result except for the last digits."""
     error = differences(found, exact)
     for kind in (error.losses, error.statistics):
         assert all(largest([numbers]) <= 1e-12 for numbers in kind.values()), kind
     for case, gradients in error.gradients.items():
         assert float(gradients[-1]) <= 1e-12, case
-        assert largest(gradients) <= 1e-11, case  # of one parameter alone
+        assert largest(gradients) <= 1e-11, case  # of a single parameter
 
 
 def assert_as_exact(found: Result, alone: Result, exact: Result) -> None:
-    """In float32 a layout is as far from float64's result as one row on one process is, whatever the machine rounds.
+    """In float32 a layout is as far from the float64 result as one pack on one process, whatever the machine.
 
-    A loss is one number, and one row may hit the right one by luck: the measure of its noise is the worst of all cases.
-    That of a gradient is the same case's.
+    A loss is one number, and one pack may be exact by luck: its noise is measured by the worst of all cases. The noise
+    of a gradient is measured in the same case.
     """
     error, noise = differences(found, exact), differences(alone, exact)
-    assert 0 < largest(noise.losses.values()) < 1e-5, "rounding, not another result"
+    assert 0 < largest(noise.losses.values()) < 1e-5, "rounding, not a different result"
     for errors, noises in ((error.losses, noise.losses), (error.statistics, noise.statistics)):
         allowed = FACTOR * largest(noises.values())
         assert all(largest([numbers]) <= allowed for numbers in errors.values()), (errors, allowed)
@@ -392,14 +392,14 @@ def samples() -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def reference(samples: list[Sample]) -> dict[torch.dtype, Result]:
-    rows = list(SPLITS["one row"])
-    return {dtype: layout_result(samples, rows, CASES_OF[dtype] + PAIR_CASES, dtype) for dtype in CASES_OF}
+    packs = list(SPLITS["one pack"])
+    return {dtype: layout_result(samples, packs, CASES_OF[dtype] + PAIR_CASES, dtype) for dtype in CASES_OF}
 
 
 @pytest.fixture(scope="module")
 def exact(samples: list[Sample], reference: dict[torch.dtype, Result]) -> dict[torch.dtype, Result]:
-    """The cases of each type, in float64."""
-    few = layout_result(samples, list(SPLITS["one row"]), FEW_CASES + PAIR_CASES, torch.float64)
+    """The cases of each dtype, in float64."""
+    few = layout_result(samples, list(SPLITS["one pack"]), FEW_CASES + PAIR_CASES, torch.float64)
     return {torch.float64: reference[torch.float64], torch.float32: few}
 
 
@@ -415,13 +415,13 @@ def check(reference: dict[torch.dtype, Result], exact: dict[torch.dtype, Result]
 
 
 def test_losses_differ_from_each_other(reference: dict[torch.dtype, Result]) -> None:
-    """Else a correction or a mode that does nothing would pass for invariant."""
+    """Otherwise a correction or a mode that does nothing would look invariant."""
     losses = reference[torch.float64].losses
     assert len({float(loss) for loss in losses.values()}) == len(losses)
 
 
 @pytest.mark.parametrize("dtype", CASES_OF, ids=str)
-@pytest.mark.parametrize("split", [name for name in SPLITS if name != "one row"])
+@pytest.mark.parametrize("split", [name for name in SPLITS if name != "one pack"])
 def test_micro_batches(
     split: str, dtype: torch.dtype, samples: list[Sample], check: Callable[[Result, torch.dtype], None]
 ) -> None:
@@ -436,7 +436,7 @@ def test_data_and_context_ranks(
     reference: dict[torch.dtype, Result],
     check: Callable[[Result, torch.dtype], None],
 ) -> None:
-    """Also rows of different widths, which `parallel.context = "auto"` makes."""
+    """Also packs of different widths, which `parallel.context = "auto"` makes."""
     results, by_row = run_ranks(4, ranks, samples, [(4, 1), (1, 4), (2, 2)])[0]
     assert [dtype for dtype, _ in results] == [torch.float64] * 3 + [torch.float32]
     for dtype, result in results:

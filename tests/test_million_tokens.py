@@ -1,10 +1,10 @@
-"""One sample of 1,048,576 tokens: offsets, positions, scaled RoPE, layouts and attention, looked at here and there.
+"""One sample of 1,048,576 tokens: offsets, positions, scaled RoPE, layouts and attention, checked at selected tokens.
 
     model        one layer with a window of 64 keys, YaRN, float32: what a token becomes depends on the 64 before it
-    reference    the same weights in float64 on these 64 tokens alone, at their positions, HF's own attention
+    reference    the same weights in float64 on only these 64 tokens, at their positions, with HF's own attention
 
-Stock models compute the angles of RoPE in float32, where a position of a million times a frequency is rounded to 1/16.
-Training and inference of transformers share that, and the reference does, too.
+Stock models compute the angles of RoPE in float32, where a million times a frequency is rounded to 1/16. Training and
+inference with transformers do the same, and so does the reference.
 """
 
 from __future__ import annotations

@@ -72,12 +72,12 @@ def compare_widths(sizes: ModelSizes, heads: AttentionSizes, name: str, module: 
 
 
 OTHERWISE = ("llama4", "gemma3n")
-"""transformers sends every token to all of Llama 4's experts, and counts Gemma 3n's streams as larger matmuls."""
+"""transformers routes every token to all of Llama 4's experts, and computes Gemma 3n's streams as larger matmuls."""
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in OTHERWISE])
 def test_flops_are_those_of_a_forward_pass(name: str) -> None:
-    """PyTorch counts the matmuls of linear layers, routers and experts; those of attention and states are others."""
+    """PyTorch counts the matmuls of linear layers, routers and experts; attention and states are counted separately."""
     model = build(name).eval()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
@@ -104,7 +104,7 @@ def test_a_config_is_counted_once() -> None:
 
 
 def test_what_can_be_planned_is_planned() -> None:
-    """What a run asks of the sizes before it trains."""
+    """What a run computes from the sizes before training."""
     for name in ARCHITECTURES:
         model = skeleton(name)
         kept, recomputed = (token_bytes(model, 4, checkpointing) for checkpointing in ("none", "full"))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""The types that every part of padfree hands to the next.
+"""The types that the parts of padfree pass to each other.
 
-    sample                 tokens[n]      5 4 3 2 1        what one document or one rollout is
+    sample                 tokens[n]      5 4 3 2 1        one document or one rollout
     packed   input_ids     [T]            5 4 3 2 1 | 7 8 9 | 0 0 0
              position_ids  [T]            0 1 2 3 4 | 0 1 2 | 0 1 2
              labels        [T]            4 3 2 1 - | 8 9 - | - - -        (- is -100: not scored)
@@ -9,21 +9,22 @@
 
 Letters: T tokens of one micro-batch, B samples, S segments (S = B, or B + 1 with a pad), n tokens of one sample.
 
-Position t predicts token t + 1 of its sample. Whatever belongs to a token is moved to the position that predicts it
-when the batch is made (`at_predictions`): `labels[t]`, `weights[t]` and `rollout.advantages[t]` all speak of the token
-that position t predicts. From there on every per-token quantity is local, and splitting the token axis over devices is
-only a permutation. `at_tokens` is the way back.
+Position t predicts token t + 1 of its sample. When the batch is made, every value that belongs to a token moves to the
+position that predicts the token (`at_predictions`): `labels[t]`, `weights[t]` and `rollout.advantages[t]` all describe
+the token that position t predicts. From then on every per-token quantity is local, and splitting the token axis over
+devices is only a permutation. `at_tokens` is the inverse.
 
-Samples may share prefixes (`Entries`). Then a row holds nodes, each token once, and what belongs to predictions has an
-axis of its own: [E], one entry for each (sample, position) that has a label, sample by sample.
+Samples may share prefixes (`Entries`). The pack then holds the nodes of a prefix tree, with each shared token stored
+once, and values that belong to predictions have their own axis: [E], one entry for each (sample, position) that has a
+label, sample by sample.
 
-    row      input_ids     [T]            p p p | a a | b b b          two samples, p p p a a and p p p b b b
+    pack     input_ids     [T]            p p p | a a | b b b          two samples, p p p a a and p p p b b b
              position_ids  [T]            0 1 2 | 3 4 | 3 4 5
-    entries  labels        [E]            a a | b b b                  of tokens that are trained: here the responses
-             rows          [E]            2 3 | 2 5 6                  the hidden state that predicts each
+    entries  labels        [E]            a a | b b b                  the trained tokens: here the responses
+             positions     [E]            2 3 | 2 5 6                  index of the hidden state that predicts each
 
-Host arrays are numpy, device arrays are torch. Numbers a kernel launch needs on the host (`max_seqlen`, the
-offsets of the segments) are kept on the host from the start, so that nobody synchronises with the device for them.
+Host arrays are numpy, device arrays are torch. Numbers that a kernel launch needs on the host (`max_seqlen`, the
+segment offsets) stay on the host from the start, so that reading them never synchronises with the device.
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ IGNORE = -100
 """The label of a position that is not scored."""
 
 ROLLOUT_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
-"""Optional per-token arrays that a rollout file may bring, entry j belonging to token j of its sample."""
+"""Optional per-token arrays that a rollout file may contain; element j belongs to token j of its sample."""
 
 TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
-"""All optional per-token arrays of a sample: those, and what the trainer computes before an update."""
+"""All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and what the trainer computes before an update."""
 
 
 def need_tensor(name: str, values: object) -> None:
-    """Refuse what is no tensor of real numbers."""
+    """Raise `UserError` unless `values` is a tensor of real numbers."""
     if not isinstance(values, Tensor):
-        raise UserError(name, f"{type(values).__name__}", f"give a tensor, such as torch.as_tensor({name})")
+        raise UserError(name, f"got a {type(values).__name__}", f"give a tensor, such as torch.as_tensor({name})")
     if values.is_complex():
-        raise UserError(name, "", f"give real numbers, such as {name}.real", value=values.dtype)
+        raise UserError(name, "is a complex dtype", f"give real numbers, such as {name}.real", value=values.dtype)
 
 
 def at_predictions(values: NDArray[Any], offsets: NDArray[np.int64], *, fill: int = 0) -> NDArray[Any]:
-    """[T] values of tokens, each moved to the position that predicts its token; `offsets` [B+1] bound the samples.
+    """Move [T] values of tokens to the positions that predict the tokens; `offsets` [B+1] delimit the samples.
 
     tokens      a b c | d e        offsets 0 3 5
     moved       b c - | e -        the last position of a sample predicts nothing: `fill`
@@ -73,9 +74,10 @@ def at_predictions(values: NDArray[Any], offsets: NDArray[np.int64], *, fill: in
 
 
 def at_tokens(values: Tensor) -> Tensor:
-    """[T] values of predictions, each moved to the token that is predicted: the way back from `at_predictions`.
+    """Move [T] values of predictions to the tokens that they predict: the inverse of `at_predictions`.
 
-    The last position of each sample predicts nothing and must hold 0, which goes to the first token of the next.
+    The last position of each sample predicts nothing and must hold 0; this 0 moves to the first token of the next
+    sample.
     """
     return values.roll(1)
 
@@ -89,23 +91,23 @@ class Sample:
     """One document or one rollout, on the host.
 
     `loss_mask[j]` says whether token j is trained on; without a mask every token is. The first token of a sample
-    has nothing before it and is never scored, whatever its mask says.
+    is never scored, whatever its mask says, because no position predicts it.
     """
 
     tokens: NDArray[np.integer[Any]]  # [n]
     loss_mask: NDArray[np.bool_] | None = None  # [n]; an array after construction
-    logprobs: NDArray[np.float32] | None = None  # [n] what the sampler reported
+    logprobs: NDArray[np.float32] | None = None  # [n] reported by the sampler
     ref_logprobs: NDArray[np.float32] | None = None  # [n]
     advantages: NDArray[np.float32] | None = None  # [n]
     returns: NDArray[np.float32] | None = None  # [n]
     values: NDArray[np.float32] | None = None  # [n]
-    old_logprobs: NDArray[np.float32] | None = None  # [n] the trainer's own, before the first update with the sample
+    old_logprobs: NDArray[np.float32] | None = None  # [n] the trainer's, before its first update on this sample
     reward: float | None = None
     raw_reward: Any = None
     uid: str | int | None = None
     group: str | int | None = None
     source: str | None = None
-    terms: Mapping[str, float] | None = None  # numbers that the loss of a task reads, by name: a margin, say
+    terms: Mapping[str, float] | None = None  # named numbers that the task's loss reads, such as a margin
 
     def __post_init__(self) -> None:
         name = _name(self.uid)
@@ -124,22 +126,22 @@ class Sample:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """`loss_mask`, which construction has made an array."""
+        """`loss_mask`, which is always an array after construction."""
         assert self.loss_mask is not None
         return self.loss_mask
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """[n] which tokens are scored: the trained ones, except the first, which nothing predicts."""
+        """[n] which tokens are scored: the trained tokens, except the first one, which no position predicts."""
         return self.mask & (np.arange(len(self)) > 0)
 
     @property
     def num_labels(self) -> int:
-        """How many tokens are scored."""
+        """Number of scored tokens."""
         return int(np.count_nonzero(self.mask[1:]))
 
     def with_numbers(self, **arrays: NDArray[Any]) -> Sample:
-        """The same sample with other `TOKEN_ARRAYS`, which are checked; all else was checked before."""
+        """A copy of the sample with these `TOKEN_ARRAYS` replaced. Only the new arrays are checked."""
         other = object.__new__(type(self))
         for about in fields(self):
             object.__setattr__(other, about.name, getattr(self, about.name))
@@ -149,8 +151,8 @@ class Sample:
         return other
 
     def truncated(self, length: int) -> Sample:
-        """The first `length` tokens, with everything that belongs to them."""
-        need_whole("length", length, 0, "give 0 or more tokens to keep")
+        """The first `length` tokens, with the per-token arrays cut to match."""
+        need_whole("length", length, 0, "give the number of tokens to keep, 0 or more")
         cut = {
             field: array[:length]
             for field in ("tokens", "loss_mask", *TOKEN_ARRAYS)
@@ -160,7 +162,7 @@ class Sample:
 
 
 def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> list[Sample]:
-    """The same samples, each with its own entry of these lists: `with_arrays(samples, ref_logprobs=found)`."""
+    """Copies of the samples, sample i with element i of each list: `with_arrays(samples, ref_logprobs=found)`."""
     found = list(samples)
     for name, values in arrays.items():
         found = [sample.with_numbers(**{name: own}) for sample, own in zip(found, values, strict=True)]
@@ -172,7 +174,7 @@ class Segments:
     """Where the sequences of one token axis begin and end: `cu_seqlens` on the device, `offsets` on the host.
 
     Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. With `pad_length > 0` the last one is the pad.
-    Where samples share prefixes the segments are nodes (`padfree.prefix_tree`) and `num_samples` counts these.
+    If samples share prefixes, the segments are nodes (`padfree.prefix_tree`) and `num_samples` counts nodes.
     """
 
     cu_seqlens: Tensor  # [S+1] int32
@@ -180,9 +182,9 @@ class Segments:
     max_seqlen: int
     pad_length: int = 0
     num_samples: int = 0
-    parents: NDArray[np.int64] | None = None  # [S] of nodes, -1 for a root; None: every segment is a sample
-    path_length: int = 0  # tokens of the longest path of nodes
-    longest: Tensor | None = None  # [] `max_seqlen` for compiled code, always on the host; made if it is not given
+    parents: NDArray[np.int64] | None = None  # [S] parent nodes, -1 for a root; None: segments are samples
+    path_length: int = 0  # tokens on the longest path from a root to a node
+    longest: Tensor | None = None  # [] `max_seqlen` for compiled code, always on the host
 
     def __post_init__(self) -> None:
         if self.longest is None:
@@ -196,13 +198,13 @@ class Segments:
         parents: NDArray[np.integer[Any]] | None = None,
         device: torch.device | str | None = None,
     ) -> Segments:
-        """Segments of these lengths, and a pad behind them: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`.
+        """Segments of these lengths, followed by a pad: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`.
 
-        `parents` [B] makes them nodes: `-1 0 0` hangs the second and the third on the first.
+        `parents` [B] makes them nodes: with `-1 0 0` the first is the parent of the second and the third.
         """
         array = integer_array(lengths, "lengths")
         if (array < 0).any():
-            raise UserError("lengths", f"{array.min()} among them", "give lengths of 0 or more")
+            raise UserError("lengths", f"{array.min()} is negative", "give lengths of 0 or more")
         need_whole("pad_length", pad_length, 0, "give 0 or more")
         num_samples = len(array)
         nodes = None if parents is None else check_parents(parents, num_samples)
@@ -212,7 +214,7 @@ class Segments:
         offsets = np.zeros(len(array) + 1, dtype=np.int64)
         np.cumsum(array, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise UserError("lengths", f"{offsets[-1]} tokens in one row", "split them, cu_seqlens hold 32 bits")
+            raise UserError("lengths", f"{offsets[-1]} tokens exceed int32 cu_seqlens", "split the pack")
         return Segments(
             cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(device=device, non_blocking=True),
             offsets=offsets,
@@ -233,26 +235,26 @@ class Segments:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[S] host lengths, the pad's among them."""
+        """[S] lengths on the host, including the pad's."""
         return np.diff(self.offsets)
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """[S] the position of the first token of each segment: 0, or how many tokens a node's ancestors have."""
+        """[S] the position of the first token of each segment: 0, or the number of tokens in a node's ancestors."""
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
         return first_positions(self.parents, self.lengths)
 
     @property
     def num_positions(self) -> int:
-        """Tokens of the longest sample, or of the pad if that is longer."""
+        """Length of the longest sample, or of the pad if it is longer."""
         return self.max_seqlen if self.parents is None else self.path_length
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:
         return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
 
     def with_pad(self, pad_length: int) -> Segments:
-        """The same samples with a pad of this length (and no other) behind them."""
+        """The same samples followed by a pad of this length, which replaces the present pad."""
         samples = self.lengths[: self.num_samples]
         parents = None if self.parents is None else self.parents[: self.num_samples]
         return Segments.from_lengths(samples, pad_length=pad_length, parents=parents, device=self.cu_seqlens.device)
@@ -260,7 +262,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
-    """What came with the rollouts, shifted like the labels: entry t speaks of the token that position t predicts."""
+    """The rollout arrays, shifted like the labels: element t describes the token that position t predicts."""
 
     logprobs: Tensor | None = None  # [T] float32
     ref_logprobs: Tensor | None = None  # [T]
@@ -270,13 +272,13 @@ class Rollout:
     old_logprobs: Tensor | None = None  # [T]
 
     def map(self, function: Any) -> Rollout:
-        """The same fields with `function` applied to each tensor that is there."""
+        """The same fields with `function` applied to each tensor that is present."""
         return Rollout(**{f: None if (v := getattr(self, f)) is None else function(v) for f in TOKEN_ARRAYS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleInfo:
-    """What the host remembers of a packed sample. `index` is its place in the list that was packed."""
+    """What the host keeps about a packed sample. `index` is its index in the list that was packed."""
 
     index: int
     length: int
@@ -290,64 +292,66 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
-    """Rows of a tensor [n, ...] that are taken any number of times, `tensor[index]`, and where the copies of each lie.
+    """A gather `tensor[index]` that may take an element of `tensor` [n, ...] many times, and its inverse.
 
-    rows a b c, index 0 0 2 1 0  ->  a a c b a         places 0 1 4 3 2, begins 0 3 4 5: those of a, of b, of c
+    elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
     """
 
-    index: Tensor  # [m] int64
-    places: Tensor  # [m] int64
-    begins: Tensor  # [n + 1] int64
+    index: Tensor  # [m] int64, the element that each copy is taken from
+    copy_index: Tensor  # [m] int64, the indices of the copies, grouped by element
+    offsets: Tensor  # [n + 1] int64, where the group of each element begins in `copy_index`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """Which hidden state of a row predicts which token of which sample, where samples share prefixes. Host only.
+    """For samples that share prefixes: which hidden state of the pack predicts which token of which sample. Host only.
 
-    There is an entry for each scored token of each sample, sample by sample: E in all.
+    There is one entry for each scored token of each sample, sample by sample: E in all.
     """
 
-    rows: NDArray[np.int64]  # [E] the token of the row that predicts it
-    tokens: NDArray[np.int64]  # [E] the token that is predicted, in the samples laid end to end
+    positions: NDArray[np.int64]  # [E] index in the pack of the position that predicts the token
+    tokens: NDArray[np.int64]  # [E] index of the predicted token in the samples laid end to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
     """Samples laid end to end on one token axis, ready for the device. Made by `padfree.pack`.
 
-    With `entries` samples share prefixes: labels, weights, sample_index and rollout are [E] then.
+    If `entries` is set, samples share prefixes, and labels, weights, sample_index and rollout have shape [E].
     """
 
     input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, restart at 0 in every segment; go on along the path of a node
-    labels: Tensor  # [T] int64, shifted inside each sample; -100 where nothing is scored
+    position_ids: Tensor  # [T] int64, restart at 0 in every sample; continue along the path of nodes
+    labels: Tensor  # [T] int64, shifted inside each sample; -100 if not scored
     weights: Tensor  # [T] float32, 0 where the label is -100
-    sample_index: Tensor  # [T] int32, the segment of each token; the pad's is num_samples
+    sample_index: Tensor  # [T] int32, the segment of each token; num_samples for the pad
     segments: Segments
     rollout: Rollout | None = None
     samples: tuple[SampleInfo, ...] = ()
     entries: Entries | None = None
 
-    ROW_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids")
+    PACK_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids")
     LABEL_FIELDS: ClassVar[tuple[str, ...]] = ("labels", "weights", "sample_index")
-    TOKEN_FIELDS: ClassVar[tuple[str, ...]] = (*ROW_FIELDS, *LABEL_FIELDS)
+    TOKEN_FIELDS: ClassVar[tuple[str, ...]] = (*PACK_FIELDS, *LABEL_FIELDS)
 
     def __post_init__(self) -> None:
         num_tokens = self.segments.num_tokens
         for field in self.TOKEN_FIELDS:
             shape = tuple(getattr(self, field).shape)
             if field in self.LABEL_FIELDS and self.entries is not None:
-                assert shape == (len(self.entries.rows),), field
+                assert shape == (len(self.entries.positions),), field
             elif shape != (num_tokens,):
-                raise UserError(field, f"shape {shape} for {num_tokens} tokens in segments", "give one entry per token")
+                raise UserError(field, f"shape {shape} for {num_tokens} tokens in segments", "give one value per token")
         if self.entries is None and len(self.samples) != self.segments.num_samples:
             raise UserError(
-                "samples", f"{len(self.samples)} for {self.segments.num_samples} segments", "give one entry per sample"
+                "samples",
+                f"{len(self.samples)} for {self.segments.num_samples} segments",
+                "give one SampleInfo per segment",
             )
 
     @property
     def num_tokens(self) -> int:
-        """T, the pad included."""
+        """T, including the pad."""
         return self.segments.num_tokens
 
     @property
@@ -370,7 +374,7 @@ class PackedBatch:
         )
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch in page-locked memory, so that `.to("cuda")` does not wait."""
+        """The same batch in page-locked memory, so that `.to("cuda")` is asynchronous."""
         segments = replace(self.segments, cu_seqlens=self.segments.cu_seqlens.pin_memory())
         return self._map(lambda tensor: tensor.pin_memory(), segments)
 
@@ -393,7 +397,7 @@ class PackedBatch:
         need_whole("length", length, 0, f"pad to {real} or more")
         pad = length - real
         if pad < 0:
-            raise UserError("length", f"{length} for a batch of {real} tokens", f"pad to {real} or more")
+            raise UserError("length", f"{length} is less than the {real} tokens of the batch", f"pad to {real} or more")
         if pad == self.pad_length:
             return self
         fill = {"labels": IGNORE, "sample_index": self.num_samples}
@@ -401,7 +405,7 @@ class PackedBatch:
         def lengthened(tensor: Tensor, value: int = 0) -> Tensor:
             return torch.cat([tensor[:real], tensor.new_full((pad,), value)])
 
-        longer = self.TOKEN_FIELDS if self.entries is None else self.ROW_FIELDS  # a pad has no entries
+        longer = self.TOKEN_FIELDS if self.entries is None else self.PACK_FIELDS  # a pad has no entries
         padded: dict[str, Any] = {field: lengthened(getattr(self, field), fill.get(field, 0)) for field in longer}
         padded["position_ids"] = torch.cat(
             [self.position_ids[:real], torch.arange(pad, dtype=torch.int64, device=self.position_ids.device)]
@@ -418,16 +422,18 @@ class PackedBatch:
         return self.padded_to(-(-real // multiple) * multiple)
 
     def unpack(self, values: Tensor) -> list[Tensor]:
-        """Per-sample views of any [T, ...] tensor, the pad left out.
+        """Split a [T, ...] tensor into one view per sample, without the pad.
 
-        Of a batch with `entries` any [E, ...] tensor, laid out as it would be without: 0 where there is no label.
+        For a batch with `entries`, take an [E, ...] tensor and return full samples with 0 at positions without a label.
         """
         if not isinstance(values, Tensor):
-            raise UserError("values", f"{type(values).__name__}", "give a tensor, such as torch.as_tensor(values)")
-        expected = self.num_tokens if self.entries is None else len(self.entries.rows)
+            raise UserError(
+                "values", f"got a {type(values).__name__}", "give a tensor, such as torch.as_tensor(values)"
+            )
+        expected = self.num_tokens if self.entries is None else len(self.entries.positions)
         if values.shape[:1] != (expected,):
             shape = tuple(values.shape)
-            raise UserError("values", f"shape {shape} for {expected} tokens", "give one entry per token of the batch")
+            raise UserError("values", f"shape {shape} for {expected} tokens", "give one value per token of the batch")
         if self.entries is not None:
             predictions = torch.from_numpy(self.entries.tokens - 1).to(values.device)
             whole = values.new_zeros(sum(self.lengths), *values.shape[1:])
@@ -435,18 +441,18 @@ class PackedBatch:
         return list(torch.split(values[: self.num_tokens - self.pad_length], self.lengths))
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments of a stock HF model whose own attention understands packed rows.
+        """The keyword arguments of a stock HF model whose own attention supports packs.
 
-        Not every model does: `padfree.compat.hf.PackedCollator` tries it on a small copy.
+        Not every model does: `padfree.compat.hf.PackedCollator` tests this on a small copy of the model.
         """
-        assert self.segments.parents is None, "transformers' own attention knows of no shared prefixes"
+        assert self.segments.parents is None, "transformers' own attention does not support shared prefixes"
         return pack_inputs(self.input_ids, self.position_ids, self.segments)
 
 
 def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
-    """What transformers' own attention needs to keep the samples of a row apart: no mask, it makes its own.
+    """The arguments with which transformers' own attention keeps the samples of a pack apart; it builds its own mask.
 
-    There is no key for a mask at all: TRL takes one that is there for a tensor.
+    The dict has no `attention_mask` key, not even None: TRL treats any value under this key as a tensor.
     """
     return {
         "input_ids": input_ids[None],
@@ -461,10 +467,10 @@ def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layout:
-    """Which token ranges of a row of T tokens each context rank holds. Host only; made by `padfree.cp.make_layout`.
+    """The token ranges that each context rank holds of a pack of T tokens. Host only; made by `padfree.cp.make_layout`.
 
-    Rank r holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in all, those of a segment side by side. No
-    range crosses the border of a segment, so that each is one *piece*: consecutive queries of one sample.
+    Rank r holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in all; ranges of one segment are adjacent.
+    No range crosses a segment boundary, so each range is one *piece*: consecutive queries of one sample.
     """
 
     kind: LayoutKind
@@ -480,7 +486,7 @@ class PrefixKeys:
 
     Made and read by `padfree.attention.prefix_attention`.
 
-    Several arrays lie in one, so that compiled code sees one size, which no other size is taken for.
+    Several arrays are concatenated into one, so that compiled code sees one size that equals no other size by chance.
     """
 
     numbers: Tensor  # [n] int32
@@ -489,11 +495,11 @@ class PrefixKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttnContext:
-    """What attention must know of a micro-batch. It travels as an argument of the model's forward, never as a global.
+    """What attention needs to know about a micro-batch. Passed as an argument of the model's forward, never a global.
 
-    `segments` are those of the whole row. Without a layout this process holds the whole row; with one it holds its
-    share, and `plan` is what `padfree.cp` prepared for it. `prefix_keys` are there if this process attends to the whole
-    of a row whose samples share prefixes.
+    `segments` describes the whole pack. Without a layout this process holds the whole pack; with a layout it holds its
+    shard, and `plan` is what `padfree.cp` prepared for the shard. `prefix_keys` is set if samples share prefixes and
+    this process attends to the whole pack.
     """
 
     segments: Segments
@@ -512,18 +518,18 @@ class AttnContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalEntries:
-    """The entries that one context rank's tokens predict."""
+    """The entries that the tokens of one context rank predict."""
 
-    numbers: NDArray[np.int64]  # [e] among those of the row
-    rows: Copies  # [e] of this rank's tokens
+    numbers: NDArray[np.int64]  # [e] index among the entries of the pack
+    positions: Copies  # [e] gathered from this rank's tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalBatch:
-    """One context rank's tokens, `[T / world]`, and what its attention needs. Made by `padfree.cp.shard`.
+    """The tokens of one context rank, `[T / world]`, and what its attention needs. Made by `padfree.cp.shard`.
 
-    With `entries` labels, weights, sample_index and rollout are [e], as in `PackedBatch`.
-    A filler is a pack of one token that is not scored: it keeps a rank in step whose plan has no samples left.
+    If `entries` is set, labels, weights, sample_index and rollout have shape [e], as in `PackedBatch`.
+    A filler is a pack of one unscored token: it keeps a rank in step after the rank's plan has run out of samples.
     """
 
     input_ids: Tensor  # [T/world]
@@ -535,9 +541,9 @@ class LocalBatch:
     rollout: Rollout | None = None
     samples: tuple[SampleInfo, ...] = ()
     entries: LocalEntries | None = None
-    num_labels: int | None = None  # positions here that have a label, where the host has counted them
+    num_labels: int | None = None  # labelled positions on this rank, if the host has counted them
     is_filler: bool = False
-    batch_samples: int = 1  # of the whole global batch, for losses that weigh whole samples
+    batch_samples: int = 1  # samples in the global batch, for losses that weight whole samples
 
     @property
     def num_tokens(self) -> int:
@@ -545,7 +551,7 @@ class LocalBatch:
 
     @property
     def num_samples(self) -> int:
-        """B, of the whole row."""
+        """B, of the whole pack."""
         return self.context.segments.num_samples if self.entries is None else len(self.samples)
 
     def model_inputs(self) -> dict[str, Any]:
@@ -572,19 +578,21 @@ class LmHead:
     logit_scale: float = 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V], as the formula says."""
+        """[..., D] -> [..., V]."""
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """The rollout arrays these samples carry. All carry the same ones, or it is an error."""
+    """The rollout arrays that these samples carry. Raises `UserError` unless all samples carry the same arrays."""
     present: Mapping[str, list[bool]] = {f: [getattr(s, f) is not None for s in samples] for f in TOKEN_ARRAYS}
     for field, there in present.items():
         if any(there) and not all(there):
             index = there.index(False)
             name = _name(samples[index].uid)
-            raise UserError(field, f"missing in {name} at index {index} but present in others", "give it for all")
+            raise UserError(
+                field, f"missing in {name} at index {index} but present in others", "give it for all samples"
+            )
     return tuple(field for field, there in present.items() if any(there))
 
 

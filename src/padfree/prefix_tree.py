@@ -1,12 +1,12 @@
-"""The nodes of a row whose samples share prefixes: pure index arithmetic.
+"""The prefix tree of a pack whose samples share prefixes: pure index arithmetic.
 
     nodes      0: p p p     1: a a     2: b b b          parents   -1 0 0          offsets   0 3 5 8
     positions     0 1 2        3 4        3 4 5          first      0 3 3
-    paths      0            0 1        0 2               what the queries of each node see, the last part causally
+    paths      0            0 1        0 2               the keys that each node's queries see, causal in its own tokens
 
-A node holds tokens once. It hangs on its parent, and a sample is a path from a root to the node where it ends. Parents
-come before their children and the nodes below a node lie side by side behind it (preorder), so that a subtree is one
-range of the row. A row that shares nothing has roots only.
+A node stores its tokens once. A sample is a path from a root to the node where the sample ends. Nodes are in preorder:
+parents come before their children, and the descendants of a node directly follow it, so that a subtree is one range of
+the pack. A pack that shares nothing has only roots.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Indices = NDArray[np.int64]
 
 
 class PathRanges(NamedTuple):
-    """Ranges [begin, end) of a row, path by path, each from its root down; `number` says whose path."""
+    """Ranges [begin, end) of a pack, path by path, each path from its root down."""
 
-    number: Indices  # [m], ascending
+    number: Indices  # [m] index of the path, ascending
     begin: Indices  # [m]
     end: Indices  # [m]
 
     def lengths(self, count: int) -> Indices:
-        """[count] tokens of each path."""
+        """[count] number of tokens on each path."""
         sums: Indices = np.bincount(self.number, self.end - self.begin, minlength=count).astype(np.int64)
         return sums
 
 
 def check_parents(parents: NDArray[Any], count: int) -> Indices:
-    """[S] parents of so many nodes in preorder, as integers; anything else is refused."""
+    """Check the parents [S] of `count` nodes in preorder, and return them as int64."""
     array = np.asarray(parents, dtype=np.int64)
     if array.shape != (count,):
         raise UserError("parents", f"shape {array.shape} for {count} nodes", "give one parent per node, -1 for a root")
@@ -47,22 +47,24 @@ def check_parents(parents: NDArray[Any], count: int) -> Indices:
             path.pop()
         if parent != (path[-1] if path else -1):
             raise UserError(
-                "parents", f"{parent} of node {node}", "give nodes in preorder, a parent before its children"
+                "parents",
+                f"{parent} cannot be the parent of node {node}",
+                "sort nodes in preorder, each parent before its children",
             )
         path.append(node)
     return array
 
 
 def first_positions(parents: Indices, lengths: Indices) -> Indices:
-    """[S] the position of each node's first token: how many tokens lie before it on its path."""
+    """[S] the position of each node's first token: the number of tokens before it on its path."""
     first = np.zeros(len(parents), dtype=np.int64)
-    for node in np.flatnonzero(parents >= 0).tolist():  # ascending: the parent's is known
+    for node in np.flatnonzero(parents >= 0).tolist():  # ascending, so the parent's value is known
         first[node] = first[parents[node]] + lengths[parents[node]]
     return first
 
 
 def subtree_ends(parents: Indices) -> Indices:
-    """[S] the node behind the last one below each node."""
+    """[S] one past the last descendant of each node."""
     ends = np.arange(1, len(parents) + 1)
     for node in np.flatnonzero(parents >= 0)[::-1].tolist():
         parent = parents[node]
@@ -71,7 +73,7 @@ def subtree_ends(parents: Indices) -> Indices:
 
 
 def paths(parents: Indices) -> list[list[int]]:
-    """[S] the nodes from the root to each node, itself the last."""
+    """[S] the nodes on the path from the root to each node, including the node itself."""
     found: list[list[int]] = []
     for node, parent in enumerate(parents.tolist()):
         found.append([*(found[parent] if parent >= 0 else ()), node])
@@ -79,7 +81,7 @@ def paths(parents: Indices) -> list[list[int]]:
 
 
 def prefix_ranges(parents: Indices, offsets: Indices, without: Collection[int] = ()) -> PathRanges:
-    """What the queries of each node see: the tokens of its ancestors, those in `without` left out, then its own."""
+    """The keys that each node's queries see: its ancestors' tokens, except nodes in `without`, then its own tokens."""
     chains = [[node for node in chain[:-1] if node not in without] + chain[-1:] for chain in paths(parents)]
     number = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
     node = np.array([each for chain in chains for each in chain], dtype=np.int64)
@@ -87,7 +89,7 @@ def prefix_ranges(parents: Indices, offsets: Indices, without: Collection[int] =
 
 
 def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
-    """[n] where the tokens of a path lie in the row; none for node -1, which is the path of an empty sample."""
+    """[n] indices in the pack of the tokens on the path to `node`; empty for node -1, the path of an empty sample."""
     chain: list[int] = []
     while node >= 0:
         chain.append(node)
@@ -97,18 +99,18 @@ def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
 
 
 class PathPages(NamedTuple):
-    """The keys of all paths in pages of one size. What is before a node in whole pages is read, the rest copied.
+    """The keys of all paths in pages of one size. Paths share the whole pages of a prefix; a partial page is copied.
 
     nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2        table   0 1 2    0 1 3 4    0 1 5 6
     pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2      the end of a path fills its last page
     """
 
-    tokens: Indices  # [pages * size] the token of the row at each place
-    table: Indices  # [S, m] the pages of each path; any behind its last
+    tokens: Indices  # [pages * size] the token of the pack in each slot of each page
+    table: Indices  # [S, m] the pages of each path; entries after its last page are arbitrary
 
 
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
-    """[S] how many pages each node adds: from the last whole page before its first position to its own end."""
+    """[S] number of pages that each node adds: from the last whole page before its first position to its end."""
     counts: Indices = -(-(first % size + lengths) // size)
     return counts
 
@@ -131,14 +133,14 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
     return PathPages(tokens, table)
 
 
-def readers(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
-    """The transpose of `prefix_ranges`: where the copies of each token lie if all paths are laid end to end.
+def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
+    """The transpose of `prefix_ranges`: the indices of each token's copies if all paths are laid end to end.
 
-    [K] places of the copies, token by token, and [C + 1] where those of each token begin.
+    [K] indices of the copies, grouped by token, and [C + 1] where the group of each token begins.
     """
     lengths = np.diff(offsets)
     key_ends = np.cumsum(first_positions(parents, lengths) + lengths)
-    own_start = key_ends - lengths  # of each path, where the node's own tokens begin
+    own_start = key_ends - lengths  # start of the node's own tokens in each path
     first = first_positions(parents, lengths)
     counts = np.repeat(subtree_ends(parents) - np.arange(len(parents)), lengths)
     places: list[Indices] = []

@@ -1,15 +1,15 @@
-"""Sizes of a Hugging Face causal language model, counted on the modules that transformers makes of its config.
+"""Sizes of a Hugging Face causal language model, measured on the modules that transformers builds from its config.
 
     Qwen3-0.6B   hidden 1024   heads 16 of 128   query 2048   key, value 1024   mlp 3072   layers 28   vocabulary 151936
 
 FLOPs (`padfree.packing.cost`), memory (`padfree.estimate`) and calibration (`tools.planner`) all read sizes here. The
-model is built on the meta device, without numbers: a second for 80 layers, once for a config. So a new architecture
-needs no entry here; from the config come only the numbers that no module has a shape for (heads, windows, how many
-experts a token meets).
+model is built on the meta device, without storage: one second for 80 layers, once per config. A new architecture
+therefore needs no entry here. The config supplies only what no module's shape shows: heads, windows, and the number of
+experts per token.
 
-A config is an object of transformers, another object with the same fields, or a dict; the latter two must have a
-`model_type` and the sizes of a decoder, and what else they lack is transformers' default. A multimodal config counts
-for its text part.
+A config is a transformers config, another object with the same fields, or a dict. The latter two must have a
+`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. For a multimodal config
+the text part is measured.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSizes:
-    """Of one layer; widths of queries, keys, values and outputs are those of all heads together."""
+    """Widths of one layer. Widths of queries, keys, values and outputs are summed over all heads."""
 
-    head: int  # of a query and a key
+    head: int  # size of one head of queries and keys
     query: int
-    gate: int  # of the output; 0: there is none
+    gate: int  # width of the output gate; 0 if there is none
     key: int
     value: int
     output: int  # before its projection
@@ -48,32 +48,32 @@ class AttentionSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """Widths and counts. Where layers differ, a width is the largest."""
+    """Widths and counts. If layers differ, a width is the largest of any layer."""
 
     hidden: int
     layers: int
     vocabulary: int
     heads: int
-    attention: AttentionSizes  # of layers that attend to everything before
-    windowed_attention: AttentionSizes  # of those with a window, whose heads are narrower in few models
-    latent: bool  # queries, keys and values come out of low-rank projections
+    attention: AttentionSizes  # of layers with full attention
+    windowed_attention: AttentionSizes  # of layers with a sliding window; in a few models their heads are narrower
+    latent: bool  # queries, keys and values come from low-rank projections
     mlp: int
-    experts: int  # of a layer; 0: it is no mixture
+    experts: int  # per layer; 0 if the model is not a mixture of experts
     experts_per_token: int
     expert_mlp: int
-    shared_mlp: int  # experts that every token meets
+    shared_mlp: int  # width of the experts that process every token
     sparse: tuple[bool, ...]  # which layers have experts
     window: int
     windowed_layers: int
     full_layers: int
-    layer_types: tuple[str, ...]  # empty: the config names none
-    mixer_layers: int  # those that carry a state along the sequence instead of attending, or besides
-    weights: float  # that one token meets in matmuls, the head included
-    state_flops: int  # of one token in all mixers, forward, besides their weights
+    layer_types: tuple[str, ...]  # empty if the config names none
+    mixer_layers: int  # layers that carry a state along the sequence, instead of attention or in addition to it
+    weights: float  # weights that one token is multiplied with in matmuls, including the head
+    state_flops: int  # forward FLOPs of one token in the state updates of all mixers, excluding their weights
 
     @staticmethod
     def of(config: Any) -> ModelSizes:
-        """Refuses a config that has not even the sizes of a decoder."""
+        """The sizes of a config. Raises `UserError` if the config lacks the sizes of a decoder."""
         if not isinstance(config, PreTrainedConfig):
             config = _from_dict(_fields(config))
         config = language_config(config) or config
@@ -81,7 +81,7 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """The widest; so are the others."""
+        """The larger of full and windowed attention; likewise for the other widths."""
         return max(self.attention.head, self.windowed_attention.head)
 
     @property
@@ -102,12 +102,12 @@ class ModelSizes:
 
 
 def attends(layer: nn.Module) -> bool:
-    """Whether a layer of a model without weights has attention, in or beside its mixers."""
+    """Whether a layer of a model on the meta device has attention, including attention next to a mixer."""
     return bool(_attentions(layer))
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
-    """The mixers of a layer of a model without weights: the probe has not seen it, their parameters tell."""
+    """The mixers of a layer of a model on the meta device, recognised by their parameters."""
     return [module for module in layer.modules() if kind_of(module).name != "other"]
 
 
@@ -120,16 +120,20 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
     other: Mapping[str, str] = {}
     for name in NEEDED:
         if not fields.get(name) and not fields.get(other.get(name, name)):
-            raise UserError("config", f"no {name}", "give a causal language model's config or CostModel(linear=...)")
+            raise UserError(
+                "config", f"has no {name}", "give a causal language model's config or CostModel(linear=...)"
+            )
         if fields["model_type"] not in CONFIG_MAPPING:
-            raise UserError("config", f"model_type {fields['model_type']!r}", "give one that transformers has")
+            raise UserError(
+                "config", f"has unknown model_type {fields['model_type']!r}", "give one that transformers supports"
+            )
         other = CONFIG_MAPPING[fields["model_type"]].attribute_map
     config: PreTrainedConfig = AutoConfig.for_model(**fields)
     return config
 
 
 class _SizeKey:
-    """A config as the key of a cache: by its values."""
+    """Makes a config hashable by its values, as a cache key."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config, self._text = config, f"{type(config)}{config.to_json_string(use_diff=False)}"
@@ -151,7 +155,7 @@ def _counted(key: _SizeKey) -> ModelSizes:
 
 
 def count(model: PreTrainedModel) -> ModelSizes:
-    """Of a model that has no adapters and is not sharded."""
+    """The sizes of a model without adapters that is not sharded."""
     config, layers = model.config.get_text_config(), list(layers_of(model))
     heads, hidden = int(getattr(config, "num_attention_heads", 0)), int(config.hidden_size)
     types = tuple(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
@@ -191,11 +195,11 @@ def count(model: PreTrainedModel) -> ModelSizes:
 
 
 def _windows(config: PreTrainedConfig, types: tuple[str, ...], layers: int) -> tuple[int, int, int]:
-    """The window, and how many layers attend in one and to everything before."""
+    """The window, the number of layers with windowed attention, and the number with full attention."""
     window = int(getattr(config, "sliding_window", None) or 0)
     chunked = types.count("chunked_attention")
     if chunked:
-        window = int(getattr(config, "attention_chunk_size", 0)) // 2  # a chunk's mean of keys
+        window = int(getattr(config, "attention_chunk_size", 0)) // 2  # the mean number of keys in a chunk
     if not types:
         everywhere = window > 0 and getattr(config, "use_sliding_window", None) is not False
         return window, layers if everywhere else 0, 0 if everywhere else layers
@@ -204,13 +208,13 @@ def _windows(config: PreTrainedConfig, types: tuple[str, ...], layers: int) -> t
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
-    """Modules with attention that are not inside a mixer."""
+    """Attention modules that are not inside a mixer."""
     inside = {part for mixer in mixers_of(layer) for part in mixer.modules()}
     return [each for each in layer.modules() if type(each).__name__.endswith("Attention") and each not in inside]
 
 
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
-    """Widths of what a layer's projections write and read; of fused ones keys and values are what is left."""
+    """Widths of a layer's attention projections. If q, k and v are fused, key and value widths are the remainder."""
     modules = [each for each in _attentions(layer) if _linear(each)]
     if not modules:
         return None
@@ -231,7 +235,7 @@ def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | N
 
 
 def _widest(found: list[AttentionSizes]) -> AttentionSizes:
-    """Of several layers; a layer that reads another's keys has none of its own."""
+    """The widest of several layers; a layer that reuses another layer's keys has none of its own."""
     return max(found, key=lambda sizes: (sizes.query, sizes.key), default=_NOTHING)
 
 
@@ -239,7 +243,7 @@ _NOTHING = AttentionSizes(head=1, query=0, gate=0, key=0, value=0, output=0)
 
 
 def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
-    """(last name, module, in, out) of the linear layers in a module, in their order."""
+    """(last part of the name, module, in, out) of the linear layers in a module, in order."""
     found: list[tuple[str, nn.Module, int, int]] = []
     for name, each in module.named_modules():
         last = name.rpartition(".")[2]
@@ -251,10 +255,10 @@ def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
 
 
 def _mlp(layer: nn.Module, hidden: int) -> int:
-    """The width of a layer's MLP, or of the experts that every token meets: of what is projected back to `hidden`."""
+    """The width of a layer's MLP, or of its shared experts: the input width of the projection back to `hidden`."""
     outside = {part for each in (*_attentions(layer), *mixers_of(layer)) for part in each.modules()}
     outside |= {part for name, each in layer.named_modules() if _is_experts(name) for part in each.modules()}
-    last: dict[str, int] = {}  # of each module with linear layers, the last that writes `hidden`
+    last: dict[str, int] = {}  # parent module -> input width of its last layer that writes `hidden`
     for name, each in layer.named_modules():
         for _, linear, read, written in _linear(each) if isinstance(each, nn.Linear | Conv1D) else ():
             if written == hidden and linear not in outside:
@@ -267,7 +271,7 @@ def _is_experts(name: str) -> bool:
 
 
 def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
-    """How many experts a layer has, and the width of one: of its smallest matrix."""
+    """The number of experts in a layer, and the width of one, derived from its smallest matrix."""
     for name, module in layer.named_modules():
         if _is_experts(name):
             matrices = [each for each in module.parameters() if each.ndim >= 2]
@@ -279,13 +283,13 @@ def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
 
 
 def _met_weights(model: PreTrainedModel, met: float) -> float:
-    """The weights of all matmuls of one token, counted from the modules; of experts the share that it meets."""
+    """Weights that one token is multiplied with in matmuls; experts count by `met`, the fraction that a token meets."""
     found = 0.0
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear | Conv1D):
             found += module.weight.numel() * (met if re.search(r"experts\.\d", name) else 1)
         elif _is_experts(name):
             found += met * sum(each.numel() for each in module.parameters(recurse=False) if each.ndim == 3)
-        elif re.search(r"(router|gate)$", name):  # those that are no linear layers
+        elif re.search(r"(router|gate)$", name):  # routers that are not linear layers
             found += sum(each.numel() for each in module.parameters(recurse=False) if each.ndim == 2)
     return found

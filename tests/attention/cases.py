@@ -1,4 +1,4 @@
-"""Odd shapes that every backend must get right, and how a backend is run on them and compared."""
+"""Odd shapes that every backend must handle, and helpers that run and compare backends on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
 
 ODD = (3, 47, 0, 31, 123, 1, 230, 31)
-FEWER_QUERIES = (2, 10, 0, 31, 1, 0, 40, 7)  # of the keys of ODD, so that each is a piece at the end of its sample
+FEWER_QUERIES = (2, 10, 0, 31, 1, 0, 40, 7)  # at most the keys of ODD, so that each is a piece at the end of its sample
 MORE_QUERIES = (5, 47, 9, 33, 0, 4, 260, 1)  # some of which see no key
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ CASES = [
 
 @dataclass
 class Inputs:
-    """Random tensors of a case; the gradient of the output comes with them, so that every backend gets the same."""
+    """Random tensors of a case, including the gradient of the output, so that every backend gets the same."""
 
     q: Tensor
     k: Tensor
@@ -82,7 +82,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
-    """Numbers that `dtype` holds exactly."""
+    """Random numbers that `dtype` represents exactly."""
     generator = torch.Generator().manual_seed(1)
     value_dim = case.value_dim or case.head_dim
     num_heads, num_key_heads = case.heads
@@ -104,7 +104,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
 
 
 def run(case: Case, inputs: Inputs, backend: str) -> dict[str, Tensor]:
-    """Everything a call gives, forward and backward."""
+    """All results of a call, forward and backward."""
     leaves = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks") if getattr(inputs, name) is not None}
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
     out, lse = varlen_attention(
@@ -125,7 +125,7 @@ def run(case: Case, inputs: Inputs, backend: str) -> dict[str, Tensor]:
 
 
 def expected(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the reference gives for the same numbers, computed in `dtype`."""
+    """The results of the reference for the same inputs, computed in `dtype`."""
     wide = Inputs(
         **{
             name: None if getattr(inputs, name) is None else getattr(inputs, name).to(dtype)
@@ -138,7 +138,7 @@ def expected(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], *, atol: float, rtol: float) -> None:
-    """Equal within atol + rtol · |want|, with the same infinities; the norm of all differences is held tighter."""
+    """Equal within atol + rtol · |want|, with the same infinities; the norm of all differences has a tighter bound."""
     assert got.keys() == want.keys()
     for name, expected_tensor in want.items():
         actual = got[name].to(expected_tensor.dtype)
@@ -151,7 +151,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], *, atol: float,
 
 
 def cuda_backend(name: str, case: Case, dtype: torch.dtype) -> str:
-    """`name`, or a skip that says why it cannot run here."""
+    """`name`, or skip the test with the reason why it cannot run here."""
     try:
         return choose_backend(
             torch.device("cuda"),
@@ -166,7 +166,7 @@ def cuda_backend(name: str, case: Case, dtype: torch.dtype) -> str:
 
 
 def leaked(backend: str, case: Case, inputs: Inputs, changed: int) -> list[str]:
-    """Change every number of one segment; the results of which a single bit changed in any other segment."""
+    """Change every number of one segment; return the results that changed by a bit in any other segment."""
     before = run(case, inputs, backend)
     others = {}
     for name, segments in (("q", inputs.segments_q), ("k", inputs.segments_k)):
@@ -184,7 +184,7 @@ def leaked(backend: str, case: Case, inputs: Inputs, changed: int) -> list[str]:
 
 
 def dense(case: Case, inputs: Inputs) -> dict[str, Tensor]:
-    """The whole row as one softmax under a mask from segment numbers and positions: nothing shared with the package."""
+    """The whole pack as one softmax under a mask from segment indices and positions; independent of the package."""
     segment_q, position = _numbering(inputs.segments_q)
     segment_k, key = _numbering(inputs.segments_k)
     own = (

@@ -1,4 +1,4 @@
-"""How the flash kernels are called. What they compute is in test_function, on a machine that has them."""
+"""The arguments of the flash kernels. `test_function` checks their results on a machine that has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEGMENTS = Segments.from_lengths([4, 7])
 
 @pytest.mark.parametrize(("window", "left"), [(None, -1), (1, 0), (5, 4), (6, 5), (7, -1), (100, -1)])
 def test_a_window_counts_the_keys_to_the_left(window: int | None, left: int) -> None:
-    """A window that no key is outside of is none, which is the faster kernel."""
+    """A window that contains all keys is passed as no window, which selects a faster kernel."""
     assert flash.window_left(AttentionSpec(scale=1.0, window=window), SEGMENTS) == left
 
 
@@ -50,7 +50,7 @@ def test_inputs_are_copied_only_if_their_last_dimension_is_not_contiguous() -> N
 
 
 def test_torch_operators_take_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arguments fit the operators' own schemas, in the order and under the names that they have here."""
+    """The arguments match the operators' schemas, in order and by name."""
     calls: dict[str, dict[str, Any]] = {}
 
     def recorder(name: str, *results: torch.Tensor) -> Any:

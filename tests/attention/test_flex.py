@@ -44,7 +44,7 @@ def test_blocks_are_skipped_only_where_no_pair_is_visible_and_full_only_where_al
 def test_the_mask_and_the_cap_say_what_they_should(
     mask: str, queries: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward only, and not compiled: that much flex can do on the CPU."""
+    """Forward only and uncompiled, which is what flex supports on the CPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
@@ -57,7 +57,7 @@ def test_the_mask_and_the_cap_say_what_they_should(
     torch.testing.assert_close(lse, want["lse"], atol=2e-5, rtol=2e-5)
 
 
-def test_a_mask_is_remembered_by_what_the_segments_say() -> None:
+def test_a_mask_is_cached_by_the_values_of_the_segments() -> None:
     def mask(lengths: list[int], **change: object) -> object:
         segments = Segments.from_lengths(lengths)
         options = AttentionSpec(**{"scale": 1.0, **change})

@@ -1,4 +1,4 @@
-"""The public functions: what they promise whatever the backend, and every CUDA backend against the reference."""
+"""The public functions: their contract on every backend, and every CUDA backend against the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CUDA_CASES = [
     Case(heads=(5, 1), head_dim=128, sinks=True),
     Case(queries=(1, 1, 0, 1), keys=(4, 1, 3, 9), heads=(4, 2)),
 ]
-# Kernels of a backend differ by head size and by heads that share keys; flex compiles one from a description of both.
+# A backend has different kernels per head size and group size; flex compiles one for each.
 SHARED_KEYS = [Case(head_dim=head_dim) for head_dim in (96, 192, 256)]
 
 
@@ -71,7 +71,9 @@ def test_flex_in_float32(case: Case) -> None:
 def test_no_bit_of_a_segment_depends_on_another_on_cuda(backend: str, changed: int) -> None:
     case = Case(head_dim=128)
     cuda_backend(backend, case, torch.bfloat16)
-    torch.use_deterministic_algorithms(True)  # sums of atomics differ from run to run, whatever the other segments hold
+    torch.use_deterministic_algorithms(
+        True
+    )  # sums by atomics differ from run to run, whatever the other segments contain
     try:
         assert leaked(backend, case, make_inputs(case, torch.bfloat16, "cuda"), changed) == []
     finally:
@@ -85,7 +87,7 @@ def test_no_bit_of_a_segment_depends_on_another_on_cuda(backend: str, changed: i
 def test_raw_blocks_of_a_larger_softmax_add_up(backend: str, mask: str) -> None:
     """Keys in two blocks, merged by lse; then the backward of each with the merged out and lse: ring attention.
 
-    The queries of a segment sit at its last keys, which are the second block; the first one they see as a whole.
+    The queries of a segment are aligned with its last keys, the second block; they see the first block entirely.
     """
     on_cuda = backend in CUDA_BACKENDS
     dtype, device = (torch.bfloat16, "cuda") if on_cuda else (torch.float32, "cpu")
@@ -95,32 +97,32 @@ def test_raw_blocks_of_a_larger_softmax_add_up(backend: str, mask: str) -> None:
     inputs = make_inputs(case, dtype, device)
     want = expected(case, inputs, torch.float32)
     earlier = [keys - queries for queries, keys in zip(FEWER_QUERIES, ODD, strict=True)]
-    rows = _alternating(earlier, list(FEWER_QUERIES), inputs.q.device)
+    indices = _alternating(earlier, list(FEWER_QUERIES), inputs.q.device)
     arguments = {**case.arguments, "backend": backend}
     blocks = [
-        (rows[0], Segments.from_lengths(earlier, device=device), {**arguments, "causal": False}),
-        (rows[1], inputs.segments_q, arguments),
+        (indices[0], Segments.from_lengths(earlier, device=device), {**arguments, "causal": False}),
+        (indices[1], inputs.segments_q, arguments),
     ]
     parts = [
-        varlen_forward(inputs.q, inputs.k[row], inputs.v[row], inputs.segments_q, segments, **options)
-        for row, segments, options in blocks
+        varlen_forward(inputs.q, inputs.k[index], inputs.v[index], inputs.segments_q, segments, **options)
+        for index, segments, options in blocks
     ]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(torch.exp(part_lse - lse)[..., None] * part_out for part_out, part_lse in parts)
     got = {"out": out, "lse": lse, "dq": 0, "dk": torch.zeros_like(want["dk"]), "dv": torch.zeros_like(want["dv"])}
-    for row, segments, options in blocks:
+    for index, segments, options in blocks:
         dq, dk, dv = varlen_backward(
-            inputs.dout, inputs.q, inputs.k[row], inputs.v[row], out, lse, inputs.segments_q, segments, **options
+            inputs.dout, inputs.q, inputs.k[index], inputs.v[index], out, lse, inputs.segments_q, segments, **options
         )
         got["dq"] = got["dq"] + dq.float()
-        got["dk"][row] += dk
-        got["dv"][row] += dv
+        got["dk"][index] += dk
+        got["dv"][index] += dv
     tolerance = {"atol": 6e-2, "rtol": 2e-2} if on_cuda else {"atol": 1e-4, "rtol": 1e-4}
     assert_same(got, want, **tolerance)
 
 
 def _alternating(earlier: list[int], later: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of the first and of the second part of each segment."""
+    """The token indices of the first and of the second part of each segment."""
     lengths = [length for pair in zip(earlier, later, strict=True) for length in pair]
     parts = torch.arange(sum(lengths), device=device).split(lengths)
     return torch.cat(parts[::2]), torch.cat(parts[1::2])
@@ -160,7 +162,7 @@ def test_queries_without_any_keys_at_all() -> None:
     assert (q.grad == 0).all()
 
 
-def test_gradients_only_where_they_are_wanted() -> None:
+def test_gradients_only_for_inputs_that_require_them() -> None:
     inputs = make_inputs(Case(), torch.float32)
     q = inputs.q.requires_grad_()
     varlen_attention(q, inputs.k, inputs.v, inputs.segments_q, inputs.segments_k).sum().backward()
@@ -219,13 +221,16 @@ def test_it_can_be_left_out_of_a_compiled_function() -> None:
         ({"k": torch.zeros(8, 2, 12)}, r"q, k, v: shapes .*\(8, 2, 12\)"),
         ({"v": torch.zeros(8, 1, 16)}, "q, k, v: shapes"),
         ({"q": torch.zeros(8, 3, 16)}, "3 query heads for 2 key heads"),
-        ({"v": torch.zeros(8, 2, 16).double()}, "q, k, v: types"),
+        ({"v": torch.zeros(8, 2, 16).double()}, "q, k, v: dtypes"),
         ({"segments_q": Segments.from_lengths([5, 2, 1])}, "3 and 2 segments"),
         ({"segments_k": Segments.from_lengths([5, 2])}, "segments_k: 7 tokens for a tensor of 8"),
-        ({"segments_q": Segments.from_lengths([5, 3], device="meta")}, "segments_q: on meta, q on cpu; call .to"),
+        (
+            {"segments_q": Segments.from_lengths([5, 3], device="meta")},
+            "segments_q: is on meta, but q is on cpu; call .to",
+        ),
         ({"sinks": torch.zeros(2)}, r"sinks: shape \(2,\) for 4 query heads"),
         ({"window": -1}, "window: -1"),
-        ({"backend": "fa4"}, "'fa4' cannot serve"),
+        ({"backend": "fa4"}, "'fa4' does not support this call"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, object], message: str) -> None:

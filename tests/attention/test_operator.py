@@ -1,4 +1,4 @@
-"""Attention as an operator: the same numbers as `varlen_attention`, and what the compiler wants of an operator."""
+"""Attention as an operator: the same numbers as `varlen_attention`, and what the compiler requires of an operator."""
 
 from __future__ import annotations
 

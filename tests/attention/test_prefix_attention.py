@@ -37,12 +37,12 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 @pytest.fixture(params=["gathered", "long_prefixes"])
 def long_prefixes(request: pytest.FixtureRequest) -> Indices:
-    """No node is a trunk, or all that have others below them."""
+    """No node is a long prefix, or every node that has children is."""
     return np.array([0, 1] if request.param == "long_prefixes" else [], dtype=np.int64)
 
 
 def test_the_compiler_may_rely_on_shapes_strides_and_gradients(long_prefixes: Indices) -> None:
-    """Queries, keys and values are views, as models hand them over: heads first in memory."""
+    """Queries, keys and values are views, as models pass them: heads first in memory."""
     q, k, v = (tensor.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for tensor in inputs())
     segments = Segments.from_lengths(LENGTHS, parents=PARENTS)
     keys = prepare_prefix_keys(segments, long_prefixes)
@@ -76,17 +76,17 @@ def test_a_path_is_a_sample(name: str, backend: str, long_prefixes: Indices) -> 
     out = prefix_attention(*leaves[:3], segments, keys, backend=backend, **options)
 
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
-    rows = [torch.from_numpy(path_tokens(PARENTS, segments.offsets, node)) for node in ENDS]
-    loss = sum((out[row] * weights[row]).sum() for row in rows)
+    paths = [torch.from_numpy(path_tokens(PARENTS, segments.offsets, node)) for node in ENDS]
+    loss = sum((out[path] * weights[path]).sum() for path in paths)
     shared = torch.autograd.grad(loss, leaves)
 
     total = torch.zeros(())
-    for row in rows:
-        alone = Segments.from_lengths([len(row)])
-        taken = [tensor[row] for tensor in leaves[:3]]
+    for path in paths:
+        alone = Segments.from_lengths([len(path)])
+        taken = [tensor[path] for tensor in leaves[:3]]
         each = varlen_attention(*taken, alone, alone, backend="reference", **options)
-        assert torch.allclose(each, out[row], rtol=0, atol=1e-12)
-        total = total + (each * weights[row]).sum()
+        assert torch.allclose(each, out[path], rtol=0, atol=1e-12)
+        total = total + (each * weights[path]).sum()
     for one, other in zip(shared, torch.autograd.grad(total, leaves), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
@@ -123,7 +123,7 @@ def test_a_changed_leaf_changes_no_other_bitwise(long_prefixes: Indices) -> None
     assert not torch.equal(before[changed], after[changed])
 
 
-def test_copies_are_added_up() -> None:
+def test_copies_are_summed() -> None:
     index = np.array([0, 0, 2, 1, 0, 4])
     copies = copies_of(index, 5, torch.device("cpu"))
     tensor = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
@@ -131,7 +131,7 @@ def test_copies_are_added_up() -> None:
     assert torch.equal(taken, tensor[torch.from_numpy(index)])
     gradient = torch.randn(6, 3, dtype=torch.float64)
     taken.backward(gradient)
-    expected = torch.stack([gradient[index == row].sum(0) for row in range(5)])
+    expected = torch.stack([gradient[index == element].sum(0) for element in range(5)])
     assert tensor.grad is not None
     assert torch.allclose(tensor.grad, expected, rtol=0, atol=1e-14)
     assert torch.equal(tensor.grad[3], torch.zeros(3, dtype=torch.float64))
@@ -140,21 +140,21 @@ def test_copies_are_added_up() -> None:
 @needs_kernels
 @pytest.mark.parametrize("width", [(3,), (4, 8), (1500,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_adds_up_as_the_reference_does(width: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_kernel_sums_like_the_reference(width: tuple[int, ...], dtype: torch.dtype) -> None:
     from padfree.attention.triton_copies import sum_rows
 
     index = np.array([0, 0, 2, 1, 0, 4, 2, 2])
     copies = copies_of(index, 5, torch.device(DEVICE))
     gradient = torch.randn(8, *width, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
-    found = sum_rows(gradient, copies.places, copies.begins)
+    found = sum_rows(gradient, copies.copy_index, copies.offsets)
     expected = sum_copies_reference(gradient, copies.index, 5)
     assert found.dtype == dtype
     assert torch.equal(found[3].float(), torch.zeros_like(found[3]).float())
     torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
 
 
-def test_trunks_are_few_and_long() -> None:
-    """A prompt that many read is one; a short one and what nothing hangs on are not."""
+def test_long_prefixes_are_few_and_long() -> None:
+    """A prompt that many nodes read is a long prefix; a short one and a node without children are not."""
     lengths = [8192, *[1024] * 16, 512, *[2048] * 16, 30_000, 100, 50_000]
     parents = np.array([-1, *[0] * 16, -1, *[17] * 16, -1, 34, -1])
     offsets = Segments.from_lengths(lengths).offsets
@@ -166,8 +166,8 @@ def test_trunks_are_few_and_long() -> None:
     assert chosen.tolist() == [9 * number for number in range(20 - MOST_LONG_PREFIXES, 20)]
 
 
-def test_pages_are_for_prompts_that_many_read() -> None:
-    """Not where filling pages up costs what the copies did, and not for a few copies."""
+def test_pages_are_for_prompts_that_many_nodes_read() -> None:
+    """Not if padding pages costs as much as the copies did, and not for a few copies."""
 
     def pay(prompt: int, response: int, size: int) -> bool:
         offsets = Segments.from_lengths([prompt, *[response] * size]).offsets
@@ -181,10 +181,10 @@ def test_pages_are_for_prompts_that_many_read() -> None:
     assert not pay(127, 1, 200)
 
 
-def test_a_row_that_shares_nothing_has_no_path_keys() -> None:
+def test_a_pack_that_shares_nothing_has_no_prefix_keys() -> None:
     assert prepare_prefix_keys(Segments.from_lengths([3, 2])) is None
     half = torch.randn(6, 3).bfloat16()
     copies = copies_of(np.array([0, 0, 2, 1, 0, 1]), 3, torch.device("cpu"))
     assert torch.equal(
-        sum_copies(half, copies.index, copies.places, copies.begins), sum_copies_reference(half, copies.index, 3)
+        sum_copies(half, copies.index, copies.copy_index, copies.offsets), sum_copies_reference(half, copies.index, 3)
     )

@@ -33,7 +33,7 @@ def test_against_the_reference(backend: str, window: int | None, long_prefixes: 
 @pytest.mark.parametrize("lengths", [LENGTHS, [2000, 1500, 700, 1025, 1, 1800]], ids=["short", "long"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_pages_against_the_reference(head_dim: int, lengths: list[int], softcap: float | None) -> None:
-    """Long segments are the ones whose query heads are not packed; 256 is a size that is not read in pages."""
+    """Query heads of long segments are not packed; head size 256 is not read in pages."""
     need("fa4", head_dim)
     segments = Segments.from_lengths(lengths, parents=PARENTS, device="cuda")
     keys = prepare_prefix_keys(segments, paged=True)

@@ -1,4 +1,4 @@
-"""The reference against one dense softmax over the whole row, whose gradients come from autograd."""
+"""The reference against one dense softmax over the whole pack, whose gradients come from autograd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_it_is_a_softmax_over_the_keys_of_the_segment(case: Case) -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_gradients_of_blocks_of_keys_add_up_to_the_whole(mask: str) -> None:
-    """Each block gets the out and lse of the whole softmax: that is all ring attention needs."""
+    """Each block gets the out and lse of the whole softmax, as in ring attention."""
     case = Case(mask=mask, queries=FEWER_QUERIES)
     inputs = make_inputs(case, torch.float64)
     spec, segments_q, segments_k = case.spec, inputs.segments_q, inputs.segments_k

@@ -1,4 +1,4 @@
-"""Which backend a call gets, on machines that are only pretended."""
+"""The backend that a call gets, on simulated machines."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         (("flex",), 9, {"raw_backward": True}, "torch"),
     ],
 )
-def test_auto_takes_the_fastest_that_can(
+def test_auto_takes_the_fastest_backend_that_supports_the_call(
     machine: object, packages: tuple[str, ...], major: int, request_: dict[str, object], chosen: str
 ) -> None:
     machine(*packages, major=major)
@@ -90,19 +90,24 @@ def test_everything_on_the_cpu_goes_to_the_cpu_kernels(dtype: torch.dtype, softc
     ("requested", "device", "request_", "message"),
     [
         ("fa5", CPU, {}, "backend: 'fa5' is unknown; use 'auto' or one of fa4, torch"),
-        ("flex", CPU, {}, "'flex' cannot serve: it runs on cuda, not on cpu; use 'auto' or 'cpu' or 'reference'"),
+        (
+            "flex",
+            CPU,
+            {},
+            "'flex' does not support this call: it runs on cuda, not on cpu; use 'auto' or 'cpu' or 'reference'",
+        ),
         ("torch", CPU, {}, "it runs on cuda, not on cpu"),
         ("cpu", CUDA, {}, "it runs on cpu, not on cuda"),
-        ("torch", CUDA, {"dtype": FP32}, r"torch.float32 is not among its types .*; use 'auto' or 'flex'"),
-        ("torch", CUDA, {"head_dim": 36}, r"head size 36 is not among its sizes \(8 to 256 in steps of 8\)"),
-        ("torch", CUDA, {"head_dim": 264}, "head size 264 is not among its sizes"),
+        ("torch", CUDA, {"dtype": FP32}, r"torch.float32 is not among its dtypes .*; use 'auto' or 'flex'"),
+        ("torch", CUDA, {"head_dim": 36}, r"head size 36 is not among its head sizes \(8 to 256 in steps of 8\)"),
+        ("torch", CUDA, {"head_dim": 264}, "head size 264 is not among its head sizes"),
         ("torch", CUDA, {"value_dim": 64}, "q and k have head size 128 but v has 64; use 'auto' or 'flex'"),
-        ("torch", CUDA, {"softcap": True}, "it has no softcap; use 'auto' or 'flex' or 'reference'"),
-        ("flex", CUDA, {"raw_backward": True}, "ring needs; use 'auto' or 'torch' or 'reference'"),
+        ("torch", CUDA, {"softcap": True}, "it does not support softcap; use 'auto' or 'flex' or 'reference'"),
+        ("flex", CUDA, {"raw_backward": True}, "ring attention needs; use 'auto' or 'torch' or 'reference'"),
         ("fa4", CUDA, {}, r"its package is not installed \(pip install 'padfree\[fa4\]'\); use 'auto' or 'torch'"),
     ],
 )
-def test_a_named_backend_that_cannot_serve_is_refused_with_reason_and_cure(
+def test_a_named_backend_that_does_not_support_a_call_is_refused_with_reason_and_fix(
     machine: object, requested: str, device: torch.device, request_: dict[str, object], message: str
 ) -> None:
     machine("flex")
@@ -111,7 +116,8 @@ def test_a_named_backend_that_cannot_serve_is_refused_with_reason_and_cure(
 
 
 @pytest.mark.parametrize(
-    ("major", "message"), [(8, "compute capability 8.0 is not among the 9 to 11"), (12, "compute capability 12.0")]
+    ("major", "message"),
+    [(8, r"compute capability 8.0 is not supported \(only 9 to 11\)"), (12, "compute capability 12.0")],
 )
 def test_fa4_is_refused_on_devices_it_has_no_kernels_for(machine: object, major: int, message: str) -> None:
     machine("fa4", major=major)
@@ -121,11 +127,11 @@ def test_fa4_is_refused_on_devices_it_has_no_kernels_for(machine: object, major:
 
 def test_fa4_has_fewer_head_sizes_on_blackwell(machine: object) -> None:
     machine("fa4", major=10)
-    with pytest.raises(ValueError, match="head size 192 is not among those it has on Blackwell"):
+    with pytest.raises(ValueError, match="head size 192 is not supported on Blackwell"):
         choose_backend(CUDA, BF16, 192, requested="fa4")
 
 
-def test_auto_says_why_when_nothing_can_serve_and_never_falls_back_to_the_reference(machine: object) -> None:
+def test_auto_says_why_no_backend_supports_a_call_and_never_falls_back_to_the_reference(machine: object) -> None:
     machine(major=7)
     with pytest.raises(ValueError, match=r"'auto' found no kernel \(fa4: .*; torch: .*\); .* backend='reference'"):
         choose_backend(CUDA, BF16, 128)
@@ -138,7 +144,7 @@ def test_a_device_that_is_not_there() -> None:
 
 
 class Halved(AttentionBackend):
-    """A backend of a user: the reference, with half of its output."""
+    """A user-defined backend: the reference with half of its output."""
 
     name = "halved"
     capabilities = Capabilities(devices=("cpu",), dtypes=(FP64,), lengths_on_host=True, raw_backward=False)
@@ -151,7 +157,7 @@ class Halved(AttentionBackend):
         raise AssertionError
 
 
-def test_a_backend_of_ones_own() -> None:
+def test_a_user_defined_backend() -> None:
     try:
         register_backend(Halved())
         segments = Segments.from_lengths([3, 2])
@@ -161,7 +167,7 @@ def test_a_backend_of_ones_own() -> None:
         torch.testing.assert_close(mine, right / 2)
         (found,), (expected,) = (torch.autograd.grad(out.sum(), v) for out in (mine, right))
         torch.testing.assert_close(found, expected / 2)
-        assert choose_backend(CPU, FP64, 4) == "cpu", "those of the project come first"
+        assert choose_backend(CPU, FP64, 4) == "cpu", "the built-in backends come first"
         with refused("name"):
             register_backend(Halved())
     finally:
@@ -170,7 +176,7 @@ def test_a_backend_of_ones_own() -> None:
 
 
 class Own(AttentionBackend):
-    """A backend of a user with its own backward, which `auto` leaves alone."""
+    """A user-defined backend with its own backward, which `auto` does not choose."""
 
     name = "own"
     capabilities = Capabilities(devices=("cpu",), dtypes=(FP64,), auto_dtypes=(), lengths_on_host=True)
@@ -188,7 +194,7 @@ class Own(AttentionBackend):
 
 
 def test_a_registered_backend_serves_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of every layer go to it, and nothing but them: gradients are those of the reference."""
+    """Forward and backward of every layer use it, and nothing else does: gradients are those of the reference."""
     own, batch = Own(), shard(row([5, 1, 9], pad=1))
     monkeypatch.setitem(BACKENDS, "own", own)
     del BACKENDS["own"]  # and afterwards by monkeypatch
@@ -197,7 +203,7 @@ def test_a_registered_backend_serves_a_whole_model(monkeypatch: pytest.MonkeyPat
     gradients = []
     for backend in ("own", "reference"):
         model = attach(build("qwen3").double(), backend=backend)
-        own.calls = [0, 0]  # those of the probe
+        own.calls = [0, 0]  # calls of the probe
         hidden_states(model, batch).square().sum().backward()
         gradients.append(torch.cat([each.grad.flatten() for each in model.model.parameters()]))
         assert own.calls == ([2, 2] if backend == "own" else [0, 0]), "two layers"
@@ -210,7 +216,7 @@ def test_the_table_in_the_documentation_is_what_the_backends_say() -> None:
 
 
 def test_flash_attention_2_does_not_pass_for_4(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    """Both are the package `flash_attn`; only the folder `cute` in it, and cutlass beside it, make it the latter."""
+    """Both are named `flash_attn`; version 4 is recognised by its folder `cute` and by the package cutlass."""
     package = tmp_path / "flash_attn"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -228,7 +234,7 @@ def test_a_flash_attention_4_that_is_broken_says_so_in_a_line(monkeypatch: pytes
 
     monkeypatch.setattr(flash4, "import_module", failing)
     q, segments = torch.zeros(3, 2, 64), Segments.from_lengths([3])
-    with refused("backend", "'fa4' cannot serve: flash-attn-4 cannot be imported") as caught:
+    with refused("backend", "'fa4' is not usable: flash-attn-4 cannot be imported") as caught:
         flash4.BACKEND.forward(q, q, q, segments, segments, AttentionSpec(scale=1.0))
     assert "libtvm_ffi.so" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -58,7 +58,7 @@ def test_one_set_of_segments_has_no_blind_queries() -> None:
     ("mask", "message"),
     [
         ({"window": 0}, "window: 0"),
-        ({"window": 4, "causal": False}, "window: 4 with causal=False"),
+        ({"window": 4, "causal": False}, "window: 4 cannot be used with causal=False"),
         ({"softcap": 0.0}, "softcap: 0.0"),
         ({"softcap": float("nan")}, "softcap: nan"),
     ],

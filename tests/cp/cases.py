@@ -1,4 +1,4 @@
-"""Rows, tensors and the one-process answer that the tests of context parallelism share."""
+"""Packs, tensors and single-process results that the tests of context parallelism share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS: dict[str, list[int]] = {
 
 
 def packed(lengths: list[int], multiple: int = 4) -> PackedBatch:
-    """A row of documents of these lengths and a pad to the multiple; token ids from 0 on."""
+    """A pack of documents of these lengths, padded to a multiple; token ids count from 0."""
     total = sum(lengths)
     segments = Segments.from_lengths(lengths)
     index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
@@ -48,7 +48,7 @@ def context_of(batch: PackedBatch, world: int, rank: int, group: Any = None, **o
 
 @dataclass
 class Inputs:
-    """Whole-row q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv], sinks [H], and the gradient of the output [T, H, dv]."""
+    """Whole-pack q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv], sinks [H], and the gradient of the output [T, H, dv]."""
 
     q: Tensor
     k: Tensor
@@ -94,7 +94,7 @@ def inputs_for(
 
 
 def one_process(inputs: Inputs, segments: Segments, backend: str = "reference") -> list[Tensor]:
-    """Output and the gradients of q, k, v (and sinks), computed on the whole row at once."""
+    """Output and the gradients of q, k, v (and sinks), computed on the whole pack at once."""
     q, k, v, sinks = (None if t is None else t.detach().requires_grad_() for t in (*inputs.tensors[:3], inputs.sinks))
     out = varlen_attention(q, k, v, segments, segments, sinks=sinks, backend=backend, **inputs.options)
     leaves = [q, k, v] if sinks is None else [q, k, v, sinks]

@@ -1,4 +1,4 @@
-"""The all-gather method with its ranks played one after the other: no process group, exact attention and gradients."""
+"""The all-gather method with simulated ranks, one after the other: no process group, exact attention and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cp.cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_proc
 
 
 def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: str = "reference") -> list[Tensor]:
-    """Output and gradients of the whole row, rank by rank."""
+    """Output and gradients of the whole pack, rank by rank."""
     q, k, v, sinks = (None if t is None else t.detach().requires_grad_() for t in (*inputs.tensors[:3], inputs.sinks))
     out = torch.zeros_like(inputs.dout)
     for rank in range(world):
@@ -33,7 +33,7 @@ def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: s
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ROWS)
-def test_played_ranks_equal_one_process(name: str, world: int, kind: str) -> None:
+def test_simulated_ranks_equal_one_process(name: str, world: int, kind: str) -> None:
     batch = packed(ROWS[name], world)
     inputs = inputs_for(batch.num_tokens, value_dim=6, sinks=True).to(torch.float64)
     expected = one_process(inputs, batch.segments)

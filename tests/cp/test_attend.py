@@ -1,6 +1,6 @@
 """Every method on real process groups of 2 and 4 ranks: parity with one process, no leaks, and the bytes they send.
 
-Starting processes is what costs here, so that each group runs all its cases once; the tests look at what came back.
+Starting processes takes most of the time, so each group runs all its cases once, and the tests check the results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def computed(inputs: Inputs, context: AttnContext) -> list[Tensor]:
-    """This rank's rows of the output and of the gradients of q, k and v, and its part of that of the sinks."""
+    """This rank's tokens of the output and of the gradients of q, k and v, and its part of that of the sinks."""
     own = context.plan.own
     q, k, v = (t[own].requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     sinks = None if inputs.sinks is None else inputs.sinks.clone().requires_grad_()
@@ -79,7 +79,7 @@ def parity(rank: int, world: int, group: Any) -> dict[Any, float]:
 
 
 def repeated(rank: int, world: int, group: Any) -> dict[str, bool]:
-    """Whether gradients are, by the bit, the same once more, and under activation checkpointing."""
+    """Whether gradients are bit-identical in a second run, and under activation checkpointing."""
     batch = packed(ROWS["head and tail on a rank"], world)
     inputs = inputs_for(batch.num_tokens)
     same = {}
@@ -105,26 +105,26 @@ def leaks(rank: int, world: int, group: Any) -> dict[Any, bool]:
     for method, kind in product(METHODS, KINDS):
         context = context_of(batch, world, rank, group, kind=kind, method=method)
         own = context.plan.own
-        row = attend(*(t[own] for t in before), context)
+        before_change = attend(*(t[own] for t in before), context)
         for document in range(batch.segments.num_segments):
             kept = batch.sample_index[own] == document
             mixed = (torch.where(kept[:, None, None], a[own], b[own]) for a, b in zip(before, other, strict=True))
             again = attend(*mixed, context)
-            changed[method, kind, document] = not torch.equal(row[kept], again[kept])
+            changed[method, kind, document] = not torch.equal(before_change[kept], again[kept])
             if not kept.all():
-                assert not torch.equal(row[~kept], again[~kept])  # the others did change
+                assert not torch.equal(before_change[~kept], again[~kept])  # the other documents did change
     return changed
 
 
 @contextmanager
 def counting(rank: int) -> Iterator[list[int]]:
-    """Counts the bytes that leave this rank for another one."""
+    """Counts the bytes that this rank sends to other ranks."""
     sent = [0]
     exchange, transfer = dist.all_to_all_single, dist.batch_isend_irecv
 
     def counted_exchange(output: Tensor, given: Tensor, receive: Any, send: Any, **options: Any) -> Any:
-        row = given[:1].numel() * given.element_size()
-        sent[0] += row * (sum(send) - send[rank])
+        key_bytes = given[:1].numel() * given.element_size()
+        sent[0] += key_bytes * (sum(send) - send[rank])
         return exchange(output, given, receive, send, **options)
 
     def counted_transfer(operations: list[Any]) -> Any:
@@ -139,7 +139,7 @@ def counting(rank: int) -> Iterator[list[int]]:
 
 
 def volumes(rank: int, world: int, group: Any) -> dict[Any, tuple[int, int, int, int]]:
-    """Bytes sent forward and backward, and what the formula says."""
+    """Bytes sent in forward and backward, and the prediction of the formula."""
     found = {}
     shape = {"heads": 8, "dim": 4, "value_dim": 6}
     for method, kind, key_heads, dtype in product(METHODS, KINDS, (1, 4), (torch.float32, torch.bfloat16)):
@@ -183,19 +183,19 @@ def gathering(rank: int, world: int, group: Any) -> dict[Any, float]:
         weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
         own = context.plan.own
 
-        def scored(row: Tensor, first: int, last: int) -> Tensor:
-            return (row.cumsum(0)[first:last] ** 2).sum()  # every token matters for all after it
+        def scored(pack: Tensor, first: int, last: int) -> Tensor:
+            return (pack.cumsum(0)[first:last] ** 2).sum()  # every token matters for all after it
 
-        row = gather_tokens(tokens[own] * weight, context, loss=loss)
+        pack = gather_tokens(tokens[own] * weight, context, loss=loss)
         share = total // world
         span = (0, total) if loss == "replicated" else (rank * share, (rank + 1) * share)
-        scored(row, *span).backward()
+        scored(pack, *span).backward()
         assert weight.grad is not None
         dist.all_reduce(weight.grad, group=group)
 
         alone = torch.ones(3, dtype=torch.float64, requires_grad=True)
         scored(tokens * alone, 0, total).backward()
-        assert torch.equal(row.detach(), tokens)
+        assert torch.equal(pack.detach(), tokens)
         errors[kind, loss] = relative_error(weight.grad, alone.grad)
     return errors
 
@@ -221,13 +221,13 @@ def refusals(rank: int, world: int, group: Any) -> dict[str, str]:
         "window": message(lambda: attended(inputs, context["ring"], window=3)),
         "causal": message(lambda: attended(inputs, context["allgather"], window=3, causal=False)),
         "group": message(lambda: attended(inputs, alone)),
-        "rows": message(lambda: attend(inputs.q, inputs.k, inputs.v, context["allgather"])),
+        "tokens": message(lambda: attend(inputs.q, inputs.k, inputs.v, context["allgather"])),
         "wrong rank": message(lambda: context_of(batch, world, (rank + 1) % world, group)),
     }
 
 
 def everything(rank: int, world: int) -> dict[str, Any]:
-    # A group that is not the whole world, in an order of its own, must do as well as the default one.
+    # A group that is not the whole world, in a different order, must work as well as the default group.
     group = dist.new_group(list(range(world))[::-1])
     parts = (parity, repeated, leaks, volumes, gathering, refusals)
     return {part.__name__: part(dist.get_rank(group), world, group) for part in parts}
@@ -278,8 +278,8 @@ def test_what_cannot_be_done_is_refused_in_one_line(results: list[dict[str, Any]
         ("window", "method: 'ring'", "allgather"),
         ("causal", "window: 3", "causal=True"),
         ("group", "group: None", "shard()"),
-        ("rows", "q: shape", "one row per token"),
-        ("wrong rank", "group:", "its own rank"),
+        ("tokens", "q: shape", "one element per token"),
+        ("wrong rank", "group:", "of this group"),
     ):
         assert messages[name].startswith(setting), messages[name]
         assert cure in messages[name], messages[name]
@@ -290,23 +290,25 @@ def test_the_formula_by_hand() -> None:
     segments = Segments.from_lengths([16])
     layout = make_layout(segments, 4, "contiguous")
     shape = {"num_heads": 8, "num_key_heads": 2, "head_dim": 4, "value_dim": 6}
-    row = 2 * (4 + 6) * 2
+    key_bytes = 2 * (4 + 6) * 2
     found = communication_bytes("allgather", layout, segments, **shape)
-    assert found.forward.tolist() == [4 * row * n for n in (3, 2, 1, 0)]  # rank 0's keys go to all that come after
-    assert found.backward.tolist() == [4 * row * n for n in (0, 1, 2, 3)]
+    assert found.forward.tolist() == [
+        4 * key_bytes * n for n in (3, 2, 1, 0)
+    ]  # rank 0's keys go to all that come after
+    assert found.backward.tolist() == [4 * key_bytes * n for n in (0, 1, 2, 3)]
     found = communication_bytes("ring", layout, segments, **shape)
-    assert found.forward.tolist() == [3 * 4 * row] * 4
-    assert found.backward.tolist() == [3 * 4 * row + 4 * 4 * 2 * row] * 4
+    assert found.forward.tolist() == [3 * 4 * key_bytes] * 4
+    assert found.backward.tolist() == [3 * 4 * key_bytes + 4 * 4 * 2 * key_bytes] * 4
     found = communication_bytes("ulysses", layout, segments, **shape)
     heads = 2 * (4 + 6) + 1 * (4 + 6)  # 2 of 8 heads of q and the output, 1 head of k and v
     assert found.forward.tolist() == found.backward.tolist() == [3 * 4 * heads * 2] * 4
-    assert communication_bytes("allgather", layout, segments, window=3, **shape).forward.sum() == 3 * 2 * row
+    assert communication_bytes("allgather", layout, segments, window=3, **shape).forward.sum() == 3 * 2 * key_bytes
     with refused("method"):
         communication_bytes("star", layout, segments, **shape)
 
 
 def abandoned(rank: int, world: int, method: str) -> str:
-    """The peer leaves between forward and backward."""
+    """The peer exits between forward and backward."""
     batch = packed(ROWS["one document"], world)
     context = context_of(batch, world, rank, dist.group.WORLD, method=method)
     inputs = inputs_for(batch.num_tokens)

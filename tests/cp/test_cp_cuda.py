@@ -1,6 +1,6 @@
-"""The ranks of a context group played one after the other on the GPU: bf16 kernels against a float32 reference.
+"""Context ranks simulated sequentially on one GPU: bf16 kernels against a float32 reference.
 
-One GPU is enough: gathering keys and the ring's arithmetic are the same, only what travels is handed over by hand.
+One GPU is enough: gathering keys and the arithmetic of the ring are the same; only the communication is replaced.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", PLAYED)
 @pytest.mark.parametrize("backend", ["torch", "fa4", "flex"])
-def test_played_ranks_are_as_exact_as_one_call(backend: str, method: str, kind: str) -> None:
+def test_simulated_ranks_are_as_exact_as_one_call(backend: str, method: str, kind: str) -> None:
     need(backend, raw_backward=method == "ring")
     batch, inputs = bf16_row(sinks=True)
     exact = one_process(inputs.to(torch.float32), batch.segments)
@@ -57,7 +57,7 @@ def test_played_ranks_are_as_exact_as_one_call(backend: str, method: str, kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["torch", "fa4", "flex"])
-def test_windows_reach_over_the_border_of_a_rank(backend: str, kind: str) -> None:
+def test_windows_cross_the_boundary_of_a_rank(backend: str, kind: str) -> None:
     need(backend)
     batch, inputs = bf16_row(window=200)
     exact = one_process(inputs.to(torch.float32), batch.segments)
@@ -82,13 +82,13 @@ def test_no_document_sees_another(backend: str, method: str, kind: str) -> None:
             before.dout,
         )
         again = PLAYED[method](mixed, batch, WORLD, kind, backend)[0]
-        rows = kept[:, 0, 0]
-        assert torch.equal(out[rows], again[rows])
-        assert not torch.equal(out[~rows], again[~rows])
+        tokens = kept[:, 0, 0]
+        assert torch.equal(out[tokens], again[tokens])
+        assert not torch.equal(out[~tokens], again[~tokens])
 
 
-def test_a_step_does_not_wait_for_the_device() -> None:
-    """Once a micro-batch is prepared, attention asks nothing back from the GPU."""
+def test_a_step_does_not_synchronise_with_the_device() -> None:
+    """After a micro-batch is prepared, attention does not synchronise with the GPU."""
     need("torch")
     batch, inputs = bf16_row()
     for method in PLAYED.values():

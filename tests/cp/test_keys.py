@@ -1,4 +1,4 @@
-"""Which keys travel: only rows that somebody else's piece reads, and both sides agree on them."""
+"""The keys that are sent: only keys that a piece of another rank reads, and both sides agree on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_one_rank_sends_the_other_expects() -> None:
             )
             for owner in range(4)
         ]
-        assert tuple(len(rows) for rows in arrived) == keys[reader].receive
+        assert tuple(len(tokens) for tokens in arrived) == keys[reader].receive
         assert torch.equal(torch.cat([plans[reader].own, *arrived]), keys[reader].pool_tokens)
         for owner in range(4):
             back = keys[owner].read_elsewhere[keys[owner].returning[reader]]

@@ -1,4 +1,4 @@
-"""Layouts: every token once, equal shares, pieces inside documents, and equal work where it was promised."""
+"""Layouts: every token once, equal shares, pieces inside documents, and equal work in `balanced`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_layout_is_a_partition_into_pieces(lengths: list[int], world: int,
             assert (ends[:-1] <= starts[1:]).all()  # ascending
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             assert not borders & set(range(start + 1, end))
-        # pieces are as few as they can be: neighbours on one rank are of different documents
+        # as few pieces as possible: neighbouring pieces on one rank belong to different documents
         assert set(starts[1:][starts[1:] == ends[:-1]].tolist()) <= borders, rank
     assert work(layout, segments).sum() == sum(n * (n + 1) // 2 for n in segments.lengths.tolist())
     assert pieces(layout).tolist() == [len(starts) for starts in layout.starts]
@@ -89,7 +89,7 @@ def test_work_and_keys_read_are_what_the_pieces_say() -> None:
 
 @settings(max_examples=50)
 @given(lengths=LENGTHS, world=st.integers(1, 5), kind=st.sampled_from(KINDS))
-def test_modelled_cost_counts_tiles_and_rows_of_keys(lengths: list[int], world: int, kind: LayoutKind) -> None:
+def test_modelled_cost_counts_tiles_and_keys(lengths: list[int], world: int, kind: LayoutKind) -> None:
     segments = padded(lengths, world)
     layout = make_layout(segments, world, kind)
     expected = [0] * world
@@ -98,14 +98,14 @@ def test_modelled_cost_counts_tiles_and_rows_of_keys(lengths: list[int], world: 
             origin = max(offset for offset in segments.offsets.tolist() if offset <= start)
             first, last = start - origin, end - origin
             for query in range(first, last, QUERY_TILE):
-                # a tile of keys counts if the last query that the tile could hold sees its first key
+                # a tile of keys counts if the last query of the query tile sees its first key
                 seen = [key for key in range(0, last, TILE) if key < query + QUERY_TILE]
                 expected[rank] += QUERY_TILE * TILE * len(seen)
             expected[rank] += EARLIER_KEY_PAIRS * first + OWN_KEY_PAIRS * (TILE * len(range(0, last, TILE)) - first)
     assert modelled_cost(layout, segments).tolist() == expected
 
 
-def test_contiguous_cuts_the_row_into_equal_ranges() -> None:
+def test_contiguous_cuts_the_pack_into_equal_ranges() -> None:
     segments = Segments.from_lengths([5, 3, 5], pad_length=3)
     layout = make_layout(segments, 4, "contiguous")
     assert owners(layout).tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
@@ -126,7 +126,7 @@ def test_headtail_pairs_chunks_from_both_ends(num_tokens: int, world: int, expec
 
 
 def cut_to(lengths: Any, num_tokens: int) -> tuple[list[int], int]:
-    """As many of these documents as fit, and the pad behind them."""
+    """As many of these documents as fit, followed by a pad."""
     total = np.cumsum(lengths)
     kept = [int(n) for n in lengths[: np.searchsorted(total, num_tokens, side="right")]]
     return kept, num_tokens - sum(kept)
@@ -153,8 +153,8 @@ def row_of(mix: str, num_tokens: int, rng: np.random.Generator, solutions: list[
     return Segments.from_lengths(lengths, pad_length=pad)
 
 
-# The modelled cost of the dearest rank over the mean, by the tokens of a rank. A tile of queries at the end of a 16k
-# document costs as much as a million pairs, a thirtieth of what a rank of 16384 tokens has: fewer cannot be as equal.
+# Tokens per rank -> modelled cost of the costliest rank relative to the mean. A tile of queries at the end of a 16k
+# document costs a million pairs, a thirtieth of the work of a rank with 16384 tokens: fewer tokens are less balanced.
 MOST_COST = {65536: 1.025, 32768: 1.03, 16384: 1.05, 8192: 1.11, 4096: 1.2, 2048: 1.2, 1024: 1.4}
 
 
@@ -198,25 +198,25 @@ def test_short_documents_stay_whole_and_one_long_one_is_cut_once_per_rank() -> N
     assert held == [1] * 8
 
 
-def test_ranks_that_read_many_rows_get_less_work() -> None:
+def test_ranks_that_read_many_keys_get_less_work() -> None:
     segments = row_of("one 16k", 131072, np.random.default_rng(0), [])
     layout = make_layout(segments, 8, "balanced")
-    load, rows = work(layout, segments), keys_read(layout, segments)
-    assert load[rows.argmax()] < load.mean() < load[rows.argmin()]
+    load, read = work(layout, segments), keys_read(layout, segments)
+    assert load[read.argmax()] < load.mean() < load[read.argmin()]
     alone = modelled_cost(make_layout(segments, 1), segments)[0]
     for kind, least in (("contiguous", 2.5), ("headtail", 1.5)):
         assert modelled_cost(make_layout(segments, 8, kind), segments).max() * 8 > least * alone, kind
     assert modelled_cost(layout, segments).max() * 8 <= 1.26 * alone
 
 
-def test_the_same_row_always_gets_the_same_layout() -> None:
+def test_the_same_pack_always_gets_the_same_layout() -> None:
     segments = row_of("lognormal", 32768, np.random.default_rng(3), [])
     one, two = (make_layout(segments, 8, "balanced") for _ in range(2))
     assert all((a == b).all() for a, b in zip(one.starts, two.starts, strict=True))
 
 
 def test_planning_is_quick() -> None:
-    """The figure itself is in bench/layout.py; a quadratic step or a loop over documents would show here."""
+    """bench/layout.py measures the time; this test detects a quadratic step or a loop over documents."""
     segments = row_of("short", 131072, np.random.default_rng(0), [])
     times = []
     for _ in range(10):
@@ -229,9 +229,12 @@ def test_planning_is_quick() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((13, 4, "contiguous"), r"segments: 13 tokens for 4 context ranks; pad the batch with padded_to_multiple\(4\)"),
+        (
+            (13, 4, "contiguous"),
+            r"segments: 13 tokens are not divisible by 4 context ranks; pad the batch with padded_to_multiple\(4\)",
+        ),
         ((12, 0, "contiguous"), "world: 0; give 1 or more ranks"),
-        ((12, 4, "striped"), "kind: 'striped'; choose one of contiguous, headtail, balanced"),
+        ((12, 4, "striped"), "kind: 'striped' is unknown; choose one of contiguous, headtail, balanced"),
     ],
 )
 def test_settings_are_checked(arguments: tuple[int, int, Any], message: str) -> None:
@@ -240,8 +243,8 @@ def test_settings_are_checked(arguments: tuple[int, int, Any], message: str) -> 
         make_layout(Segments.from_lengths([num_tokens]), world, kind)
 
 
-def test_groups_that_can_be_dealt_out_whole_are() -> None:
-    """Who holds a prefix has those who read it: nothing is exchanged, and the work is equal."""
+def test_groups_stay_whole_if_possible() -> None:
+    """The rank that holds a prefix also holds its readers: nothing is exchanged, and the work is equal."""
     lengths, parents = [], []
     for group in range(4):
         lengths += [800, *[100] * 8]

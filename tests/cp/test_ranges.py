@@ -14,7 +14,7 @@ from padfree.cp.ranges import segments_of, select_ranges
 CPU = torch.device("cpu")
 
 
-def test_segments_know_both_sides() -> None:
+def test_segments_are_on_host_and_device() -> None:
     segments = segments_of(np.array([3, 0, 2]), CPU)
     assert segments.cu_seqlens.tolist() == segments.offsets.tolist() == [0, 3, 3, 5]
     assert (segments.cu_seqlens.dtype, segments.max_seqlen) == (torch.int32, 3)
@@ -66,8 +66,8 @@ def test_one_range_is_not_copied() -> None:
     assert selection.take(tensor).data_ptr() == tensor[1:].data_ptr()
 
 
-def test_gradients_that_are_in_their_place_are_not_moved() -> None:
-    """Received keys come before own ones; of 4 + 8 received and 2 + 3 + 20 own keys 8 and 2 must change places."""
+def test_gradients_in_order_are_not_moved() -> None:
+    """Received keys come before own keys; of 4 + 8 received and 2 + 3 + 20 own keys, 8 and 2 must move."""
     gradient = torch.arange(37.0)[:, None] * torch.ones(2)
     before = gradient.clone()
     selection = select_ranges(np.array([25, 0, 29, 2, 5]), np.array([29, 2, 37, 5, 25]), [25, 4, 8], CPU)
@@ -81,7 +81,7 @@ def test_gradients_that_are_in_their_place_are_not_moved() -> None:
     assert (len(own), len(others)) == (25, 12)
 
 
-def test_gradients_that_are_all_elsewhere_are_moved_once() -> None:
+def test_gradients_out_of_order_are_moved_once() -> None:
     selection = select_ranges(np.array([0, 4]), np.array([4, 8]), [4, 4], CPU)  # own keys come first
     gradient = torch.randn(8, 2)
     own, others = selection.summed_apart(gradient)
@@ -104,7 +104,7 @@ def test_two_gradients_of_a_token_are_rounded_once() -> None:
 
 
 def test_many_gradients_of_a_token_are_rounded_once_as_well() -> None:
-    """Sixteen pieces read one prefix: in bfloat16 one after the other they would lose half of their sum."""
+    """Sixteen pieces read one prefix: added one by one in bfloat16, they would lose half of their sum."""
     selection = select_ranges(np.zeros(16, np.int64), np.array([3] * 15 + [5]), [4, 1], CPU)
     assert selection.sums is not None
     assert selection.repeats == ()

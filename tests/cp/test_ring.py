@@ -1,4 +1,4 @@
-"""The arithmetic of the ring with its ranks played one after the other, and how its error depends on their number."""
+"""The arithmetic of the ring with simulated ranks, and how its error depends on their number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cp.cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_proc
 
 
 def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: str = "reference") -> list[Tensor]:
-    """Output and gradients of the whole row, rank by rank."""
+    """Output and gradients of the whole pack, rank by rank."""
     causal = inputs.options.get("causal", True)
     options = {"scale": None, "softcap": inputs.options.get("softcap"), "backend": backend}
     plans = [context_of(batch, world, rank, kind=kind).plan for rank in range(world)]
@@ -46,7 +46,7 @@ def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: s
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", ROWS)
-def test_played_ranks_equal_one_process(name: str, world: int, kind: str) -> None:
+def test_simulated_ranks_equal_one_process(name: str, world: int, kind: str) -> None:
     batch = packed(ROWS[name], world)
     inputs = inputs_for(batch.num_tokens, value_dim=6, sinks=True).to(torch.float64)
     expected = one_process(inputs, batch.segments)

@@ -1,4 +1,4 @@
-"""The tokens of each rank, with everything that belongs to them."""
+"""The tokens of each rank, with their labels, weights and other values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_worked_example() -> None:
 
 
 @given(lengths=st.lists(st.integers(0, 40), max_size=12), world=st.integers(1, 6), kind=st.sampled_from(KINDS))
-def test_ranks_together_are_the_row(lengths: list[int], world: int, kind: LayoutKind) -> None:
+def test_the_shards_of_all_ranks_are_the_pack(lengths: list[int], world: int, kind: LayoutKind) -> None:
     batch = packed(lengths, world)
     rollout = Rollout(advantages=torch.rand(batch.num_tokens))
     batch = PackedBatch(
@@ -46,16 +46,16 @@ def test_ranks_together_are_the_row(lengths: list[int], world: int, kind: Layout
         rollout=rollout,
     )
     ranks = [shard(batch, world=world, rank=rank, kind=kind) for rank in range(world)]
-    rows = torch.cat([torch.arange(batch.num_tokens) if r.context.plan is None else r.context.plan.own for r in ranks])
-    assert torch.equal(rows.sort().values, torch.arange(batch.num_tokens))
+    order = torch.cat([torch.arange(batch.num_tokens) if r.context.plan is None else r.context.plan.own for r in ranks])
+    assert torch.equal(order.sort().values, torch.arange(batch.num_tokens))
     for field in PackedBatch.TOKEN_FIELDS:
-        assert torch.equal(torch.cat([getattr(r, field) for r in ranks]), getattr(batch, field)[rows])
+        assert torch.equal(torch.cat([getattr(r, field) for r in ranks]), getattr(batch, field)[order])
     parts = [r.rollout.advantages for r in ranks if r.rollout is not None]
-    assert torch.equal(torch.cat(parts), rollout.advantages[rows])
+    assert torch.equal(torch.cat(parts), rollout.advantages[order])
     if world > 1:
         plan = ranks[0].context.plan
-        assert torch.equal(plan.to_pack_order(rows), torch.arange(batch.num_tokens))
-        assert torch.equal(plan.to_rank_order(torch.arange(batch.num_tokens)), rows)
+        assert torch.equal(plan.to_pack_order(order), torch.arange(batch.num_tokens))
+        assert torch.equal(plan.to_rank_order(torch.arange(batch.num_tokens)), order)
         for local in ranks:
             plan = local.context.plan
             assert plan.queries.lengths.sum() == local.num_tokens == batch.num_tokens // world
@@ -64,7 +64,7 @@ def test_ranks_together_are_the_row(lengths: list[int], world: int, kind: Layout
                 assert torch.equal(queries, torch.arange(len(queries)) + queries[0])
 
 
-def test_one_rank_keeps_the_row_as_it_is() -> None:
+def test_one_rank_keeps_the_whole_pack() -> None:
     batch = packed(ROWS["short documents"], 4)
     local = shard(batch)
     assert local.context.layout is None
@@ -78,9 +78,9 @@ def test_one_rank_keeps_the_row_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "star"}, "method: 'star'; choose one of allgather, ring, ulysses"),
-        ({"world": 2, "rank": 2}, "rank: 2 of 2 context ranks; give one from 0 to 1"),
-        ({"world": 2, "kind": "striped"}, "kind: 'striped'; choose one of"),
+        ({"method": "star"}, "method: 'star' is unknown; choose one of allgather, ring, ulysses"),
+        ({"world": 2, "rank": 2}, "rank: 2 exceeds the 2 context ranks; give a rank from 0 to 1"),
+        ({"world": 2, "kind": "striped"}, "kind: 'striped' is unknown; choose one of"),
     ],
 )
 def test_settings_are_checked(options: dict[str, Any], message: str) -> None:

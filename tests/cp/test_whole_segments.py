@@ -1,4 +1,4 @@
-"""Whole samples on one rank each, and back: nothing is lost, and the bytes are those of the formula."""
+"""Whole samples on one rank each, and back: nothing is lost, and the bytes match the formula."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_every_sample_is_on_one_rank_and_ranks_are_balanced(kind: LayoutKind, wo
         assert each.lengths == tuple(np.array(LENGTHS)[ranks == rank])
         assert sorted(each.arriving) == list(range(sum(each.lengths)))
         assert [other.receive[rank] for other in moves] == list(each.send)
-    assert sum(sum(each.send) for each in moves) == sum(LENGTHS), "every real token travels once, and no pad"
+    assert sum(sum(each.send) for each in moves) == sum(LENGTHS), "every real token is sent once, and no pad"
 
 
-def test_a_sample_longer_than_a_share_is_refused_with_the_cure() -> None:
+def test_a_sample_longer_than_a_share_is_refused_with_a_fix() -> None:
     segments = Segments.from_lengths([30, 2])
     with refused("parallel.context"):
         assign_segments(make_layout(segments, 2, "balanced"), segments)
@@ -51,10 +51,12 @@ def there_and_back(rank: int, world: int, lengths: Sequence[int], total: int) ->
         sent = 0
         exchange = whole_segments.exchange_rows
 
-        def counting(rows: torch.Tensor, send: Any, receive: Any, group: Any, exchange: Any = exchange) -> torch.Tensor:
+        def counting(
+            tensor: torch.Tensor, send: Any, receive: Any, group: Any, exchange: Any = exchange
+        ) -> torch.Tensor:
             nonlocal sent
-            sent += (sum(send) - send[rank]) * rows[:1].numel() * rows.element_size()
-            return exchange(rows, send, receive, group)
+            sent += (sum(send) - send[rank]) * tensor[:1].numel() * tensor.element_size()
+            return exchange(tensor, send, receive, group)
 
         local = shard(batch, world=world, rank=rank, group=dist.group.WORLD, kind=kind)
         context = local.context

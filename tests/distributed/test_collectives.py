@@ -1,4 +1,4 @@
-"""Rows between processes, a ring that computes meanwhile, and peers that die or hang."""
+"""Collectives, a ring that overlaps with computation, and peers that die or hang."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def moved(rank: int, world: int) -> dict[str, Any]:
     # Rank order within a group is the group's, not the world's.
     group = dist.new_group(list(range(world))[::-1])
     place = dist.get_rank(group)
-    rows = 10.0 * place + torch.arange(6).reshape(2, 3)
+    tensor = 10.0 * place + torch.arange(6).reshape(2, 3)
     results: dict[str, Any] = {"place": place}
-    results["gathered"] = all_gather_rows(rows.T.contiguous().T, group).tolist()
+    results["gathered"] = all_gather_rows(tensor.T.contiguous().T, group).tolist()
     results["reduced"] = reduce_scatter_rows(torch.full((world * 2, 3), float(place)).cumsum(0), group).tolist()
-    # rank r sends r + s rows to rank s, all of value r
+    # rank r sends r + s elements to rank s, all of value r
     send = [place + s for s in range(world)]
     given = torch.full((sum(send), 2), float(place), dtype=torch.bfloat16)
     results["exchanged"] = exchange_rows(given, send, send, group)[:, 0].float().tolist()
@@ -46,7 +46,7 @@ def moved(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_rows_arrive_in_the_order_of_the_group(world: int) -> None:
+def test_elements_arrive_in_the_order_of_the_group(world: int) -> None:
     for result in run_ranks(world, moved):
         place = result["place"]
         assert result["gathered"] == [[10.0 * r + 3 * i + j for j in range(3)] for r in range(world) for i in range(2)]
@@ -59,17 +59,17 @@ def test_rows_arrive_in_the_order_of_the_group(world: int) -> None:
 
 
 def operations(group: Any) -> dict[str, Any]:
-    rows = torch.ones(2, 3)
+    tensor = torch.ones(2, 3)
 
     def around() -> None:
         ring = Ring(group)
-        ring.post(rows)
+        ring.post(tensor)
         ring.collect()
 
     return {
-        "all_gather_rows": lambda: all_gather_rows(rows, group),
-        "reduce_scatter_rows": lambda: reduce_scatter_rows(rows, group),
-        "exchange_rows": lambda: exchange_rows(rows, [1, 1], [1, 1], group),
+        "all_gather_rows": lambda: all_gather_rows(tensor, group),
+        "reduce_scatter_rows": lambda: reduce_scatter_rows(tensor, group),
+        "exchange_rows": lambda: exchange_rows(tensor, [1, 1], [1, 1], group),
         "Ring": around,
     }
 
@@ -91,7 +91,7 @@ def outlived(rank: int, world: int, manner: str) -> dict[str, tuple[str, float]]
 
 
 @pytest.mark.parametrize("manner", ["dies", "hangs"])
-def test_a_lost_peer_is_one_clear_line_within_the_timeout(manner: str) -> None:
+def test_a_lost_peer_is_reported_in_one_line_within_the_timeout(manner: str) -> None:
     found = run_ranks(2, outlived, manner, group_timeout=2.0, dying=[1])[0]
     assert set(found) == set(operations(None))
     for name, (message, seconds) in found.items():
@@ -99,7 +99,7 @@ def test_a_lost_peer_is_one_clear_line_within_the_timeout(manner: str) -> None:
         assert "\n" not in message
         assert message.startswith(f"rank 0: {name}")
         assert "in the group of ranks [0, 1] failed after" in message
-        assert "look at what ranks [1] logged" in message
+        assert "read the logs of ranks [1]" in message
 
 
 def test_other_errors_stay_what_they_are() -> None:

@@ -1,4 +1,4 @@
-"""The estimate of activations against what autograd really keeps."""
+"""The estimate of activations against what autograd saves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Products(TorchDispatchMode):
 
 
 def kept_bytes(model: PreTrainedModel, dtype: torch.dtype, checkpointing: str, *, compiled: bool = False) -> float:
-    """What forward keeps for backward, a token, weights and buffers excepted."""
+    """Bytes per token that forward keeps for backward, except weights and buffers."""
     attach(model)
     if compiled:
         compile_layers(layers_of(model), "aot_eager_decomp_partition", "selective")
@@ -56,7 +56,7 @@ def kept_bytes(model: PreTrainedModel, dtype: torch.dtype, checkpointing: str, *
         return tensor
 
     products = Products()
-    counting = nullcontext() if compiled else products  # under such a mode nothing would be compiled
+    counting = nullcontext() if compiled else products  # under this mode nothing would be compiled
     with counting, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden_states(model, shard(row(TOKENS)))
     cached = products.kept if checkpointing == "selective" else 0

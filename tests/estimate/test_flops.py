@@ -1,4 +1,4 @@
-"""FLOPs of a step, counted against the matrices of a real model, and peaks of devices."""
+"""FLOPs of a step compared with the matrices of a real model, and peaks of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory estimate against what models, optimizers and the head really hold."""
+"""The memory estimate against what models, optimizers and the head allocate."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def num_bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-# What stands still
+# Permanent memory
 
 
 @pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
@@ -65,7 +65,7 @@ def test_weights_gradients_and_optimizer_state_are_exact(rank: int, optimizer_na
     assert found.parameters == sum(parameter.numel() for parameter in small_model().parameters())
 
 
-def test_muon_remembers_one_number_of_each_in_hidden_matrices() -> None:
+def test_muon_stores_one_moment_of_hidden_matrices() -> None:
     model = small_model("qwen3_moe")
     roles = roles_of(model)
     found = estimate_memory(settings(optimizer={"name": "muon"}), model, processes=1, device_type="cpu")
@@ -77,7 +77,7 @@ def test_muon_remembers_one_number_of_each_in_hidden_matrices() -> None:
 
 
 def test_the_largest_shard_is_counted() -> None:
-    """FSDP2 cuts the first dimension as torch.chunk does."""
+    """FSDP2 shards the first dimension like torch.chunk."""
     model = small_model(vocab_size=41)
     found = estimate_memory(settings(), model, processes=3, device_type="cpu")
     assert found.weights == num_bytes(torch.chunk(parameter, 3)[0] for parameter in model.parameters())
@@ -155,7 +155,7 @@ def test_keys_that_are_copied_for_shared_prefixes_count(tmp_path: Path) -> None:
     assert sizes[0] <= sizes[1]
 
 
-def test_a_path_without_a_config_is_one_line(tmp_path: Path) -> None:
+def test_a_path_without_a_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
     for path in (str(tmp_path / "nothing"), str(tmp_path)):
         with refused("reference.path") as error:
@@ -167,7 +167,7 @@ def test_a_path_without_a_config_is_one_line(tmp_path: Path) -> None:
 
 
 class Buffers(TorchDispatchMode):
-    """Bytes of the buffers that are made before they are filled: the head makes each of its own once."""
+    """Bytes of the uninitialised buffers: the head allocates each of its buffers once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,12 +181,12 @@ class Buffers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 1 << 28])
-def test_the_head_holds_what_is_counted(budget: int) -> None:
+def test_the_head_allocates_what_is_estimated(budget: int) -> None:
     tokens, hidden, vocabulary = 300, 64, 2000
     states = torch.randn(tokens, hidden, requires_grad=True)
     weight = torch.randn(vocabulary, hidden, requires_grad=True)
     labels = torch.randint(0, vocabulary, (tokens,))
     with Buffers() as buffers:
-        fused_loss(states, weight, labels, lambda logprobs, entropy, rows: -logprobs, memory=budget)
+        fused_loss(states, weight, labels, lambda logprobs, entropy, positions: -logprobs, memory=budget)
     found = head_bytes(tokens, hidden, vocabulary, size=4, device_type="cpu", budget=budget, weight_gradient=True)
     assert found == pytest.approx(buffers.made, rel=0.3)

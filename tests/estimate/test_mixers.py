@@ -20,7 +20,7 @@ def mixer_of(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["bamba", "nemotron_h", "minimax"])
 def test_the_linear_cost_is_that_of_the_weights_a_token_meets(name: str) -> None:
-    """Three times two FLOPs a weight; experts count as often as a token meets one."""
+    """Three times two FLOPs per weight; experts count by the fraction of them that a token is routed to."""
     model = build(name)
     sizes, cost = ModelSizes.of(model.config), CostModel.from_config(model.config)
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))

@@ -1,6 +1,6 @@
-"""What a GPU does, on the CPU: its path through the head. And how results are compared.
+"""Run the CUDA code path of the head on the CPU, and compare results.
 
-CUDA multiplies bfloat16 into float32, which the CPU cannot do; the matmuls here give the CPU what CUDA gets.
+CUDA has bfloat16 matmuls with float32 results, which the CPU lacks; these functions emulate them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cuda_rounded_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def imitate_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the CPU take CUDA's path."""
+    """Make the CPU take the CUDA code path."""
     monkeypatch.setattr(tiles.ScoringTask, "operand_dtype", property(lambda task: task.hidden.dtype))
     for module in (tiles, chunks):
         monkeypatch.setattr(module, "matmul", cuda_matmul)
@@ -33,7 +33,7 @@ def imitate_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float, rtol: float) -> None:
-    """`atol` is a share of the largest number of each tensor, or of 1."""
+    """`atol` is relative to the largest number of each tensor, or to 1."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0

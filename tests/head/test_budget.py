@@ -1,4 +1,4 @@
-"""Sizes of pieces: within the budget, and covering everything."""
+"""Sizes of tiles and chunks: within the budget, and covering everything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLOAT32: dict[str, Any] = {"logit_bytes": 4, "row_bytes": 0, "sum_bytes": 4, "gr
 
 
 def held_bytes(plan: FusedPlan, rows: int, hidden: int, vocabulary: int) -> int:
-    """What a plan in bfloat16 holds beside the returned gradients."""
+    """Bytes of a bfloat16 plan in addition to the returned gradients."""
     total = plan.chunk_rows * plan.kept * 2
     if plan.chunk_rows < rows:
         total += (plan.kept - plan.shared) * hidden * 4
@@ -66,8 +66,8 @@ def test_the_plans_of_the_documentation() -> None:
     assert (small.chunk_rows, small.kept) == (4096, 86_016)
 
 
-def test_a_plan_leaves_no_rows_of_a_product_idle() -> None:
-    """Chunks of 2731 rows would allow for more columns, but a product of them takes as long as one of 2816."""
+def test_a_plan_leaves_no_part_of_a_matmul_idle() -> None:
+    """Chunks of 2731 tokens would allow more columns, but their matmul takes as long as one of 2816 tokens."""
     plan = plan_fused(8192, 2048, 151_936, **BFLOAT16, budget=GIBIBYTE, weight_gradient=True, twice_bytes=0)
     assert plan.chunk_rows % 128 == 0
     assert 8192 % plan.chunk_rows == 0
@@ -95,7 +95,7 @@ def test_plans_keep_the_budget(rows: int, hidden: int, vocabulary: int, budget: 
 
 
 @given(rows=st.integers(1, 5000), vocabulary=st.integers(1, 20_000), budget=st.integers(1, 1 << 26))
-def test_float32_needs_no_sums_apart(rows: int, vocabulary: int, budget: int) -> None:
+def test_float32_needs_no_separate_sums(rows: int, vocabulary: int, budget: int) -> None:
     plan = plan_fused(rows, 64, vocabulary, **FLOAT32, budget=budget, weight_gradient=True)
     assert plan.kept == plan.shared == vocabulary
     assert plan.chunk_rows * vocabulary * 4 <= budget or plan.chunk_rows == 1

@@ -1,6 +1,6 @@
-"""The chunks of `fused_loss`: where the sums lie, and that the weight gradient is rounded once.
+"""The chunks of `fused_loss`: where the sums are stored, and that the weight gradient is rounded once.
 
-With `imitate_cuda` CUDA's path, with logits kept in float16 and gradients of logits in bfloat16, runs on the CPU.
+`imitate_cuda` runs the CUDA code path on the CPU: logits kept in float16, gradients of logits in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, plan: FusedPlan) -> None:
 
 
 def make_inputs(ignored: float = 0.2, vocabulary: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, labels, advantages; logits as large as a trained model's."""
+    """hidden, weight, labels, advantages; logits are as large as those of a trained model."""
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(N, D, generator=generator)
     weight = torch.randn(vocabulary, D, generator=generator)
@@ -39,11 +39,11 @@ def make_inputs(ignored: float = 0.2, vocabulary: int = V) -> tuple[Tensor, Tens
 
 
 def token_loss(advantages: Tensor) -> Any:
-    return lambda logprobs, entropy, rows: logprobs * advantages.to(logprobs)[rows] - 0.1 * entropy
+    return lambda logprobs, entropy, positions: logprobs * advantages.to(logprobs)[positions] - 0.1 * entropy
 
 
 def gradients(inputs: tuple[Tensor, ...], dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """logprobs, and the gradients by hidden and weight."""
+    """logprobs, and the gradients of hidden and weight."""
     hidden, weight = (tensor.to(dtype).clone().requires_grad_() for tensor in inputs[:2])
     fused = fused_loss(hidden, weight, inputs[2], token_loss(inputs[3]), entropy=True, **options)
     fused.loss.backward()
@@ -55,17 +55,17 @@ def distance(actual: Tensor, exact: Tensor) -> float:
 
 
 def bfloat16_logits(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """What a bfloat16 model with its own head does: bfloat16 logits and their gradient, matmuls added in float32."""
+    """An ordinary bfloat16 head: bfloat16 logits and gradients, matmuls accumulated in float32."""
     hidden, weight, labels, advantages = inputs
-    rows = (labels != -100).nonzero()[:, 0]
-    logits = (hidden[rows].float() @ weight.float().T).bfloat16().requires_grad_()
+    positions = (labels != -100).nonzero()[:, 0]
+    logits = (hidden[positions].float() @ weight.float().T).bfloat16().requires_grad_()
     log_p = logits.float().log_softmax(1)
-    logprobs = log_p.gather(1, labels[rows, None])[:, 0]
-    token_loss(advantages)(logprobs, -(log_p.exp() * log_p).sum(1), rows).sum().backward()
+    logprobs = log_p.gather(1, labels[positions, None])[:, 0]
+    token_loss(advantages)(logprobs, -(log_p.exp() * log_p).sum(1), positions).sum().backward()
     grad_logits = logits.grad.float()
-    grad_hidden = torch.zeros_like(hidden).index_copy(0, rows, (grad_logits @ weight.float()).bfloat16())
-    all_logprobs = torch.zeros(N).index_copy(0, rows, logprobs.detach())
-    return all_logprobs, grad_hidden, (grad_logits.T @ hidden[rows].float()).bfloat16()
+    grad_hidden = torch.zeros_like(hidden).index_copy(0, positions, (grad_logits @ weight.float()).bfloat16())
+    all_logprobs = torch.zeros(N).index_copy(0, positions, logprobs.detach())
+    return all_logprobs, grad_hidden, (grad_logits.T @ hidden[positions].float()).bfloat16()
 
 
 # Blocks of V = 1000 have 128 columns; sums of half the columns fit into the gradient.
@@ -94,7 +94,7 @@ def test_no_further_from_float64_than_bfloat16_logits(plan: FusedPlan, monkeypat
 def test_the_weight_gradient_is_rounded_once(
     cuda: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """In many chunks it is as exact as in one product over all rows, which with bfloat16 sums it would not be."""
+    """Many chunks are as exact as one matmul over all tokens, which bfloat16 sums would not be."""
     if cuda:
         request.getfixturevalue("like_cuda")
     inputs = make_inputs()
@@ -108,8 +108,8 @@ def test_the_weight_gradient_is_rounded_once(
 
     follow(monkeypatch, PLANS["one chunk"])
     rounded_each_time = torch.zeros_like(inputs[1])
-    for rows in torch.arange(N).split(17):
-        chosen = (inputs[0][rows], inputs[1], inputs[2][rows], inputs[3][rows])
+    for positions in torch.arange(N).split(17):
+        chosen = (inputs[0][positions], inputs[1], inputs[2][positions], inputs[3][positions])
         rounded_each_time += gradients(chosen, torch.bfloat16)[2]
     assert distance(rounded_each_time, exact) > 1.5 * error["one chunk"]
 
@@ -133,8 +133,8 @@ def test_score_like_cuda() -> None:
     for memory in ("low", 100_000):
         hidden, weight = (tensor.clone().requires_grad_() for tensor in inputs[:2])
         scores = score(hidden, weight, inputs[2], entropy=True, memory=memory)
-        rows = inputs[2] != -100
-        token_loss(inputs[3])(scores.logprobs[rows], scores.entropy[rows], rows).sum().backward()
+        positions = inputs[2] != -100
+        token_loss(inputs[3])(scores.logprobs[positions], scores.entropy[positions], positions).sum().backward()
         assert distance(scores.logprobs.detach(), exact[0]) < 1e-5
         assert distance(hidden.grad, exact[1]) <= distance(others[1], exact[1])
         assert distance(weight.grad, exact[2]) <= distance(others[2], exact[2])

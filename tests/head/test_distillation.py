@@ -1,4 +1,4 @@
-"""`distillation_loss`: the divergences and gradients of full logits, in chunks of rows, by every backend."""
+"""`distillation_loss`: the divergences and gradients of full logits, in chunks of tokens, by every backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 class Case:
-    """Hidden states and heads of a student and a teacher for some rows, a third of them without a label."""
+    """Hidden states and heads of a student and a teacher for some tokens, a third of them without a label."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ def test_chunks_are_full_logits(kind: str, top_k: int | None, form: dict[str, An
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_definition(kind: str) -> None:
-    """Written out with full logits, so that the reference is not only compared with itself."""
+    """Written out with full logits, independently of the reference."""
     case = Case()
-    rows = case.labels != -100
-    student = (case.hidden[rows] @ case.head.weight.T / 1.3).softmax(1)
-    teacher = (case.teacher_hidden[rows] @ case.teacher_head.weight.T / 1.3).softmax(1)
+    labelled = case.labels != -100
+    student = (case.hidden[labelled] @ case.head.weight.T / 1.3).softmax(1)
+    teacher = (case.teacher_hidden[labelled] @ case.teacher_head.weight.T / 1.3).softmax(1)
     mixture = 0.3 * teacher + 0.7 * student
     expected = {
         "forward-kl": (teacher * (teacher / student).log()).sum(1),
@@ -114,9 +114,9 @@ def test_the_definition(kind: str) -> None:
         "jsd": (0.3 * teacher * (teacher / mixture).log() + 0.7 * student * (student / mixture).log()).sum(1),
     }[kind]
     found = case.run("chunked", divergence=kind, beta=0.3)
-    torch.testing.assert_close(found["divergences"][rows], expected, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(found["loss"], (case.weights[rows] * expected).sum(), rtol=1e-12, atol=1e-13)
-    assert not found["divergences"][~rows].any()
+    torch.testing.assert_close(found["divergences"][labelled], expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(found["loss"], (case.weights[labelled] * expected).sum(), rtol=1e-12, atol=1e-13)
+    assert not found["divergences"][~labelled].any()
     for name, hidden, head in (
         ("logprobs", case.hidden, case.head),
         ("teacher_logprobs", case.teacher_hidden, case.teacher_head),
@@ -127,7 +127,7 @@ def test_the_definition(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_top_k_compares_the_k_and_the_rest(kind: str) -> None:
-    """One row of four tokens, by hand: .5 .3 | .1 .1 of the teacher and .4 .2 | .3 .1 of the student, k = 2."""
+    """A vocabulary of four, by hand: .5 .3 | .1 .1 of the teacher and .4 .2 | .3 .1 of the student, k = 2."""
     teacher, student = (
         torch.tensor([[0.5, 0.3, 0.1, 0.1]], dtype=torch.float64),
         torch.tensor([[0.4, 0.2, 0.3, 0.1]], dtype=torch.float64),
@@ -204,13 +204,13 @@ def test_without_gradients_and_twice() -> None:
     (first,) = torch.autograd.grad(found.loss, hidden, retain_graph=True)
     (second,) = torch.autograd.grad(found.loss, hidden)
     assert torch.equal(first, second)
-    with pytest.raises(RuntimeError, match="distillation_loss: backward a second time"):
+    with pytest.raises(RuntimeError, match="distillation_loss: backward was called a second time"):
         torch.autograd.grad(found.loss, hidden)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sixteen_bits_err_by_their_rounding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA stores and multiplies, against float64 of the same bfloat16 numbers."""
+    """What CUDA stores and multiplies, against float64 arithmetic on the same bfloat16 numbers."""
     case = Case(40, 1100, torch.bfloat16, widths=(24, 32))
     exact = Case(40, 1100, torch.bfloat16, widths=(24, 32))
     exact.hidden, exact.teacher_hidden = exact.hidden.double(), exact.teacher_hidden.double()
@@ -230,9 +230,9 @@ def test_sixteen_bits_err_by_their_rounding(kind: str, monkeypatch: pytest.Monke
     ("change", "message"),
     [
         ({"divergence": "kl"}, "^divergence: 'kl'; give one of forward-kl, reverse-kl, jsd$"),
-        ({"divergence": "jsd", "beta": 1.0}, "^beta: 1.0; give a share above 0 and below 1"),
-        ({"top_k": 0}, "^top_k: 0; give 1 or more of the teacher's tokens"),
-        ({"weights": torch.ones(3)}, r"^weights: shape \(3,\) on cpu for 13 rows"),
+        ({"divergence": "jsd", "beta": 1.0}, "^beta: 1.0; give a number above 0 and below 1"),
+        ({"top_k": 0}, "^top_k: 0; give 1 or more tokens"),
+        ({"weights": torch.ones(3)}, r"^weights: shape \(3,\) on cpu for 13 tokens"),
         ({"temperature": 0.0}, "^temperature: 0.0; give a number above 0"),
     ],
 )
@@ -244,7 +244,9 @@ def test_settings_that_are_refused(change: dict[str, Any], message: str) -> None
 def test_teachers_that_are_refused() -> None:
     case = Case()
     case.teacher_head = replace(case.teacher_head, weight=case.teacher_head.weight[:500])
-    with pytest.raises(ValueError, match=r"^teacher weight: a vocabulary of 500, the student has 531; give a teacher"):
+    with pytest.raises(
+        ValueError, match=r"^teacher weight: has a vocabulary of 500, but the student has 531; give a teacher"
+    ):
         case.run("chunked")
     case.teacher_hidden = case.teacher_hidden[:4]
     with refused("teacher_hidden"):
@@ -270,7 +272,7 @@ def test_kernels_are_the_reference(kind: str) -> None:
 @needs_kernels
 @pytest.mark.parametrize("bias", [False, True], ids=["blocks of one size", "blocks of two sizes"])
 def test_fused_matmuls_are_the_reference(bias: bool) -> None:
-    """bfloat16: the matmuls of both models end in the elementwise work. A bias makes the student's blocks smaller."""
+    """bfloat16: the matmuls of both models are fused. A bias makes the student's blocks smaller."""
     case = Case(6, 300, torch.bfloat16, widths=(16, 24), bias=True, device=DEVICE)
     case.teacher_head = replace(case.teacher_head, bias=None)
     if not bias:
@@ -280,13 +282,13 @@ def test_fused_matmuls_are_the_reference(bias: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("top_k", [None, 16])
-def test_memory_is_kept_to_and_the_host_does_not_wait(top_k: int | None) -> None:
+def test_the_memory_limit_is_kept_and_the_host_does_not_synchronise(top_k: int | None) -> None:
     memory = 160 << 20
     case = Case(2048, 32_000, torch.bfloat16, widths=(512, 768), device="cuda")
     hidden, weight = case.hidden.requires_grad_(), case.head.weight.detach().requires_grad_()
     number = int((case.labels != -100).sum())
     held = 0
-    for turn in range(2):  # the first time also compiles, and makes room for cuBLAS
+    for turn in range(2):  # the first call also compiles and allocates the workspace of cuBLAS
         hidden.grad = weight.grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -301,5 +303,5 @@ def test_memory_is_kept_to_and_the_host_does_not_wait(top_k: int | None) -> None
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         held = torch.cuda.max_memory_allocated() - before - 2 * (hidden.numel() + weight.numel())
-    # `kth_largest` has float32 logits of a tile of rows, and what topk makes of them
+    # `kth_largest` stores float32 logits of a tile of tokens and the results of topk
     assert held <= memory + (8 << 20) + (0 if top_k is None else memory)

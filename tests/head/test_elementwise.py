@@ -1,4 +1,4 @@
-"""The elementwise steps against formulas over whole rows."""
+"""The elementwise functions against formulas over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logits_of(raw_logits: Tensor, head: BlockedHead, rows: LabelledRows) -> Tens
 def reduce_all(
     raw_logits: Tensor, head: BlockedHead, rows: LabelledRows, width: int, stored: Tensor | None = None
 ) -> BlockSums:
-    """The sums of all columns, from tiles of `width` of them."""
+    """The sums of all columns, from tiles of `width` columns."""
     sums = BlockSums.empty(R, head.num_blocks, raw_logits, entropy=True)
     for first in range(0, V, width):
         part = None if stored is None else stored[:, first : first + width]

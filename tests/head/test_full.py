@@ -10,8 +10,8 @@ from padfree.batch import LmHead
 from padfree.head.full import full_scores
 
 
-def test_two_rows_by_hand() -> None:
-    """hidden 1 and 2, weights 0, ln 2, ln 3: at row 0 probabilities are 1/6 2/6 3/6, at row 1 1/14 4/14 9/14."""
+def test_two_tokens_by_hand() -> None:
+    """hidden 1 and 2, weights 0, ln 2, ln 3: probabilities of token 0 are 1/6 2/6 3/6, of token 1 1/14 4/14 9/14."""
     logprobs, entropy = full_scores(
         torch.tensor([[1.0], [2.0]], dtype=torch.float64),
         LmHead(weight=torch.tensor([[0.0], [math.log(2)], [math.log(3)]], dtype=torch.float64)),

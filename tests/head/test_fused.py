@@ -1,4 +1,4 @@
-"""`fused_loss`: the loss and gradients of the reference, in one go, whatever the chunks."""
+"""`fused_loss`: the loss and gradients of the reference, whatever the chunks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def make_inputs(num_rows: int, width: int, vocabulary: int, dtype: torch.dtype, 
 def policy_loss(advantages: Tensor) -> Any:
     """A clipped ratio with an entropy bonus: neither linear nor the same for any two tokens."""
 
-    def token_loss(logprobs: Tensor, entropy: Tensor | None, rows: Tensor) -> Tensor:
-        here = advantages.to(logprobs)[rows]
+    def token_loss(logprobs: Tensor, entropy: Tensor | None, positions: Tensor) -> Tensor:
+        here = advantages.to(logprobs)[positions]
         ratio = (logprobs + 3.0 + here).exp()
         loss = -torch.minimum(ratio * here, ratio.clamp(0.8, 1.3) * here)
         if entropy is not None:
@@ -89,9 +89,9 @@ def test_it_is_score_and_a_loss(backend: str, device: str) -> None:
     inputs = [tensor.to(device) for tensor in make_inputs(40, 24, 700, torch.float32)]
     actual = run(inputs, backend, memory=50_000)
     hidden, weight, bias = (tensor.clone().requires_grad_() for tensor in inputs[:3])
-    rows = (inputs[3] != -100).nonzero()[:, 0]
+    positions = (inputs[3] != -100).nonzero()[:, 0]
     scores = score(hidden, weight, inputs[3], bias=bias, backend=backend)
-    loss = policy_loss(inputs[4])(scores.logprobs[rows], None, rows)
+    loss = policy_loss(inputs[4])(scores.logprobs[positions], None, positions)
     loss.sum().backward()
     torch.testing.assert_close(actual["loss"], loss.sum().detach().cpu())
     torch.testing.assert_close(actual["grad_hidden"], hidden.grad.cpu(), atol=1e-4, rtol=1e-4)
@@ -109,7 +109,7 @@ def test_gradcheck(backend: str, memory: Any) -> None:
             hidden,
             weight,
             labels,
-            lambda logprobs, entropy, rows: (logprobs * advantages.double()[rows]).exp() + entropy.square(),
+            lambda logprobs, entropy, positions: (logprobs * advantages.double()[positions]).exp() + entropy.square(),
             bias=bias,
             temperature=0.7,
             softcap=4.0,
@@ -125,7 +125,7 @@ def test_gradcheck(backend: str, memory: Any) -> None:
 @pytest.mark.parametrize(("backend", "device"), [*BACKENDS, pytest.param("reference", "cpu", id="reference")])
 @pytest.mark.parametrize("num_rows", [0, 1, 6])
 def test_no_labels_at_all(backend: str, device: str, num_rows: int) -> None:
-    """Zeros, and backward still runs."""
+    """The results are zeros, and backward still runs."""
     inputs = [tensor.to(device) for tensor in make_inputs(num_rows, 8, 20, torch.float32, ignored=1.1)]
     results = run(inputs, backend, entropy=True)
     assert results["loss"].shape == ()
@@ -136,7 +136,7 @@ def test_no_labels_at_all(backend: str, device: str, num_rows: int) -> None:
         assert not tensor.any(), name
 
 
-def test_rows_without_a_label_get_exactly_nothing() -> None:
+def test_tokens_without_a_label_get_exactly_zero() -> None:
     inputs = make_inputs(31, 8, 50, torch.float32)
     ignored = inputs[3] == -100
     assert ignored.any()
@@ -157,7 +157,7 @@ def test_the_upstream_gradient_scales() -> None:
 def test_backward_twice() -> None:
     hidden, weight, _, labels, _ = make_inputs(6, 8, 50, torch.float32)
     hidden.requires_grad_()
-    loss = fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: -logprobs, backend="chunked").loss
+    loss = fused_loss(hidden, weight, labels, lambda logprobs, entropy, positions: -logprobs, backend="chunked").loss
     (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     (second,) = torch.autograd.grad(loss, hidden)
     assert torch.equal(first, second)
@@ -177,7 +177,7 @@ def test_without_gradients() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
-def test_one_gradient_alone(wanted: str) -> None:
+def test_a_single_gradient(wanted: str) -> None:
     inputs = make_inputs(31, 24, 200, torch.bfloat16)
     expected = run(inputs, "chunked", memory=20_000)
     tensors = dict(zip(("hidden", "weight", "bias"), inputs[:3], strict=True))
@@ -200,16 +200,16 @@ def test_a_loss_that_ignores_the_entropy() -> None:
     gradients = []
     for entropy in (False, True):
         weight = weight.detach().requires_grad_()
-        fused = fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: -logprobs, entropy=entropy)
+        fused = fused_loss(hidden, weight, labels, lambda logprobs, entropy, positions: -logprobs, entropy=entropy)
         gradients += torch.autograd.grad(fused.loss, weight)
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def test_the_gradient_is_handed_over_not_copied() -> None:
-    """`.grad` is the memory that was filled in the forward pass: there is no second [V, D]."""
+def test_the_gradient_is_not_copied() -> None:
+    """`.grad` is the memory that the forward pass filled: there is no second [V, D] tensor."""
     hidden, weight, _, labels, _ = make_inputs(6, 8, 50, torch.float32)
     weight.requires_grad_()
-    fused = fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: -logprobs, backend="chunked")
+    fused = fused_loss(hidden, weight, labels, lambda logprobs, entropy, positions: -logprobs, backend="chunked")
     place = fused.loss.grad_fn.gradients[1].data_ptr()
     fused.loss.backward()
     assert weight.grad.data_ptr() == place
@@ -218,12 +218,12 @@ def test_the_gradient_is_handed_over_not_copied() -> None:
 @pytest.mark.parametrize(
     ("token_loss", "message"),
     [
-        (lambda logprobs, entropy, rows: logprobs.sum(), r"token_loss: loss of shape \(\) for 6 rows"),
+        (lambda logprobs, entropy, positions: logprobs.sum(), r"token_loss: returned shape \(\) for 6 tokens"),
         (
-            lambda logprobs, entropy, rows: (logprobs, {"n": logprobs[:2]}),
+            lambda logprobs, entropy, positions: (logprobs, {"n": logprobs[:2]}),
             "token_loss: returned a tuple; return a tensor",
         ),
-        (lambda logprobs, entropy, rows: logprobs.detach(), "token_loss: its result carries no gradient"),
+        (lambda logprobs, entropy, positions: logprobs.detach(), "token_loss: returned a tensor without gradient"),
     ],
 )
 def test_losses_that_are_refused(token_loss: Any, message: str) -> None:
@@ -250,11 +250,11 @@ def test_no_host_synchronisation() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory", [48 << 20, 96 << 20, 512 << 20])
-def test_memory_is_kept_to(memory: int) -> None:
-    """Beside the gradients it returns, and a little for the scores themselves."""
+def test_the_memory_limit_is_kept(memory: int) -> None:
+    """In addition to the returned gradients, with a small allowance for the scores."""
     inputs = [tensor.to("cuda") for tensor in make_inputs(2048, 512, 32_000, torch.bfloat16, ignored=0.0)]
     hidden, weight = (tensor.requires_grad_() for tensor in inputs[:2])
-    for _ in range(2):  # the first time also makes room for cuBLAS
+    for _ in range(2):  # the first call also allocates the workspace of cuBLAS
         hidden.grad = weight.grad = None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -283,4 +283,4 @@ def test_a_whole_head_is_its_parts() -> None:
 def test_a_loss_that_returns_more_than_losses_is_refused() -> None:
     hidden, weight, _, labels, _ = make_inputs(12, 8, 50, torch.float32)
     with refused("token_loss"):
-        fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: (-logprobs, {}))
+        fused_loss(hidden, weight, labels, lambda logprobs, entropy, positions: (-logprobs, {}))

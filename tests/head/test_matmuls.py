@@ -1,4 +1,4 @@
-"""The matmuls that end in the elementwise work, against a matmul and the elementwise work after it.
+"""The fused matmuls, against a matmul followed by the elementwise work.
 
 On a Hopper GPU, or in Triton's interpreter: see `test_triton_elementwise.py`. Tiles are small here, so that there are
 several.
@@ -29,7 +29,7 @@ def needs_matmuls(test: Any) -> Any:
 
 # R, D, V: tiles have 64 rows and 64 columns, steps 32 of D
 SHAPES = {
-    "one row": (1, 8, 3),
+    "one token": (1, 8, 3),
     "five columns": (47, 16, 5),
     "odd": (67, 40, 200),
     "whole tiles": (64, 64, 128),
@@ -57,7 +57,7 @@ def make_task(
     hidden = torch.randn(num_rows, width, generator=generator)
     weight = torch.randn(vocabulary, width, generator=generator) * (size / width**0.5)
     values = torch.randn(vocabulary, generator=generator).bfloat16()
-    values[vocabulary // 2] = -torch.inf  # an entry that does not exist
+    values[vocabulary // 2] = -torch.inf  # a vocabulary entry that does not exist
     head = BlockedHead(
         weight=weight.bfloat16().to(DEVICE),
         bias=values.to(DEVICE) if bias else None,
@@ -65,7 +65,7 @@ def make_task(
         logit_scale=logit_scale,
         block=block,
     )
-    # At the edges of tiles, and one that does not exist.
+    # At the edges of tiles, and one label that does not exist.
     edges = torch.tensor([vocabulary - 1, 0, 63, 64, 127, 128, vocabulary, -100])
     rows = LabelledRows(
         labels=edges.repeat(num_rows)[:num_rows].to(DEVICE),
@@ -94,7 +94,7 @@ def small(parts: int) -> MatmulConfiguration:
 @pytest.mark.parametrize(
     ("shape", "form"),
     [
-        ("one row", "plain"),
+        ("one token", "plain"),
         ("five columns", "bias"),
         ("odd", "plain"),
         ("whole tiles", "bias"),
@@ -142,8 +142,8 @@ def test_they_are_a_matmul_and_the_elementwise_work(shape: str, form: str, parts
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_what_differs_from_step_to_step_is_no_reason_to_compile() -> None:
-    """Numbers of rows, strides that are such numbers, and pointers to some row."""
+def test_values_that_differ_from_step_to_step_do_not_recompile() -> None:
+    """Numbers of tokens, strides equal to these numbers, and pointers to any token."""
     triton = pytest.importorskip("triton")
     from padfree.head import triton_elementwise
     from padfree.head import triton_matmuls as fused
@@ -170,7 +170,7 @@ HOPPER_SHARED_MEMORY = 232_448
 @pytest.mark.parametrize("name", ["reduce_kernel", "gradient_kernel"])
 @pytest.mark.parametrize(("softcap", "columns"), [(None, 160), (None, 129), (3.0, 160), (3.0, 129)])
 def test_what_is_used_fits_into_a_hopper_gpu(name: str, softcap: float | None, columns: int) -> None:
-    """Compiled for one, here: whole 16 bytes of columns, and columns that end inside of them."""
+    """Compiled for Hopper: columns that end at a multiple of 16 bytes, and columns that do not."""
     triton = pytest.importorskip("triton", minversion="3.7")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -211,7 +211,7 @@ def test_what_is_used_fits_into_a_hopper_gpu(name: str, softcap: float | None, c
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_kernels_are_compiled_once_for_all_numbers_of_rows() -> None:
+def test_kernels_are_compiled_once_for_all_numbers_of_tokens() -> None:
     if not IS_HOPPER:
         pytest.skip("no Hopper GPU")
     from padfree.head import triton_elementwise
@@ -237,7 +237,7 @@ def test_kernels_are_compiled_once_for_all_numbers_of_rows() -> None:
 
 @needs_matmuls
 def test_large_logits() -> None:
-    """Of 1e4 and far apart: nothing overflows, and what float16 cannot hold has no probability."""
+    """Logits of 1e4 and far apart: nothing overflows, and values below the range of float16 have no probability."""
     from padfree.head import triton_elementwise as kernels
 
     by = small(1)
@@ -255,7 +255,7 @@ def test_large_logits() -> None:
 
 
 N, D, V = 45, 40, 600
-# In tiles of 128 rows and 256 columns.
+# In tiles of 128 tokens and 256 columns.
 PLANS = {
     "one chunk": FusedPlan(chunk_rows=40, kept=600, shared=256),
     "chunks": FusedPlan(chunk_rows=17, kept=600, shared=256),
@@ -264,15 +264,15 @@ PLANS = {
 
 
 def losses(inputs: dict[str, Tensor], backend: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
-    """Scores and gradients of `score`, then of `fused_loss`, where both have the same loss."""
+    """Scores and gradients of `score`, then of `fused_loss`, for the same loss."""
     given = {name: value.to(DEVICE, dtype).requires_grad_() for name, value in inputs.items() if name != "labels"}
     labels = inputs["labels"].to(DEVICE)
     factors = torch.linspace(-1.0, 2.0, N, device=DEVICE)
     everything = {**options, "bias": given.get("bias"), "entropy": True, "backend": backend}
     leaves = list(given.values())
 
-    def token_loss(logprobs: Tensor, entropy: Tensor, rows: Tensor) -> Tensor:
-        return logprobs * factors[rows] - 0.1 * entropy
+    def token_loss(logprobs: Tensor, entropy: Tensor, positions: Tensor) -> Tensor:
+        return logprobs * factors[positions] - 0.1 * entropy
 
     scores = score(given["hidden"], given["weight"], labels, **everything)
     total = (scores.logprobs * factors - 0.1 * scores.entropy).sum()
@@ -293,7 +293,7 @@ def losses(inputs: dict[str, Tensor], backend: str, dtype: torch.dtype, **option
     [("one chunk", {}), ("chunks", {"softcap": 4.0}), ("chunks, some columns twice", {"bias": True})],
 )
 def test_score_and_fused_loss(plan: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ignored rows and a temperature for each row, in the tiles that are used."""
+    """With ignored tokens and a temperature per token, in the default tiles."""
     if INTERPRETED:
         imitate_cuda(monkeypatch)
     monkeypatch.setattr(chunks, "plan_fused", lambda *args, **others: PLANS[plan])
@@ -319,7 +319,7 @@ def test_score_and_fused_loss(plan: str, options: dict[str, Any], monkeypatch: p
     actual = losses(inputs, "triton", torch.bfloat16, **options)
     assert set(called) == {"reduce_rows", "gradient_columns"}
     for mine, right in zip(actual, expected, strict=True):
-        limit = 1e-6 if mine.dtype == torch.float32 else 5e-3 if INTERPRETED else 3e-3  # it cuts digits off
+        limit = 1e-6 if mine.dtype == torch.float32 else 5e-3 if INTERPRETED else 3e-3  # it truncates
         assert (mine.double() - right).norm() <= limit * right.norm()
 
 
@@ -329,8 +329,8 @@ def test_where_the_matmuls_cannot_be_used() -> None:
     assert unsupported_reason(hidden, weight, torch.bfloat16) is None
     for wrong, reason in (
         ((hidden.float(), weight.float(), torch.float32), "only bfloat16"),
-        ((hidden[:, :12], weight[:, :12], torch.bfloat16), "D is no multiple of 8"),
-        ((hidden, weight.view(-1)[4:76].view(-1, 8), torch.bfloat16), "weight: its rows"),
-        ((hidden.T.contiguous().T, weight, torch.bfloat16), "hidden: its rows"),
+        ((hidden[:, :12], weight[:, :12], torch.bfloat16), "D is not a multiple of 8"),
+        ((hidden, weight.view(-1)[4:76].view(-1, 8), torch.bfloat16), "weight: its matrix rows"),
+        ((hidden.T.contiguous().T, weight, torch.bfloat16), "hidden: its matrix rows"),
     ):
         assert reason in (unsupported_reason(*wrong) or ""), reason

@@ -18,7 +18,7 @@ BACKENDS = [
     pytest.param("chunked", "cuda", id="chunked-cuda", marks=pytest.mark.gpu),
     pytest.param("triton", "cuda", id="triton-cuda", marks=pytest.mark.gpu),
 ]
-# The reference rounds nothing in float32. In bfloat16 both round the gradients once, each in its own last bit.
+# The reference does not round in float32. In bfloat16 both round the gradients once, and may differ in the last bit.
 TOLERANCES = [(torch.float32, 1e-4, 1e-4), (torch.bfloat16, 2e-2, 2e-2)]
 SHAPES = [(1, 64, 3), (3, 47, 31), (31, 123, 47), (47, 31, 1023), (123, 3, 4100)]  # N, D, V
 
@@ -50,7 +50,7 @@ def make_case(
 
 
 def run(case: Case, backend: str, **options: Any) -> dict[str, Tensor]:
-    """Scores and gradients, with a different upstream gradient for every row and both scores."""
+    """Scores and gradients, with a different upstream gradient for every token and both scores."""
     hidden = case.hidden.clone().requires_grad_()
     weight = case.weight.clone().requires_grad_()
     bias = None if case.bias is None else case.bias.clone().requires_grad_()
@@ -116,14 +116,14 @@ def test_a_temperature_per_token(backend: str, device: str) -> None:
     case = make_case(31, 47, 123, torch.float32)
     temperature = torch.linspace(0.5, 2.0, 31)
     expected = run(case, "reference", entropy=True, temperature=temperature)
-    for row in (0, 30):
-        alone = replace(case, hidden=case.hidden[row : row + 1], labels=torch.tensor([5]))
-        one = score(alone.hidden, alone.weight, alone.labels, temperature=float(temperature[row]), entropy=True)
+    for token in (0, 30):
+        alone = replace(case, hidden=case.hidden[token : token + 1], labels=torch.tensor([5]))
+        one = score(alone.hidden, alone.weight, alone.labels, temperature=float(temperature[token]), entropy=True)
         with_label = case.labels.clone()
-        with_label[row] = 5
+        with_label[token] = 5
         scores = score(case.hidden, case.weight, with_label, temperature=temperature, entropy=True)
-        torch.testing.assert_close(scores.logprobs[row], one.logprobs[0])
-        torch.testing.assert_close(scores.entropy[row], one.entropy[0])
+        torch.testing.assert_close(scores.logprobs[token], one.logprobs[0])
+        torch.testing.assert_close(scores.entropy[token], one.entropy[0])
     actual = run(case.to(device), backend, entropy=True, temperature=temperature.to(device))
     assert_same(actual, expected, 2e-5, 2e-5)
 
@@ -155,8 +155,8 @@ def test_gradcheck(backend: str, memory: Any) -> None:
 
 @pytest.mark.parametrize(("backend", "device"), [*BACKENDS, pytest.param("reference", "cpu", id="reference")])
 @pytest.mark.parametrize("num_rows", [0, 1, 6])
-def test_rows_without_a_label(backend: str, device: str, num_rows: int) -> None:
-    """They score exactly 0 and get exactly zero gradient; with no other rows, backward still runs."""
+def test_tokens_without_a_label(backend: str, device: str, num_rows: int) -> None:
+    """They score exactly 0 and get exactly zero gradient; with no other tokens, backward still runs."""
     case = make_case(num_rows, 8, 20, torch.float32, bias=True, ignored=1.1).to(device)
     results = run(case, backend, entropy=True)
     assert results["logprobs"].shape == results["entropy"].shape == (num_rows,)
@@ -166,7 +166,7 @@ def test_rows_without_a_label(backend: str, device: str, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
-def test_rows_without_a_label_are_not_looked_at(backend: str, device: str) -> None:
+def test_tokens_without_a_label_are_not_read(backend: str, device: str) -> None:
     case = make_case(20, 8, 50, torch.float32, ignored=0.5)
     ignored = case.labels == -100
     assert ignored.any()
@@ -187,7 +187,7 @@ def test_large_logits_stay_finite(backend: str, device: str, size: float) -> Non
     results = run(case, backend, entropy=True)
     for name, tensor in results.items():
         assert tensor.isfinite().all(), name
-    # A gap of size/10000 between the first and third entry at row 0, of 2·size between the first and second at row 1.
+    # Token 0: a gap of size/10000 between the first and third entry; token 1: of 2·size between the first and second.
     gap = torch.tensor(size / 1e4)
     first = -torch.log1p((-gap).exp())
     torch.testing.assert_close(results["logprobs"], torch.stack([first, torch.tensor(-2 * size), first - gap]))
@@ -281,21 +281,27 @@ def test_autocast_changes_nothing() -> None:
     ("changes", "message"),
     [
         ({"hidden": torch.zeros(4, 5)}, r"hidden, weight: shapes \(4, 5\) and \(10, 8\); give \[N, D\] and \[V, D\]"),
-        ({"hidden": torch.zeros(4, 8, dtype=torch.float16)}, "hidden: torch.float16; give bfloat16, float32"),
-        ({"weight": torch.zeros(10, 8).bfloat16()}, "weight: torch.bfloat16 while hidden is torch.float32"),
-        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"labels: torch.int64 of shape \(5,\) for 4 rows"),
+        (
+            {"hidden": torch.zeros(4, 8, dtype=torch.float16)},
+            "hidden: torch.float16 is not supported; give bfloat16, float32",
+        ),
+        ({"weight": torch.zeros(10, 8).bfloat16()}, "weight: is torch.bfloat16, but hidden is torch.float32"),
+        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"labels: torch.int64 of shape \(5,\) for 4 tokens"),
         ({"labels": torch.zeros(4)}, "labels: torch.float32"),
-        ({"labels": torch.tensor([1, -100, 10, 2])}, "labels: 10 at row 2 for a vocabulary of 10; give 0 to 9"),
-        ({"labels": torch.tensor([1, -1, 3, 2])}, "labels: -1 at row 1 for a vocabulary of 10"),
+        (
+            {"labels": torch.tensor([1, -100, 10, 2])},
+            "labels: 10 at token 2 is outside the vocabulary; give labels from 0 to 9",
+        ),
+        ({"labels": torch.tensor([1, -1, 3, 2])}, "labels: -1 at token 1 is outside the vocabulary"),
         ({"bias": torch.zeros(9)}, r"bias: shape \(9,\) for 10 vocabulary entries"),
         ({"softcap": 0.0}, "softcap: 0.0; give a number above 0"),
         ({"temperature": 0.0}, "temperature: 0.0; give a number above 0"),
         ({"temperature": torch.ones(3)}, r"temperature: shape \(3,\)"),
-        ({"temperature": torch.tensor([1.0, 1.0, -1.0, 1.0])}, "temperature: -1.0 in a row"),
+        ({"temperature": torch.tensor([1.0, 1.0, -1.0, 1.0])}, "temperature: is -1.0 for a token"),
         ({"temperature": torch.ones(4, requires_grad=True)}, "requires_grad True"),
-        ({"memory": "large"}, "memory: 'large'; give 'speed'"),
+        ({"memory": "large"}, "memory: 'large' is unknown; give 'speed'"),
         ({"memory": 0}, "memory: 0; give 'speed'"),
-        ({"backend": "fast"}, "backend: 'fast'; give 'auto'"),
+        ({"backend": "fast"}, "backend: 'fast' is unknown; give 'auto'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

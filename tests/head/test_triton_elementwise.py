@@ -1,7 +1,7 @@
 """The Triton kernels against plain torch, on CUDA or in Triton's interpreter.
 
-Triton decides when it is imported whether it interprets, so without CUDA the tests below run in a process of their own,
-which `tests/test_interpreted.py` starts.
+Triton decides at import whether to use its interpreter, so without CUDA these tests run in a separate process, which
+`tests/test_interpreted.py` starts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ROWS = 4
 def test_the_cpu_needs_the_interpreter() -> None:
     pytest.importorskip("triton")
     hidden, weight, labels = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([1, 2])
-    with refused("backend", "'triton' on cpu"):
+    with refused("backend", "'triton' does not run on cpu"):
         score(hidden, weight, labels, backend="triton")
-    with refused("backend", "'triton' with float64"):
+    with refused("backend", "'triton' does not support float64"):
         score(hidden.double(), weight.double(), labels, backend="triton")
 
 
@@ -94,7 +94,7 @@ def test_kernels_are_the_steps(form: dict[str, Any]) -> None:
                 raw_logits[:, first:last], first, head, rows, softmax, up, gradient[:, first:last]
             )
         torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-4)
-        # In place, float16 logits becoming bfloat16 gradients, as in bfloat16 training.
+        # In place: bfloat16 gradients overwrite float16 logits, as in bfloat16 training.
         in_place = memory[1].clone()
         kernels.gradient_from_stored(
             in_place[:, :vocabulary], head, rows, sums.peak, softmax, up, in_place.view(torch.bfloat16)[:, :vocabulary]
@@ -106,7 +106,7 @@ def test_kernels_are_the_steps(form: dict[str, Any]) -> None:
 
 @needs_kernels
 def test_odd_values() -> None:
-    """NaN stays in its row, -inf adds nothing, a label outside the vocabulary is NaN, 1e4 is a number like others."""
+    """NaN affects only its token, -inf adds nothing, a label outside the vocabulary gives NaN, 1e4 is handled."""
     from padfree.head import triton_elementwise as kernels
 
     raw_logits, head, rows, upstream = make_task(200)
@@ -155,7 +155,7 @@ def test_score_and_fused_loss(dtype: torch.dtype, memory: Any) -> None:
         fused = fused_loss(
             *leaves,
             labels,
-            lambda logprobs, entropy, rows: logprobs,  # whose gradient is one number, expanded
+            lambda logprobs, entropy, positions: logprobs,  # whose gradient is one number, expanded
             entropy=True,
             memory=memory,
             backend=backend,

@@ -1,4 +1,4 @@
-"""What the passes over compiled layers' graphs leave."""
+"""The graphs of compiled layers after the graph passes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def graphs_after(chosen: Callable[[fx.Graph], int]) -> Iterator[list[fx.Graph]]:
 
 
 def passes_alone(graph: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-    """For `inner_compile` of Inductor: its passes and ours, and the graph run as it then is. No code is written, which
-    is what takes long."""
+    """Replaces `inner_compile` of Inductor: runs its passes and ours, then interprets the graph. No code is generated,
+    which would take long."""
     with V.set_fake_mode(detect_fake_mode(inputs)):
         post_grad_passes(graph, is_inference=False)
     graph.recompile()

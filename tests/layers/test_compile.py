@@ -1,4 +1,4 @@
-"""Compiled layers: the same gradients whatever they save and whichever operators they have; no cache is stale."""
+"""Compiled layers: the same gradients whatever they save and whichever operators they use; no cache is stale."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
 
 @pytest.mark.parametrize("kept", ["none", "selective", "host"])
 def test_marks_are_not_lost_in_the_compilers_cache(kept: Kept) -> None:
-    """The cache of `torch.compile` on disk knows a graph by its operations: marks must keep it away."""
+    """The disk cache of `torch.compile` identifies a graph by its operations: marks must disable it."""
     seen = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -63,7 +63,7 @@ def engine_with(mesh: Mesh, checkpointing: str, backend: str = BACKEND) -> Engin
 
 
 def gradients(engine: Engine, *, scored: bool = False) -> dict[str, Tensor]:
-    """Of several micro-batches; with `scored` a pass without gradients comes before."""
+    """Gradients of several micro-batches; with `scored` a forward pass without gradients comes first."""
     samples = make_samples((30, 3, 17, 40, 1, 12))
     if scored:
         engine.scorer.logprobs(samples)
@@ -75,10 +75,10 @@ def gradients(engine: Engine, *, scored: bool = False) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama4", marks=pytest.mark.slow), "lfm2"])
 def test_more_layers_of_the_same_kinds_are_not_compiled_again(name: str) -> None:
-    """A graph that depends on the number of its layer is one graph a layer, and soon more than the compiler allows."""
+    """If a graph depended on its layer index, there would be one per layer, soon more than the compiler allows."""
     model = attach(build(name, **twice_the_layers(name)))
     layers = list(layers_of(model))
-    graphs_of(model, layers)  # the first batch decides how mixers are computed, for all layers that are there
+    graphs_of(model, layers)  # the first batch decides how mixers are computed, for all existing layers
     torch._dynamo.reset()
     counters.clear()
     compiled.compile_layers(layers, "eager")
@@ -88,7 +88,7 @@ def test_more_layers_of_the_same_kinds_are_not_compiled_again(name: str) -> None
 
 
 def twice_the_layers(name: str) -> dict[str, Any]:
-    """Changes of a config after which a model has all its layers a second time."""
+    """Config changes that give a model each of its layers twice."""
     small = build(name).config
     changes: dict[str, Any] = {"num_hidden_layers": small.num_hidden_layers * 2}
     for field in ("layer_types", "no_rope_layers"):
@@ -98,7 +98,7 @@ def twice_the_layers(name: str) -> dict[str, Any]:
 
 
 def graphs_of(model: Any, layers: list[nn.Module]) -> int:
-    """Graphs made so far, after batches of several lengths with these layers alone."""
+    """Number of graphs after batches of several lengths with these layers."""
     model.model.layers = nn.ModuleList(layers)
     with torch.no_grad():
         for seed, lengths in enumerate(([15, 1, 8], [9, 9])):
@@ -114,7 +114,7 @@ def expected(mesh: Mesh) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def offloading(mesh: Mesh) -> tuple[Engine, ActivationOffload]:
-    """One engine for several ways to offload, which the compiled layers know nothing of."""
+    """One engine for several offload settings, which do not affect the compiled layers."""
     offloads: list[ActivationOffload] = []
 
     def offload(num_layers: int) -> ActivationOffload:
@@ -189,7 +189,7 @@ def test_gradients_are_the_same_with_operators_of_our_own(
 def test_kernels_none_leaves_the_layer_to_the_compiler(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: str
 ) -> None:
-    """From the setting to the graphs: with `none` attention is the only operator of ours, in every graph."""
+    """From the setting to the graphs: with `none` attention is our only operator in every graph."""
     monkeypatch.setattr(compiled, "_operators_pay", lambda hidden: True)
     monkeypatch.setattr(compiled, "_has_epilogues", lambda hidden: True)
     targets: list[set[str]] = []
@@ -234,7 +234,7 @@ def test_kernels_none_leaves_the_layer_to_the_compiler(
 
 
 class Uncached(CustomGraphPass):
-    """A pass that Inductor's caches know nothing of, so that it is called."""
+    """A pass that is not in Inductor's caches, so that it is called."""
 
     def __init__(self, run: Callable[[fx.Graph], None]) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""The compiler is watched: how often it was at work, and when it begins."""
+"""The compiler watch: number of compilations, and the callback when one begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matmuls with epilogues: what they compute, where they are put, and their kernels on Hopper."""
+"""Matmuls with epilogues: what they compute, where they are inserted, and their kernels on Hopper."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not has_epilogues(cuda, torch.float32)
     monkeypatch.setattr(support, "has_epilogues", lambda device, dtype: True)
     assert is_supported(torch.empty(5, 8), torch.empty(8, 16))
-    assert not is_supported(torch.empty(5, 8), torch.empty(8, 12)), "columns of no whole 16 bytes"
+    assert not is_supported(torch.empty(5, 8), torch.empty(8, 12)), "columns that are not a multiple of 16 bytes"
     assert not is_supported(torch.empty(5, 4), torch.empty(4, 8))
 
 
@@ -87,11 +87,11 @@ def test_which_quack_will_do(monkeypatch: pytest.MonkeyPatch, version: str | Non
     assert support._is_installed.__wrapped__() == new_enough
 
 
-# Where they are put
+# Where they are inserted
 
 
 class Layer(nn.Module):
-    """`more` asks for the gate, the up projection or the activation a second time."""
+    """`more` uses the gate, the up projection or the activation a second time."""
 
     def __init__(self, width: int = 8, inner: int = 24, *, more: str = "") -> None:
         super().__init__()
@@ -143,8 +143,8 @@ def test_gradients_with_them(graphs: list[fx.Graph], kept: Kept, more: str, expe
     """Two lengths, and one graph for both."""
     layer, plain = Layer(more=more), Layer(more=more)
     compile_layers([layer], "inductor", kept)
-    for rows in (7, 11):
-        x = random(1, rows, 8, seed=rows)
+    for tokens in (7, 11):
+        x = random(1, tokens, 8, seed=tokens)
         for mine, right in zip(gradients(layer, x), gradients(plain, x), strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     if expected is not None:
@@ -164,7 +164,7 @@ def test_sizes_without_kernels_are_left_alone(graphs: list[fx.Graph], width: int
 
 
 def test_other_sums_are_left_alone() -> None:
-    """Columns that are heads in the sum, two matmuls, a matmul that somebody else reads, and three summands."""
+    """Columns that are heads in the sum, two matmuls, a matmul with another reader, and three summands."""
 
     def changed(function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[str]:
         traced = make_fx(function, tracing_mode="fake")(*(torch.empty(shape) for shape in shapes))
@@ -200,14 +200,14 @@ def test_other_sums_are_left_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_kernels_against_float32(dtype: torch.dtype, transposed: bool) -> None:
-    """Rows of many lengths, each with the kernel that was compiled for the first."""
+    """Packs of many lengths, each with the kernel that was compiled for the first."""
     inner, columns = 520, 264
     b = random(inner, columns, seed=0, dtype=dtype, device="cuda") * inner**-0.5
     if transposed:
         b = b.T.contiguous().T
-    for rows in (300, 0, 1, 7, 128, 193, 1000, 4099):
-        a = random(rows, inner, seed=1, dtype=dtype, device="cuda")
-        gate, up = (random(rows, columns, seed=seed, dtype=dtype, device="cuda") for seed in (2, 3))
+    for tokens in (300, 0, 1, 7, 128, 193, 1000, 4099):
+        a = random(tokens, inner, seed=1, dtype=dtype, device="cuda")
+        gate, up = (random(tokens, columns, seed=seed, dtype=dtype, device="cuda") for seed in (2, 3))
         product = a.float() @ b.float()
         close = {"rtol": 2e-2, "atol": 2e-2}
         torch.testing.assert_close(OPS.matmul_add(a, b, gate).float(), product + gate, **close)
@@ -233,13 +233,13 @@ def test_a_compiled_layer_is_as_exact_as_without_them(monkeypatch: pytest.Monkey
             monkeypatch.setattr("padfree.layers.compile._has_epilogues", lambda hidden: False)
         layer = Layer(2048, 4096).to("cuda", torch.bfloat16)
         compile_layers([layer], "inductor", kept)
-        return [gradients(layer, x) for x in rows]
+        return [gradients(layer, x) for x in packs]
 
-    rows = [random(1, length, 2048, seed=length, dtype=torch.bfloat16, device="cuda") for length in (900, 1501)]
+    packs = [random(1, length, 2048, seed=length, dtype=torch.bfloat16, device="cuda") for length in (900, 1501)]
     exact = Layer(2048, 4096).to("cuda", torch.bfloat16).double()
-    expected = [gradients(exact, x.double()) for x in rows]
+    expected = [gradients(exact, x.double()) for x in packs]
     errors = []
     for found in (compiled(fused=True), compiled(fused=False)):
-        pairs = [pair for row in zip(found, expected, strict=True) for pair in zip(*row, strict=True)]
+        pairs = [pair for results in zip(found, expected, strict=True) for pair in zip(*results, strict=True)]
         errors.append([float((mine.double() - right).norm() / right.norm()) for mine, right in pairs])
     assert all(with_them < 1.05 * without + 1e-4 for with_them, without in zip(*errors, strict=True)), errors

@@ -25,7 +25,7 @@ def test_device_memory_is_freed() -> None:
     call.free()
     assert offloaded.on_device is None
     assert torch.equal(_unpack(saved[1]), tensor.view(4, 3))
-    assert offloaded.on_device is not None, "somebody will still ask for it"
+    assert offloaded.on_device is not None, "it is still needed"
     assert torch.equal(_unpack(saved[0]), tensor)
     assert offloaded.on_device is None
     assert _unpack(saved[2]) is call.layer.weight

@@ -1,4 +1,4 @@
-"""The norms as operators: the arithmetic of Hugging Face's modules, exact gradients, and what the compiler wants."""
+"""The norms as operators: the arithmetic of Hugging Face's modules, exact gradients, and what the compiler requires."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def module_with(weight: Tensor, kind: Any = Qwen3RMSNorm) -> nn.Module:
 def test_results_are_those_of_hugging_face_in_float32_rounded_once(
     shape: tuple[int, ...], kind: Any, dtype: torch.dtype
 ) -> None:
-    """To the bit."""
+    """Bit-identical."""
     a, b = (random(*shape, seed=seed, dtype=dtype) for seed in (0, 1))
     weight = random(shape[-1], seed=2, dtype=dtype)
     module = module_with(weight.float(), kind)
@@ -48,9 +48,9 @@ def test_results_are_those_of_hugging_face_in_float32_rounded_once(
     assert torch.equal(y, module(total.float()).to(dtype))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 5])
-def test_gradients(rows: int) -> None:
-    a, b = (random(1, rows, 6, seed=seed, dtype=torch.float64).requires_grad_() for seed in (0, 1))
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_gradients(tokens: int) -> None:
+    a, b = (random(1, tokens, 6, seed=seed, dtype=torch.float64).requires_grad_() for seed in (0, 1))
     weight = random(6, seed=2, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: OPS.rms_norm(x, w, EPS)[0], (a, weight))
     # The sum is used elsewhere, too.
@@ -80,7 +80,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("num_dys", [1, 2, 3, 5])
 def test_sums_around_backward(num_dys: int, with_residual: bool) -> None:
-    """dys [T, D] of x [1, T, D], and the gradient that passes by, added once."""
+    """dys [T, D] of x [1, T, D], and the gradient of the residual stream, added once."""
     x, weight = random(1, 9, 48, seed=0), random(48, seed=1)
     dys = [random(9, 48, seed=2 + index) for index in range(num_dys)]
     residual = random(1, 9, 48, seed=9) if with_residual else None
@@ -112,7 +112,7 @@ def test_the_compiler_may_rely_on_shapes_strides_and_gradients(dtype: torch.dtyp
     a, b = (random(1, 5, 16, seed=seed, dtype=dtype).requires_grad_() for seed in (0, 1))
     weight = random(16, seed=2, dtype=dtype).requires_grad_()
     torch.library.opcheck(OPS.rms_norm.default, (a, weight, EPS))
-    columns = random(16, 5, 1, seed=3, dtype=dtype).permute(2, 1, 0).requires_grad_()  # rows not contiguous
+    columns = random(16, 5, 1, seed=3, dtype=dtype).permute(2, 1, 0).requires_grad_()  # tokens not contiguous
     torch.library.opcheck(OPS.rms_norm.default, (columns, weight, EPS))
     torch.library.opcheck(OPS.add_rms_norm.default, (columns, b, weight, EPS))
     x, dy, rstd = a.detach(), b.detach(), torch.ones(1, 5)
@@ -134,7 +134,7 @@ def test_the_plain_backward_does_not_change_what_it_is_given() -> None:
 
 
 def angles(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin [1, T, d]; the two of a pair of columns differ, so that it shows which is taken."""
+    """cos and sin [1, T, d]; the two columns of a pair differ, so that a mix-up is detected."""
     angle = 3 * random(*shape, seed=seed, dtype=torch.float64)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -212,7 +212,7 @@ def test_the_compiler_may_rely_on_rotated(dtype: torch.dtype) -> None:
     weight = random(16, seed=1, dtype=dtype).requires_grad_()
     cos, sin = angles(1, 5, 16, seed=2, dtype=dtype)
     torch.library.opcheck(OPS.qk_norm_rope.default, (x, weight, cos, sin, EPS))
-    heads = random(1, 2, 5, 16, seed=3, dtype=dtype).transpose(1, 2).requires_grad_()  # rows not contiguous
+    heads = random(1, 2, 5, 16, seed=3, dtype=dtype).transpose(1, 2).requires_grad_()  # tokens not contiguous
     torch.library.opcheck(OPS.qk_norm_rope.default, (heads, weight, cos, sin, EPS))
     rstd = torch.ones(1, 5, 2)
     for needs_weight in (True, False):

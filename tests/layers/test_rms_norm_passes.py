@@ -31,7 +31,7 @@ VIEWS = [torch.ops.aten.unsqueeze.default, torch.ops.aten.permute.default, torch
 
 @pytest.fixture(autouse=True)
 def as_on_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled layers get the operators here, too."""
+    """Insert the operators into compiled layers on the CPU too."""
     monkeypatch.setattr("padfree.layers.compile._operators_pay", lambda hidden: True)
 
 
@@ -47,7 +47,7 @@ def operators(graph: fx.Graph) -> list[str]:
 
 
 def found_in(name: str, dtype: torch.dtype = torch.float32, away: float = 0) -> list[str]:
-    """The operators in the first layer, after which hidden states are at most so far from what they were."""
+    """The operators in the first layer; checks that hidden states change by at most a tolerance."""
     torch._dynamo.reset()
     graphs: list[fx.Graph] = []
 
@@ -74,7 +74,7 @@ WITH_HEADS = ["rms_norm", "qk_norm_rope", "qk_norm_rope", "add_rms_norm"]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "gpt_oss"])
-def test_norms_before_products_are_found(name: str) -> None:
+def test_norms_before_matmuls_are_found(name: str) -> None:
     assert found_in(name) == PRE_NORM
 
 
@@ -85,12 +85,12 @@ def test_norms_of_heads_are_found_with_their_rotation(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["olmo2", "gemma3", "gpt2"])
 def test_others_are_left_to_the_compiler(name: str) -> None:
-    """OLMo2's come after products, Gemma's weight is 1 + w in float32, GPT-2's norms take a mean away."""
+    """OLMo2's norms come after matmuls, Gemma's weight is 1 + w in float32, GPT-2's norms subtract a mean."""
     assert found_in(name) == []
 
 
 def test_types() -> None:
-    """With bfloat16 there is a rounding less."""
+    """With bfloat16 there is one rounding less."""
     assert found_in("llama", torch.float64) == []
     assert found_in("qwen3", torch.float64) == []
     assert found_in("qwen3", torch.bfloat16, away=2e-2) == WITH_HEADS
@@ -151,7 +151,7 @@ def heads_and_angles(width: int = 8, heads: int = 2) -> list[Tensor]:
 
 
 def rotations_in(module: nn.Module, *inputs: Tensor) -> int:
-    """How many are replaced; results stay what they were, to the bit."""
+    """The number of replacements; results stay bit-identical."""
     torch._dynamo.reset()
     graphs: list[fx.Graph] = []
 
@@ -204,7 +204,7 @@ def with_a_part(t: Tensor, cos: Tensor, sin: Tensor, part: str) -> Tensor:
 
 
 @pytest.mark.parametrize("part", ["t", "low", "high", "negative", "crossed", "straight", "added"])
-def test_no_rotation_of_which_somebody_else_asks_for_a_part(part: str) -> None:
+def test_a_rotation_whose_parts_have_other_users_stays(part: str) -> None:
     module = Heads(lambda t, cos, sin: with_a_part(t, cos, sin, part))
     assert rotations_in(module, *heads_and_angles()) == 0
 
@@ -240,7 +240,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("after", OTHERS.values(), ids=OTHERS)
-def test_what_is_no_rotation_stays(after: Callable[..., Any]) -> None:
+def test_other_arithmetic_stays(after: Callable[..., Any]) -> None:
     assert rotations_in(Heads(after), *heads_and_angles()) == 0
 
 
@@ -257,7 +257,7 @@ def test_angles_of_another_kind_stay() -> None:
     assert rotations_in(Heads(turned), x, cos.double(), sin.double()) == 0, "of another type"
     assert rotations_in(Heads(turned), x, cos, sin.double()) == 0
     assert rotations_in(Heads(turned), x, cos[:, :1], sin[:, :1]) == 0, "the same for all tokens"
-    assert rotations_in(Heads(turned), torch.cat((x, x)), cos, sin) == 0, "the same for both rows"
+    assert rotations_in(Heads(turned), torch.cat((x, x)), cos, sin) == 0, "the same for both sequences"
     # One for each head: there are as many as tokens.
     x, cos, sin = heads_and_angles(heads=5)
     assert rotations_in(Heads(turned, place=2), x, cos, sin) == 0
@@ -268,13 +268,13 @@ def test_heads_without_two_equal_halves_stay() -> None:
     assert rotations_in(Heads(turned, width=7), *heads_and_angles(width=7)) == 0
 
 
-def test_angles_that_want_a_gradient_stay() -> None:
+def test_angles_that_require_a_gradient_stay() -> None:
     x, cos, sin = heads_and_angles()
     assert rotations_in(Heads(turned), x, cos.requires_grad_(), sin) == 0
     assert rotations_in(Heads(turned), x, cos.detach(), sin.requires_grad_()) == 0
 
 
-# What backward takes in
+# What is folded into backward
 
 
 @torch.no_grad()
@@ -284,7 +284,7 @@ def fill(module: nn.Module) -> None:
 
 
 class Layer(nn.Module):
-    """Norms of a pre-norm layer without what is between them."""
+    """The norms of a pre-norm layer without attention and MLP."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -300,9 +300,9 @@ class Layer(nn.Module):
         return x + self.gate(y).sigmoid() * self.up(y)  # type: ignore[no-any-return]
 
 
-def gradients(module: nn.Module, dtype: torch.dtype = torch.float32, rows: int = 7) -> list[Tensor]:
-    """The result and the gradients of x and of all parameters. Inputs are numbers that every type has."""
-    x = random(1, rows, 16, seed=0).bfloat16().to(dtype).requires_grad_()
+def gradients(module: nn.Module, dtype: torch.dtype = torch.float32, tokens: int = 7) -> list[Tensor]:
+    """The result and the gradients of x and of all parameters. Inputs are exact in every dtype."""
+    x = random(1, tokens, 16, seed=0).bfloat16().to(dtype).requires_grad_()
     out = module(x)
     dout = random(*out.shape, seed=1).bfloat16().to(dtype)
     return [out.detach(), *torch.autograd.grad(out, (x, *module.parameters()), dout)]
@@ -320,7 +320,7 @@ def seen() -> Iterator[list[fx.Graph]]:
 
 
 def assert_taken_in(nodes: list[fx.Node]) -> None:
-    """Backward comes to the second norm first: gate, up and the stream; then q, k, v and the stream."""
+    """Backward reaches the second norm first: gate, up and the residual stream; then q, k, v and the stream."""
     assert [len(node.args[0]) for node in nodes] == [2, 3]  # type: ignore[arg-type]
     assert all(node.args[4] is not None for node in nodes)
 
@@ -331,16 +331,16 @@ def test_inductor_computes_the_same_gradients(seen: list[fx.Graph]) -> None:
     torch._dynamo.reset()
     layer, expected = Layer(), Layer().double()
     compile_layers([layer], "inductor")
-    for rows in (7, 11):
-        found = gradients(layer, rows=rows)
-        exact = gradients(_Exact(expected), torch.float64, rows)
+    for tokens in (7, 11):
+        found = gradients(layer, tokens=tokens)
+        exact = gradients(_Exact(expected), torch.float64, tokens)
         for mine, right in zip(found, exact, strict=True):
             assert (mine - right).norm() <= 1e-5 * right.norm()
     assert_taken_in(backward_nodes(seen))
 
 
 class _Exact(nn.Module):
-    """A layer with its norms in the type they are given, not in float32."""
+    """A layer whose norms compute in the dtype of their input, not in float32."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class _Exact(nn.Module):
 
 
 class Rotated(nn.Module):
-    """Norms of heads and rotations, with products after them as attention has; more heads of q than of k."""
+    """Norms of heads and rotations, followed by matmuls as in attention; more heads of q than of k."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class Rotated(nn.Module):
 
 
 class Angled(nn.Module):
-    """A layer that is given angles of the positions."""
+    """A layer that takes the angles of the positions as input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -394,9 +394,9 @@ def test_inductor_computes_the_same_gradients_of_rotated_heads(seen: list[fx.Gra
     torch._dynamo.reset()
     layer, expected = Rotated(), Rotated().double()
     compile_layers([layer], "inductor")
-    for rows in (7, 11):
-        found = gradients(Angled(layer), rows=rows)
-        exact = gradients(_Exact(Angled(expected)), torch.float64, rows)
+    for tokens in (7, 11):
+        found = gradients(Angled(layer), tokens=tokens)
+        exact = gradients(_Exact(Angled(expected)), torch.float64, tokens)
         for mine, right in zip(found, exact, strict=True):
             assert (mine - right).norm() <= 1e-5 * right.norm()
     assert rotated_backwards(seen) == 2, "one graph for both lengths"
@@ -404,18 +404,18 @@ def test_inductor_computes_the_same_gradients_of_rotated_heads(seen: list[fx.Gra
 
 def bfloat16_errors(make: Callable[[], nn.Module], around: Callable[[nn.Module], nn.Module]) -> list[float]:
     """Of a compiled layer's result and gradients."""
-    rows = 512
+    tokens = 512
     torch._dynamo.reset()
-    exact = gradients(_Exact(around(make().bfloat16().double())), torch.float64, rows)
+    exact = gradients(_Exact(around(make().bfloat16().double())), torch.float64, tokens)
     layer = make().bfloat16()
     compile_layers([layer], "inductor", "selective")
-    found = gradients(around(layer), torch.bfloat16, rows)
+    found = gradients(around(layer), torch.bfloat16, tokens)
     return [float((mine - right).norm() / right.norm()) for mine, right in zip(found, exact, strict=True)]
 
 
 @contextmanager
 def norms_left_alone() -> Iterator[None]:
-    """It ends before the fixture `seen`, which puts back the list that it found."""
+    """Ends before the fixture `seen`, which restores the list."""
     left = tuple(each for each in PASSES if each.run not in (rms_norm_pass, qk_norm_rope_pass))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("padfree.layers.compile.PASSES", left)
@@ -495,7 +495,7 @@ def taken(graph: fx.Graph) -> tuple[int, bool]:
     return len(node.args[0]), node.args[4] is not None  # type: ignore[arg-type]
 
 
-def test_sums_that_somebody_else_asks_for_stay() -> None:
+def test_sums_with_other_users_stay() -> None:
     def used_twice(a: Tensor, b: Tensor, x: Tensor) -> Any:
         dy = a + b
         dx, dweight = backward(dy, x)
@@ -548,7 +548,7 @@ def test_no_more_than_the_kernel_reads() -> None:
 def test_gradients_of_attention_reach_the_norms_without_a_copy(
     seen: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the two everything is a view of [T, H, d]: a copy of the queries' gradient costs as much as the norm."""
+    """Everything between them is a view of [T, H, d]: a copy of the queries' gradient costs as much as the norm."""
     torch._dynamo.reset()
     model = build("qwen3", num_hidden_layers=1)
     attach(model, "reference")

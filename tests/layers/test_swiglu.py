@@ -49,7 +49,7 @@ def test_bfloat16_is_rounded_once() -> None:
         torch.testing.assert_close(mine, right.bfloat16(), rtol=1e-2, atol=1e-6)  # at most to the other neighbour
 
 
-def test_over_its_inputs() -> None:
+def test_overwriting_its_inputs() -> None:
     gate, up, dact = (random(3, 7, seed=seed) for seed in range(3))
     act, (dgate, dup) = swiglu(gate, up), swiglu_backward(dact, gate, up)
     OPS.swiglu_backward_(dact, gate, up)
@@ -70,7 +70,7 @@ def test_the_compiler_may_rely_on_shapes_strides_and_gradients() -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("qwen3", 1), ("llama", 1), ("phi3", 0), ("gemma3", 0), ("gpt2", 0)])
 def test_where_it_is_found(name: str, count: int) -> None:
-    """Phi-3's two are halves of one matmul, Gemma has another activation, GPT-2 no gate."""
+    """Phi-3's gate and up are halves of one matmul, Gemma has another activation, GPT-2 has no gate."""
     torch._dynamo.reset()
     counts = []
 
@@ -96,7 +96,7 @@ def test_where_it_is_found(name: str, count: int) -> None:
 class Layer(nn.Module):
     def __init__(self, width: int = 8, *, more: bool = False) -> None:
         super().__init__()
-        self.more = more  # somebody else asks for the gate
+        self.more = more  # the gate has another user
         torch.manual_seed(0)
         self.gate, self.up, self.down = nn.Linear(width, 24), nn.Linear(width, 24), nn.Linear(24, width)
 
@@ -106,8 +106,8 @@ class Layer(nn.Module):
         return x + self.down(act) + (gate.square().mean(-1, keepdim=True) if self.more else 0)  # type: ignore[no-any-return]
 
 
-def gradients(module: nn.Module, rows: int) -> list[Tensor]:
-    x = random(1, rows, 8, seed=rows).requires_grad_()
+def gradients(module: nn.Module, tokens: int) -> list[Tensor]:
+    x = random(1, tokens, 8, seed=tokens).requires_grad_()
     out = module(x)
     return [out.detach(), *torch.autograd.grad(out, (x, *module.parameters()), random(*out.shape, seed=1))]
 
@@ -129,14 +129,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
         ("selective", True, None),
     ],
 )
-def test_memory_is_used_again_where_gate_and_up_are_computed_again(
+def test_memory_is_reused_if_gate_and_up_are_recomputed(
     graphs: list[fx.Graph], kept: Kept, more: bool, expected: list[str] | None
 ) -> None:
     """Two lengths, and one graph for both."""
     layer, plain = Layer(more=more), Layer(more=more)
     compile_layers([layer], "inductor", kept)
-    for rows in (7, 11):
-        for mine, right in zip(gradients(layer, rows), gradients(plain, rows), strict=True):
+    for tokens in (7, 11):
+        for mine, right in zip(gradients(layer, tokens), gradients(plain, tokens), strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     if expected is None:
         assert "swiglu_backward_" not in calls(graphs), "the gate's other gradient comes from the gate as it was"

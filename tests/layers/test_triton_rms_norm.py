@@ -1,6 +1,6 @@
 """The Triton kernels of the norms against plain torch, on CUDA or in Triton's interpreter.
 
-Triton decides when it is imported whether it interprets: see `tests/head/test_triton_elementwise.py`.
+Triton decides at import whether to use its interpreter: see `tests/head/test_triton_elementwise.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 EPS = 1e-6
 # D in one chunk, several, several and a part of one; with the chosen configuration and with others
 SHAPES = [(5, 64), (0, 64), (1, 200), (5, 300), (3, 1)]
-# T, H, d: heads that are no multiple of a program's rows, halves of d that are and are no power of two
+# T, H, d: heads that are not a multiple of a program's rows, halves of d that are and are not a power of two
 ROTATED_SHAPES = [(5, 2, 64), (0, 2, 64), (7, 3, 96), (1, 1, 128), (53, 1, 8), (3, 5, 2)]
 CONFIGURATIONS: list[dict[str, int] | None] = [None, {"rows": 2, "warps": 2, "stages": 2, "resident": 1}, {"rows": 4}]
 
@@ -74,7 +74,7 @@ def test_half_precision(shape: tuple[int, int], dtype: torch.dtype, values: dict
     by = configuration(values)
     a, b, *dys = (random(1, *shape, seed=seed, dtype=dtype) for seed in range(4))
     weight = random(shape[1], seed=4, dtype=dtype)
-    # A rounding may fall to another side, of the sum as well; and the interpreter rounds bfloat16 its own way.
+    # Roundings may differ, also of the sum; and the interpreter rounds bfloat16 differently.
     tolerance = {"rtol": 2e-2, "atol": 2e-2 if INTERPRETED else 1e-3}
     y, total, rstd = kernels.forward(a, b, weight, EPS, by)
     torch.testing.assert_close(total, a + b, **tolerance)
@@ -162,7 +162,7 @@ def test_rotated_in_half_precision(
 
 @needs_kernels
 def test_rotated_heads_that_are_not_contiguous() -> None:
-    """As attention gives their gradients back: [1, H, T, d], transposed."""
+    """As attention returns their gradients: [1, H, T, d], transposed."""
     from padfree.layers.ops import triton_qk_norm_rope as kernels
 
     dy, x, weight, cos, sin = rotated_inputs((5, 3, 16))

@@ -1,4 +1,4 @@
-"""Random packed batches for the tests of losses, and the loop over samples that the losses do without."""
+"""Random packed batches for the tests of losses, and a loop over samples as reference, which the losses avoid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_inputs(
     spread: float = 0.4,
     constant_advantages: bool = False,
 ) -> LossInputs:
-    """Float64 inputs with every field; what has no label holds NaN wherever a loss may not look."""
+    """Float64 inputs with every field; positions without a label hold NaN in fields that a loss must not read there."""
     sample_index = np.repeat(np.arange(len(lengths) + 1), (*lengths, pad))
     num_tokens = len(sample_index)
     mask = rng.random(num_tokens) < 0.7
@@ -45,7 +45,7 @@ def random_inputs(
     mask[ends[-1] :] = False
     if len(lengths) > 3:
         mask[sample_index == 3] = False
-    mask[0] = True  # somewhere to look
+    mask[0] = True  # a finite value
     old = -rng.exponential(1.0, num_tokens)
     columns = {
         "logprobs": old + rng.normal(0, spread, num_tokens),
@@ -77,7 +77,7 @@ def with_grad(inputs: LossInputs, *names: str) -> tuple[LossInputs, list[Tensor]
 
 
 def by_sample(inputs: LossInputs) -> Iterator[dict[str, Any]]:
-    """Each sample's scored entries of every field, one sample after the other."""
+    """The scored values of every field, one sample after the other."""
     for sample in range(inputs.num_samples):
         here = (inputs.sample_index == sample) & inputs.mask
         yield {
@@ -86,7 +86,7 @@ def by_sample(inputs: LossInputs) -> Iterator[dict[str, Any]]:
         }
 
 
-def rows(inputs: LossInputs, chosen: Tensor) -> LossInputs:
+def select_tokens(inputs: LossInputs, chosen: Tensor) -> LossInputs:
     """Some of the tokens, as a context rank holds them."""
     columns = {name: values[chosen] for name in FIELDS if (values := getattr(inputs, name)) is not None}
     return replace(

@@ -48,7 +48,7 @@ def test_groups_against_the_loop(batch: list[tuple[int, float]]) -> None:
 
 @pytest.mark.parametrize("reward", [0.1, 1.0 / 3.0, 1e6, -7.3])
 def test_equal_rewards_are_exactly_zero_in_float32(reward: float) -> None:
-    """The mean of three times 0.1 is not 0.1; divided by a deviation that is rounding, it would look like a signal."""
+    """The mean of three times 0.1 is not 0.1; divided by a deviation of rounding errors, it looks like a signal."""
     rewards, groups = torch.full((7,), reward), torch.tensor([0, 0, 0, 1, 1, 1, 2])
     assert not grpo_advantages(rewards, groups, 3).any()
     assert not grpo_advantages(rewards, groups, 3, std=False).any()
@@ -70,7 +70,7 @@ def test_grpo_worked() -> None:
 
 @st.composite
 def packed(draw: st.DrawFn) -> tuple[Array, Array, np.random.Generator]:
-    """sample_index (pad = last), mask, and a source of numbers."""
+    """sample_index (pad = last), mask, and a random generator."""
     lengths = draw(st.lists(st.integers(0, 7), min_size=1, max_size=6))
     pad = draw(st.integers(0, 2))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -141,7 +141,7 @@ def test_returns_and_token_rewards_against_the_loop(
         np.testing.assert_allclose(whitened.numpy()[mask], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_gae_of_a_long_row_is_float64_accurate() -> None:
+def test_gae_of_a_long_pack_is_float64_accurate() -> None:
     num_tokens = 20_000
     rewards, values = torch.randn(2, num_tokens)
     mask, index = torch.ones(num_tokens, dtype=torch.bool), torch.zeros(num_tokens, dtype=torch.int32)

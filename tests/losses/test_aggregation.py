@@ -25,7 +25,7 @@ from tests.refused import refused
 
 MASKS = [np.array(m, dtype=bool) for m in ([0, 1, 1, 0], [0, 1, 1], [0, 1, 1, 1, 1])]
 X = [np.array(x) for x in ([0.5, 0.3, 0.2], [0.8, 0.1], [0.4, 0.6, 0.2, 0.3])]
-"""The worked example of the design: one entry per prediction."""
+"""The worked example of the module: one value per prediction."""
 
 
 def total(weights: list[np.ndarray[Any, Any]], values: list[np.ndarray[Any, Any]]) -> float:
@@ -148,7 +148,7 @@ def test_weights_go_through_pack() -> None:
         ("token-mean", {"constant": 3.0}, "leave it out"),
         ("group-mean", {}, "groups: None for 3 samples"),
         ("group-mean", {"groups": [1, 2]}, "groups: 2 for 3 samples"),
-        ("group-mean", {"groups": [1, None, 2]}, "groups: None at index 1"),
+        ("group-mean", {"groups": [1, None, 2]}, "groups: is None at index 1"),
     ],
 )
 def test_refusals(mode: Any, more: dict[str, Any], message: str) -> None:
@@ -167,15 +167,19 @@ def test_group_counts_are_asked_for() -> None:
     mode=st.sampled_from([mode for mode in WEIGHT_MODES if mode != "group-mean"]),
 )
 def test_a_conversation_in_parts_weighs_as_it_does_in_one(counts: list[list[int]], mode: WeightMode) -> None:
-    """Row by row, so many trained tokens of each part: the part's token weighs what it would in one long sample."""
-    whole = [np.array([0] + [1] * sum(row), dtype=bool) for row in counts]
-    parts = [np.array([0] + [1] * part, dtype=bool) for row in counts for part in row]
-    # A row of one sample has no name, as in a data set.
-    units = [None if len(row) == 1 else f"row {number}" for number, row in enumerate(counts) for _ in row]
+    """Each entry: trained tokens of each part. A token has the same weight as in one long sample."""
+    whole = [np.array([0] + [1] * sum(conversation), dtype=bool) for conversation in counts]
+    parts = [np.array([0] + [1] * part, dtype=bool) for conversation in counts for part in conversation]
+    # A conversation of one sample has no unit name, as in a data set.
+    units = [
+        None if len(conversation) == 1 else f"conversation {number}"
+        for number, conversation in enumerate(counts)
+        for _ in conversation
+    ]
     expected = token_weights(mode, whole, **settings_for(mode, []))
     found = iter(token_weights(mode, parts, units=units, **settings_for(mode, [])))
-    for row, weights in zip(counts, expected, strict=True):
-        together = np.concatenate([part[:-1] for part in (next(found) for _ in row)])
+    for conversation, weights in zip(counts, expected, strict=True):
+        together = np.concatenate([part[:-1] for part in (next(found) for _ in conversation)])
         np.testing.assert_array_equal(together, weights[:-1])
 
 

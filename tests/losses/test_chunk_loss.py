@@ -1,4 +1,4 @@
-"""The per-chunk form of a loss gives what the whole-row form gives, value and gradient."""
+"""The per-chunk form of a loss equals the form for a whole pack, in value and gradient."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_sequence_level_losses_are_refused(settings: PolicySettings, rng: np.ran
         make_token_loss(random_inputs(rng), settings)
 
 
-def test_entropy_is_only_asked_for_with_a_coefficient() -> None:
+def test_entropy_is_only_needed_with_a_coefficient() -> None:
     assert needs_entropy(PolicySettings(entropy_coefficient=-0.1))
     assert not needs_entropy(PolicySettings())
     assert not needs_entropy(SFTSettings())

@@ -1,4 +1,4 @@
-"""Corrections on numbers one can follow. Against the loop, with gradients: test_policy.py."""
+"""Corrections on worked examples. `test_policy_loss.py` compares them with a loop, with gradients."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_against_log_softmax(
     entropy: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 100)  # three rows of 31
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 100)  # three tokens, vocabulary 31
     source = (torch.randn(shape) * 3).to(dtype)
     labels = torch.randint(0, shape[-1], shape[:-1])
     ours, theirs = source.clone().requires_grad_(), source.clone().requires_grad_()
@@ -82,7 +82,7 @@ def test_huge_and_forbidden_logits() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements any operation newly returned."""
+    """The largest number of elements that any operation newly allocated."""
 
     def __init__(self, known: Tensor) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ from padfree.losses import (
     clipped_ratio,
     policy_loss,
 )
-from tests.losses.cases import by_sample, random_inputs, rows, with_grad
+from tests.losses.cases import by_sample, random_inputs, select_tokens, with_grad
 from tests.refused import refused
 
 OBJECTIVES = {
@@ -146,7 +146,7 @@ def test_corrections(correction: str, old_policy: Any, rng: np.random.Generator)
 
 
 def test_every_correction_acts_on_these_inputs(rng: np.random.Generator) -> None:
-    """Else the tests above would pass without them."""
+    """Otherwise the tests above would pass without them."""
     inputs = random_inputs(rng, lengths=(5, 1, 9, 3, 7, 4, 6))
     plain = policy_loss(inputs, PolicySettings()).loss
     for name, corrections in CORRECTIONS.items():
@@ -180,8 +180,8 @@ def test_gspo_with_different_advantages_in_a_sequence_is_gspo_token(rng: np.rand
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_shares_of_a_row_add_up(objective: str, rng: np.random.Generator) -> None:
-    """Two context ranks, simulated: each holds some tokens, `reduce` adds up the [B] tensors of both."""
+def test_shards_of_a_pack_add_up(objective: str, rng: np.random.Generator) -> None:
+    """Two simulated context ranks: each holds some tokens, `reduce` sums the [B] tensors of both."""
     settings = PolicySettings(
         objective=OBJECTIVES[objective],
         corrections=(SequenceTISSettings(), SequenceMaskSettings(statistic="token"), OPSMSettings(delta=0.02)),
@@ -192,7 +192,7 @@ def test_shares_of_a_row_add_up(objective: str, rng: np.random.Generator) -> Non
     expected.loss.backward()
 
     held = torch.rand(len(inputs.mask)) < 0.5
-    shares = [rows(inputs, held.nonzero()[:, 0]), rows(inputs, (~held).nonzero()[:, 0])]
+    shares = [select_tokens(inputs, held.nonzero()[:, 0]), select_tokens(inputs, (~held).nonzero()[:, 0])]
     losses, grads, statistics = in_turns(
         lambda share, reduce: policy_loss(share, settings, reduce=reduce), [with_grad(s, "logprobs") for s in shares]
     )
@@ -206,7 +206,7 @@ def test_shares_of_a_row_add_up(objective: str, rng: np.random.Generator) -> Non
 
 
 def in_turns(loss: Callable[..., Any], shares: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Run each share with a `reduce` that adds what the others would hand in: record first, replay then."""
+    """Run each shard with a `reduce` that adds the values of the others: record first, then replay."""
     recorded: list[list[Tensor]] = []
     for inputs, _ in shares:
         handed: list[Tensor] = []
@@ -335,7 +335,7 @@ def test_worked_clip() -> None:
         (PolicySettings(objective=ReinforceSettings(), corrections=(OPSMSettings(),)), "old_logprobs"),
     ],
 )
-def test_what_is_missing_is_named(settings: PolicySettings, missing: str, rng: np.random.Generator) -> None:
+def test_missing_fields_are_named(settings: PolicySettings, missing: str, rng: np.random.Generator) -> None:
     inputs = replace(random_inputs(rng), **{missing: None})
     with refused(missing):
         policy_loss(inputs, settings)
@@ -356,7 +356,7 @@ def test_reinforce_needs_nothing_but_advantages(rng: np.random.Generator) -> Non
 
 
 def test_nothing_but_the_scores_gets_a_gradient(rng: np.random.Generator) -> None:
-    """Handing in the current log-probabilities, attached, as the old ones must not make the ratio's gradient vanish."""
+    """Passing the attached current log-probabilities as the old ones must not make the ratio's gradient vanish."""
     inputs, (logprobs,) = with_grad(random_inputs(rng), "logprobs")
     attached = replace(inputs, old_logprobs=logprobs, advantages=inputs.advantages.clone().requires_grad_())
     policy_loss(attached, PolicySettings()).loss.backward()

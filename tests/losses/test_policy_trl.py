@@ -1,4 +1,4 @@
-"""The GRPO loss against TRL's own, on the same log-probabilities. TRL is no dependency: skipped without it."""
+"""The GRPO loss against TRL's own, on the same log-probabilities. Skipped if TRL is not installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COEFFICIENT, MAX_COMPLETION = 0.3, 10
 
 
 def responses() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[B, L] log-probabilities of the policy, of the old one and of a reference, and which tokens are there."""
+    """[B, L] log-probabilities of the policy, of the old one and of a reference, and a mask of existing tokens."""
     rng = np.random.default_rng(0)
     mask = torch.tensor([[place < count for place in range(max(COUNTS))] for count in COUNTS])
     policy = torch.from_numpy(-rng.exponential(size=mask.shape))
@@ -37,7 +37,7 @@ def responses() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def theirs(loss_type: str, *, weighted: bool, on_policy: bool, delta: float | None = None) -> tuple[float, Tensor]:
-    """TRL's method with just what it reads, and the gradient of the log-probabilities."""
+    """The result of TRL's method, called with only what it reads, and the gradient of the log-probabilities."""
     module = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed", exc_type=ImportError)
     policy, old, reference, mask = responses()
     policy.requires_grad_()
@@ -82,7 +82,7 @@ WEIGHTS: dict[str, Callable[[int], float]] = {
     "sample-mean": lambda count: 1 / (count * len(COUNTS)),
     "constant": lambda count: 1 / (len(COUNTS) * MAX_COMPLETION),
 }
-"""Of each token of a response of so many; in a run they are the same numbers in float32."""
+"""The weights of the tokens of each response; a run computes the same numbers in float32."""
 
 
 def ours(settings: PolicySettings, weights: str) -> tuple[float, Tensor]:

@@ -1,4 +1,4 @@
-"""Pair losses against loops, whole and shared between two holders of a row."""
+"""Pair losses against loops, on a whole pack and shared between two ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from padfree.losses import (
     reward_model_loss,
     sample_ends,
 )
-from tests.losses.cases import by_sample, random_inputs, rows, with_grad
+from tests.losses.cases import by_sample, random_inputs, select_tokens, with_grad
 from tests.losses.test_policy_loss import in_turns
 from tests.refused import refused
 
@@ -62,7 +62,7 @@ def test_dpo_against_the_loop(settings: DPOSettings, rng: np.random.Generator) -
 
 
 def slow_variant(inputs: LossInputs, settings: DPOSettings) -> torch.Tensor:
-    """By formula, a pair at a time."""
+    """By formula, one pair at a time."""
     total = torch.zeros((), dtype=torch.float64)
     values = []
     for sample in by_sample(inputs):
@@ -86,7 +86,7 @@ def slow_variant(inputs: LossInputs, settings: DPOSettings) -> torch.Tensor:
 
 
 ANSWERED = torch.tensor([[0, 1], [4, 2], [5, 1]])
-"""Pairs whose answers all have tokens: an empty one has no odds."""
+"""Pairs whose answers all have scored tokens: an empty answer has no odds."""
 
 VARIANTS = [
     DPOSettings(normalise=True),
@@ -110,7 +110,7 @@ def test_variants_against_their_formulas_whole_and_shared(settings: DPOSettings,
     whole = torch.where(inputs.mask, expected_logprobs.grad, 0.0)
     torch.testing.assert_close(logprobs.grad, whole)
     held = torch.rand(len(inputs.mask)) < 0.4
-    shares = [rows(inputs, held.nonzero()[:, 0]), rows(inputs, (~held).nonzero()[:, 0])]
+    shares = [select_tokens(inputs, held.nonzero()[:, 0]), select_tokens(inputs, (~held).nonzero()[:, 0])]
     losses, grads, _ = in_turns(
         lambda share, reduce: dpo_loss(share, settings, ANSWERED, WEIGHTS, reduce=reduce),
         [with_grad(s, "logprobs") for s in shares],
@@ -127,7 +127,7 @@ def test_dpo_shared_by_two_ranks(rng: np.random.Generator) -> None:
     expected = dpo_loss(whole, settings, PAIRS, WEIGHTS)
     expected.loss.backward()
     held = torch.rand(len(inputs.mask)) < 0.4
-    shares = [rows(inputs, held.nonzero()[:, 0]), rows(inputs, (~held).nonzero()[:, 0])]
+    shares = [select_tokens(inputs, held.nonzero()[:, 0]), select_tokens(inputs, (~held).nonzero()[:, 0])]
     losses, grads, statistics = in_turns(
         lambda share, reduce: dpo_loss(share, settings, PAIRS, WEIGHTS, reduce=reduce),
         [with_grad(s, "logprobs") for s in shares],
@@ -141,7 +141,7 @@ def test_dpo_shared_by_two_ranks(rng: np.random.Generator) -> None:
         torch.testing.assert_close(sum(s[name][1] for s in statistics), count)
 
 
-def test_a_row_without_pairs_still_has_a_gradient(rng: np.random.Generator) -> None:
+def test_a_pack_without_pairs_still_has_a_gradient(rng: np.random.Generator) -> None:
     inputs, (logprobs,) = with_grad(random_inputs(rng), "logprobs")
     output = dpo_loss(inputs, DPOSettings(), torch.zeros((0, 2), dtype=torch.long), torch.zeros(0))
     output.loss.backward()
@@ -180,11 +180,11 @@ def test_pairs_from_groups_and_rewards() -> None:
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([info(0, "a", 0.0)], "group: 'a' on 1 samples of a row"),
-        ([info(i, "a", float(i)) for i in range(3)], "group: 'a' on 3 samples"),
+        ([info(0, "a", 0.0)], "group: 'a' is the group of 1 samples of a pack"),
+        ([info(i, "a", float(i)) for i in range(3)], "group: 'a' is the group of 3 samples"),
         ([info(0, None, 0.0), info(1, None, 1.0)], "group: None"),
-        ([info(0, "a", 1.0), info(1, "a", 1.0)], "reward: 1.0 and 1.0 in group 'a'"),
-        ([info(0, "a", None), info(1, "a", 1.0)], "reward: None and 1.0"),
+        ([info(0, "a", 1.0), info(1, "a", 1.0)], "reward: is 1.0 and 1.0 in group 'a'"),
+        ([info(0, "a", None), info(1, "a", 1.0)], "reward: is None and 1.0"),
     ],
 )
 def test_what_is_not_a_pair_is_refused(samples: list[SampleInfo], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Losses of pairs against TRL's own, on the same log-probabilities. TRL is no dependency: skipped without it."""
+"""Losses of pairs against TRL's own, on the same log-probabilities. Skipped if TRL is not installed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answers() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def theirs(loss_type: str, beta: float, label_smoothing: float) -> tuple[float, Tensor]:
-    """TRL's method with just what it reads, and the gradient of the log-probabilities."""
+    """The result of TRL's method, called with only what it reads, and the gradient of the log-probabilities."""
     trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL is not installed", exc_type=ImportError)
     policy, reference, mask = answers()
     policy.requires_grad_()

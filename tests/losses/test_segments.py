@@ -40,7 +40,7 @@ def test_mean_ignores_what_the_mask_leaves_out() -> None:
     assert torch.equal(segment_mean(values, mask, INDEX, 4), torch.tensor([2.0, 7.0, 0.0, 0.0], dtype=torch.float64))
 
 
-def test_mean_over_two_holders_of_one_row() -> None:
+def test_mean_over_two_ranks_that_share_a_pack() -> None:
     values, mask = torch.randn(9), torch.rand(9) < 0.8
     first, second = torch.tensor([0, 3, 5, 8]), torch.tensor([1, 2, 4, 6, 7])
     other = torch.stack([torch.where(mask, values, 0.0), mask.float()], 1)[second]
@@ -69,7 +69,7 @@ def test_scan_against_the_loop(lengths: list[int], seed: int, tell_length: bool)
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_scan_of_a_long_row_in_float32_input_is_float64_accurate() -> None:
+def test_scan_of_a_long_pack_in_float32_input_is_float64_accurate() -> None:
     num_tokens = 50_000
     values = torch.rand(num_tokens)
     out = scan_back(values, torch.ones(num_tokens))

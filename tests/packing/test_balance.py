@@ -27,7 +27,7 @@ def check(parts: list[NDArray[np.int64]], count: int, k: int) -> None:
 def test_every_sample_once_and_no_part_empty(costs: list[int], k: int) -> None:
     parts = balance(costs, k)
     check(parts, len(costs), k)
-    # what the greedy rule guarantees: the costliest part is at most one sample above the mean
+    # guaranteed by greedy: the costliest part is at most one sample above the mean
     if costs:
         assert max(sum(costs[i] for i in part) for part in parts) <= sum(costs) / k + max(costs)
 
@@ -45,7 +45,7 @@ def test_equal_counts(costs: list[float], data: st.DataObject) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_cap_is_never_exceeded(data: st.DataObject) -> None:
-    """Whatever the costs, a part is within the cap or the whole call is refused; and never where `fill` finds a way."""
+    """Whatever the costs, parts are within the cap or the call is refused; never refused if `fill` succeeds."""
     lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=40))
     costs = data.draw(st.lists(st.floats(0, 100), min_size=len(lengths), max_size=len(lengths)))
     k = data.draw(st.integers(1, 12))
@@ -87,14 +87,14 @@ def test_costs_are_balanced_under_a_cap_on_lengths() -> None:
 
 
 def test_tight_caps_without_one_overflow() -> None:
-    """As many parts as the tokens need and no more, at 99.9 % of what they hold."""
+    """Exactly as many parts as the tokens need, filled to 99.9 %."""
     for seed in range(60):
         lengths = log_normal(256, seed)
         cap = int(np.ceil(lengths.sum() / 16 * 1.001))
         assert max(lengths[part].sum() for part in balance(lengths, 16, cap=cap)) <= cap
 
 
-def test_a_way_into_fewer_parts_than_fill_needs() -> None:
+def test_fewer_parts_than_fill_needs() -> None:
     lengths = np.random.default_rng(0).integers(2200, 3300, 64)
     needed = len(fill(lengths, 8192))
     parts = balance(lengths, needed - 1, cap=8192)
@@ -110,7 +110,7 @@ def test_one_giant_does_not_end_the_work_on_the_others() -> None:
 
 
 def test_very_uneven_counts() -> None:
-    """Hundreds of thousands of small samples beside large ones: memory and time stay small."""
+    """Hundreds of thousands of small samples and a few large ones: memory and time stay small."""
     costs = np.append(np.ones(200_000, np.int64), np.full(255, 10**6))
     parts = balance(costs, 256)
     check(parts, len(costs), 256)
@@ -138,16 +138,16 @@ def test_samples_of_no_cost_spread() -> None:
     ("costs", "k", "options", "message"),
     [
         ([1, 2], 0, {}, "k: 0"),
-        ([1, 2], 3, {"equal_count": True}, "k: 3 parts of equal count for 2 samples"),
-        ([1, -2], 1, {}, "costs: -2.0 for sample 1"),
-        ([1, float("nan")], 1, {}, "costs: nan for sample 1"),
+        ([1, 2], 3, {"equal_count": True}, "k: 3 parts of equal count exceed 2 samples"),
+        ([1, -2], 1, {}, "costs: is -2.0 for sample 1"),
+        ([1, float("nan")], 1, {}, "costs: is nan for sample 1"),
         (["a"], 1, {}, "give a flat list of numbers"),
         ([1, 2], 1, {"lengths": [1]}, "lengths: 1 entries for 2 costs"),
         ([1.5, 2], 1, {"cap": 9}, "costs: float64"),
         ([], 1, {"cap": 0}, "cap: 0; give 1 or more"),
         ([1, 9, 2], 3, {"cap": 8}, "cap: 8 is less than the 9 tokens of sample 1"),
         ([5, 5, 5], 2, {"cap": 7}, "2 parts of 7 cannot hold 15 tokens; raise cap or k"),
-        ([5, 5, 5], 2, {"cap": 8}, "found no way to put 3 samples, 15 tokens, into 2 parts of 8; raise cap or k"),
+        ([5, 5, 5], 2, {"cap": 8}, "3 samples with 15 tokens do not fit into 2 parts of 8 tokens; raise cap or k"),
     ],
 )
 def test_bad_input(costs: list[float], k: int, options: dict[str, object], message: str) -> None:

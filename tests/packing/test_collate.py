@@ -70,7 +70,7 @@ def test_token_arrays_of_any_integer_type_mix() -> None:
     assert collate(samples).input_ids.tolist() == [1, 2] * 4
 
 
-def test_all_masked_samples_weigh_nothing() -> None:
+def test_fully_masked_samples_have_no_weight() -> None:
     (batch,) = pack([Sample(tokens=[1, 2, 3], loss_mask=[0, 0, 0])])
     assert batch.labels.tolist() == [IGNORE] * 3
     assert batch.weights.tolist() == [0, 0, 0]
@@ -91,7 +91,7 @@ def sample_lists(draw: st.DrawFn) -> list[Sample]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     return [
         Sample(
-            tokens=rng.integers(0, 3, n),  # token id 0 is as good as any
+            tokens=rng.integers(0, 3, n),  # token id 0 is an ordinary token
             loss_mask=rng.integers(0, 2, n),
             advantages=rng.normal(size=n),
             uid=index,
@@ -138,17 +138,25 @@ def test_collate_is_one_pack() -> None:
 @pytest.mark.parametrize(
     ("samples", "settings", "message"),
     [
-        (THREE, {"max_tokens": 6}, r"max_tokens: 6 is less than the 7 tokens of sample at index 2; raise it"),
+        (THREE, {"max_tokens": 6}, r"max_tokens: 6 is less than the 7 tokens of sample at index 2; raise max_tokens"),
         (THREE, {"max_tokens": 0}, "max_tokens: 0; give a positive multiple"),
-        (THREE, {"max_tokens": 15, "multiple_of": 4}, "max_tokens: 15; give a positive multiple of multiple_of=4"),
+        (
+            THREE,
+            {"max_tokens": 15, "multiple_of": 4},
+            "max_tokens: 15 is not divisible by 4; give a positive multiple of multiple_of=4",
+        ),
         (THREE, {"multiple_of": 0}, "multiple_of: 0; give 1 or more"),
         (THREE, {"num_packs": 0}, "num_packs: 0; give 1 or more"),
-        (THREE, {"num_packs": 4}, "num_packs: 4 for 3 samples; give at most one pack per sample"),
+        (THREE, {"num_packs": 4}, "num_packs: 4 exceeds the 3 samples; give at most one pack per sample"),
         (THREE, {"num_packs": 1, "max_tokens": 8}, "cap"),
         (THREE, {"weights": [np.ones(5)]}, "weights: 1 arrays for 3 samples"),
         (THREE[:1], {"weights": [np.ones(4)]}, r"weights of sample at index 0: shape \(4,\) for 5 tokens"),
-        (THREE[:1], {"weights": [np.full(5, np.nan)]}, "weights of sample at index 0: not finite"),
-        ([Sample(tokens=[1], uid="a"), Sample(tokens=[2], uid="a")], {}, "uid: 'a' at index 0 and at index 1"),
+        (
+            THREE[:1],
+            {"weights": [np.full(5, np.nan)]},
+            "weights of sample at index 0: contains a number that is not finite",
+        ),
+        ([Sample(tokens=[1], uid="a"), Sample(tokens=[2], uid="a")], {}, "uid: 'a' occurs at index 0 and 1"),
         (
             [Sample(tokens=[1], values=[0.0]), Sample(tokens=[2], uid="b")],
             {},

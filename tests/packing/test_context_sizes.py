@@ -1,4 +1,4 @@
-"""Rows as wide as their cost wants: every sample once, no rank over its cap, nobody waits for long."""
+"""Packs as wide as their cost requires: every sample once, no rank over its cap, balanced ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COST = CostModel(linear=1.0, quadratic=1e-3, constant=0.5)
 
 def check(plan: StepPlan, sizes: Sequence[int], lengths: Sequence[int]) -> None:
     assert plan.widths is not None
-    assert {len(row) for row in plan.micro_batches} == {plan.num_micro_batches}
+    assert {len(of_rank) for of_rank in plan.micro_batches} == {plan.num_micro_batches}
     found = []
-    for rank, row in enumerate(plan.micro_batches):
-        for j, indices in enumerate(row):
+    for rank, of_rank in enumerate(plan.micro_batches):
+        for j, indices in enumerate(of_rank):
             width = int(plan.widths[rank, j])
             assert width in sizes
             first = rank - rank % width
-            for other in range(first, first + width):  # all of a process group of this size
+            for other in range(first, first + width):  # all ranks of a process group of this size
                 assert plan.widths[other, j] == width
                 assert (plan.micro_batches[other][j] == indices).all()
                 assert plan.cost[other, j] == plan.cost[first, j]
@@ -61,7 +61,7 @@ def test_every_sample_once_and_no_rank_over_its_cap(
 
 
 def long_tailed(seed: int, samples: int = 512) -> np.ndarray:
-    """Log-normal lengths with a tail that ends at 128k."""
+    """Log-normal lengths with a tail up to 128k."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(2500), 1.3, samples), 16, 131072).astype(np.int64)
     lengths[0] = 131072
@@ -69,7 +69,7 @@ def long_tailed(seed: int, samples: int = 512) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_nobody_waits_where_a_fixed_size_lets_all_wait(seed: int) -> None:
+def test_ranks_are_balanced_if_a_fixed_size_is_not(seed: int) -> None:
     """64 ranks of 16k tokens, the cost of an 8B model."""
     cost, lengths = CostModel(linear=4.9e10, quadratic=8.8e5), long_tailed(seed)
     plan = plan_step(lengths, ranks=64, max_tokens=16384, cost=cost, contexts=context_sizes(64))
@@ -90,7 +90,7 @@ def test_the_longest_sample_grows_with_the_group() -> None:
             plan_step([100 * largest + 1, 10], ranks=8, max_tokens=100, contexts=sizes)
 
 
-def test_short_rows_stay_on_one_rank() -> None:
+def test_short_packs_stay_on_one_rank() -> None:
     plan = plan_step([10] * 64, ranks=8, max_tokens=20, contexts=context_sizes(8))
     assert plan.widths is not None
     assert (plan.widths == 1).all()
@@ -98,7 +98,7 @@ def test_short_rows_stay_on_one_rank() -> None:
     assert plan.padded_tokens() == 640
 
 
-def test_pads_and_fill_count_a_shared_row_once() -> None:
+def test_pads_and_fill_count_a_shared_pack_once() -> None:
     plan = plan_step([39], ranks=4, max_tokens=10, contexts=context_sizes(4))
     assert plan.tokens.tolist() == [[39], [0], [0], [0]]
     assert plan.padded_tokens() == 40
@@ -109,8 +109,8 @@ def test_groups_stay_whole_and_families_share() -> None:
     lengths = [30, 30, 5, 5, 9, 9]
     plan = plan_step(lengths, groups=list("aabbcc"), ranks=4, max_tokens=20, contexts=context_sizes(4))
     check(plan, context_sizes(4), lengths)
-    for row in plan.micro_batches:
-        for indices in row:
+    for of_rank in plan.micro_batches:
+        for indices in of_rank:
             assert all((indices // 2 == number).sum() in (0, 2) for number in range(3))
     prompt = np.arange(100, 108)
     tokens = [np.concatenate([prompt, np.arange(n) + 10 * n]) for n in (4, 5, 6, 60)]

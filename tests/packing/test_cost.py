@@ -79,7 +79,7 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "v
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_weights_are_those_of_the_real_model(config: Any, unused: float) -> None:
-    """Six FLOPs per token and weight, the matrices of the real model counted; of experts only those a token meets."""
+    """Six FLOPs per token and weight of the real model's matrices; only the experts that a token is routed to."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     matrices = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1}
@@ -144,7 +144,7 @@ def test_fit_recovers_the_model() -> None:
 
 
 def test_fit_gives_no_negative_coefficient() -> None:
-    """Times that grow slower than the tokens would ask for a negative quadratic part."""
+    """Times that grow more slowly than the tokens would give a negative quadratic coefficient."""
     lengths = [100, 1000, 2000, 4000, 8000]
     fitted = CostModel.fit(lengths, [0.1 + n**0.7 for n in lengths])
     assert fitted.quadratic == 0.0
@@ -157,9 +157,9 @@ def test_fit_gives_no_negative_coefficient() -> None:
     [
         (lambda: CostModel(linear=-1.0), "linear: -1.0"),
         (lambda: CostModel(linear=1.0, quadratic=float("nan")), "quadratic: nan"),
-        (lambda: CostModel.from_config({"model_type": "llama", "hidden_size": 8}), "config: no num_hidden_layers"),
+        (lambda: CostModel.from_config({"model_type": "llama", "hidden_size": 8}), "config: has no num_hidden_layers"),
         (lambda: CostModel.fit([1, 2], [1.0]), "seconds: shape"),
-        (lambda: CostModel.fit([1, 2], [1.0, 0.0]), "seconds: 0.0 to 1.0"),
+        (lambda: CostModel.fit([1, 2], [1.0, 0.0]), "seconds: range from 0.0 to 1.0"),
         (lambda: CostModel.fit([], []), "seconds: shape"),
     ],
 )

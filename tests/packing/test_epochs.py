@@ -61,14 +61,14 @@ def test_restore(kind: Any) -> None:
 def test_restore_refuses_a_source_that_cannot_go_back() -> None:
     source = make(iter("abc"))
     read(source)
-    with pytest.raises(ValueError, match="one-pass iterator that was read already"):
+    with pytest.raises(ValueError, match="one-pass iterator that was already read"):
         source.restore(1, [])
-    with pytest.raises(ValueError, match="it ends after 3 samples, the state is at 5"):
+    with pytest.raises(ValueError, match="ends after 3 samples, but the state is at 5"):
         make(iter("abc")).restore(5, [])
 
 
 def test_order_never_changes_between_versions() -> None:
-    """A checkpoint made elsewhere must see the same order, so that the numbers themselves are the contract."""
+    """A checkpoint from another machine must see the same order, so the numbers themselves are fixed."""
     assert shuffled(8, 0, 0).tolist() == [6, 3, 2, 7, 0, 5, 4, 1]
     assert shuffled(8, 0, 1).tolist() != shuffled(8, 0, 0).tolist()
     for seed, epoch in ((0, 0), (7, 3), (2**64 - 1, 10)):
@@ -100,7 +100,7 @@ def test_every_sample_is_shown_as_its_weight_says(found: list[tuple[int, Fractio
         for size, weight in found:
             times = [counts[index] for index in range(first, first + size)]
             assert sum(times) == math.floor((epoch + 1) * weight * size)
-            assert max(times) - min(times) <= 1  # so that after whole rounds each was shown equally often
+            assert max(times) - min(times) <= 1  # so that after whole rounds each was shown the same number of times
             if (epoch + 1) * weight == int((epoch + 1) * weight):
                 assert set(times) == {int((epoch + 1) * weight)}
             if weight <= 1:
@@ -131,7 +131,7 @@ def test_weights_of_one_are_the_order_without_parts(shuffle: bool) -> None:
 
 @given(found=PARTS, epochs=st.integers(1, 7), stop=st.integers(0, 40), fixed=st.booleans(), seed=st.integers(0, 3))
 @settings(deadline=None)
-def test_a_resumed_mixture_goes_on_to_the_sample(
+def test_a_resumed_mixture_continues_exactly(
     found: list[tuple[int, Fraction]], epochs: int, stop: int, fixed: bool, seed: int
 ) -> None:
     parts = parts_of(found)
@@ -163,5 +163,5 @@ def test_another_weight_is_another_stream() -> None:
     state = batcher("2").state_dict()
     assert state["settings"]["parts"] == [[4, "2"]]
     for other in (batcher("3"), FixedSizeBatcher("abcd", batch_size=2)):
-        with pytest.raises(ValueError, match=r"parts: the state was saved with \[\[4, '2'\]\], this stream has"):
+        with pytest.raises(ValueError, match=r"parts: is .*, but the state was saved with \[\[4, '2'\]\]"):
             other.load_state_dict(state)

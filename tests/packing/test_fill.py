@@ -9,16 +9,16 @@ from padfree.packing.fill import Bins, fill
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
-    """The room left in each bin, one sample at a time: the definition."""
-    rooms: list[int] = []
+    """The free tokens of each bin, by the definition: one sample at a time."""
+    free_tokens: list[int] = []
     for length in sorted(lengths, reverse=True):
-        fitting = [room for room in rooms if room >= length]
+        fitting = [free for free in free_tokens if free >= length]
         if fitting:
-            rooms.remove(min(fitting))
-            rooms.append(min(fitting) - length)
+            free_tokens.remove(min(fitting))
+            free_tokens.append(min(fitting) - length)
         else:
-            rooms.append(capacity - length)
-    return rooms
+            free_tokens.append(capacity - length)
+    return free_tokens
 
 
 def check(bins: Bins, lengths: list[int], capacity: int) -> None:
@@ -36,13 +36,13 @@ def test_is_best_fit_decreasing(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=60))
     bins = fill(lengths, capacity)
     check(bins, lengths, capacity)
-    rooms = [capacity - sum(lengths[i] for i in indices) for indices in bins]
-    assert sorted(rooms) == sorted(best_fit_decreasing(lengths, capacity))
+    free_tokens = [capacity - sum(lengths[i] for i in indices) for indices in bins]
+    assert sorted(free_tokens) == sorted(best_fit_decreasing(lengths, capacity))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
-def test_empty_samples_take_no_room(lengths: list[int]) -> None:
+def test_empty_samples_take_no_tokens(lengths: list[int]) -> None:
     bins = fill(lengths, 9)
     check(bins, lengths, 9)
     assert len(bins) == max(1, len(best_fit_decreasing([n for n in lengths if n], 9)))
@@ -65,7 +65,7 @@ def test_log_normal_lengths_fill_bins() -> None:
 
 @pytest.mark.parametrize("scale", [1, 10**9])
 def test_capacity_far_beyond_the_number_of_samples(scale: int) -> None:
-    """Lengths too large for a histogram take another way to the same bins."""
+    """Lengths too large for a histogram give the same bins by another code path."""
     lengths = np.random.default_rng(1).integers(0, 100, 300)
     bins = fill(lengths * scale, 100 * scale)
     assert [b.tolist() for b in bins] == [b.tolist() for b in fill(lengths, 100)]
@@ -104,8 +104,8 @@ def test_bins_are_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("lengths", "capacity", "message"),
     [
-        ([3, 9, 2], 8, "sample 1 has 9 tokens, capacity is 8"),
-        ([3, -1], 8, "-1 for sample 1"),
+        ([3, 9, 2], 8, "sample 1 has 9 tokens, but capacity is 8"),
+        ([3, -1], 8, "is -1 for sample 1"),
         ([3.5], 8, "lengths: float64"),
         ([[3]], 8, r"shape \(1, 1\)"),
         ([3], 0, "capacity: 0"),

@@ -28,9 +28,9 @@ def log_normal(count: int, seed: int) -> NDArray[np.int64]:
 
 
 def check(plan: StepPlan, lengths: list[int], max_tokens: int, model: CostModel) -> None:
-    """Every invariant, from the arrays alone."""
-    batches = [batch for row in plan.micro_batches for batch in row]
-    assert {len(row) for row in plan.micro_batches} == {plan.num_micro_batches}
+    """Check every invariant on the arrays."""
+    batches = [batch for of_rank in plan.micro_batches for batch in of_rank]
+    assert {len(of_rank) for of_rank in plan.micro_batches} == {plan.num_micro_batches}
     placed = np.concatenate([*batches, plan.dropped]).astype(int).tolist()
     assert sorted(placed) == list(range(len(lengths)))
     for batch in batches:
@@ -42,10 +42,10 @@ def check(plan: StepPlan, lengths: list[int], max_tokens: int, model: CostModel)
     for overlong in (plan.truncated, plan.dropped, plan.alone):
         assert len(overlong) in (0, sum(n > max_tokens for n in lengths))
         assert all(lengths[i] > max_tokens for i in overlong)
-    for row, costs in zip(plan.micro_batches, plan.cost, strict=True):
-        for batch, cost in zip(row, costs, strict=True):
+    for of_rank, costs in zip(plan.micro_batches, plan.cost, strict=True):
+        for batch, cost in zip(of_rank, costs, strict=True):
             assert cost == pytest.approx(model(plan.lengths[batch]).sum() + model.constant)
-    # what runs at the same time was sorted by cost: no other grouping of the same micro-batches takes less
+    # micro-batches that run at the same time are sorted by cost: no other grouping of them takes less
     flat = np.sort(plan.cost.ravel())[::-1]
     assert plan.step_cost == pytest.approx(flat[:: plan.ranks].sum())
 
@@ -77,7 +77,7 @@ def test_ranks_hardly_wait_for_each_other(max_tokens: int) -> None:
     assert np.array_equal(plan.tokens.sum(), lengths.sum())
 
 
-def test_slots_beside_a_costly_sample_get_more_to_do() -> None:
+def test_slots_next_to_a_costly_sample_get_more_work() -> None:
     """9 3 3 3 3 3 on 2 ranks: [9 | 3 3 3] [3 | 3] takes 12, evenly filled slots would take 15."""
     plan = plan_step([9, 3, 3, 3, 3, 3], ranks=2, max_tokens=9)
     assert plan.num_micro_batches == 2
@@ -92,7 +92,7 @@ def test_one_costly_sample_among_many() -> None:
 
 
 def test_fewer_micro_batches_than_best_fit_decreasing_needs() -> None:
-    """Three to a micro-batch is what these lengths allow; best-fit decreasing pairs the longest and wastes the rest."""
+    """Three of these samples fit into a micro-batch; best-fit decreasing pairs the longest and wastes the rest."""
     lengths = np.random.default_rng(0).integers(2200, 3300, 512)
     plan = plan_step(lengths, ranks=1, max_tokens=8192)
     check(plan, lengths.tolist(), 8192, CostModel.tokens())
@@ -101,7 +101,7 @@ def test_fewer_micro_batches_than_best_fit_decreasing_needs() -> None:
 
 def test_fewer_samples_than_ranks() -> None:
     plan = plan_step([5, 7], ranks=4, max_tokens=10)
-    assert [[batch.tolist() for batch in row] for row in plan.micro_batches] == [[[1]], [[0]], [[]], [[]]]
+    assert [[batch.tolist() for batch in of_rank] for of_rank in plan.micro_batches] == [[[1]], [[0]], [[]], [[]]]
     assert plan.tokens.tolist() == [[7], [5], [0], [0]]
 
 
@@ -115,7 +115,7 @@ def test_overlong_samples_are_reported() -> None:
     assert plan.num_micro_batches == 1
     plan = plan_step(lengths, ranks=2, max_tokens=10, overlong="alone")
     assert plan.alone.tolist() == [1, 3]
-    assert {tuple(row[0].tolist()) for row in plan.micro_batches} == {(1,), (3,)}
+    assert {tuple(of_rank[0].tolist()) for of_rank in plan.micro_batches} == {(1,), (3,)}
     assert plan.fill == 1.0
     with refused("max_tokens"):
         plan_step(lengths, ranks=2, max_tokens=10)
@@ -123,7 +123,7 @@ def test_overlong_samples_are_reported() -> None:
 
 def test_only_overlong_samples() -> None:
     plan = plan_step([20, 30, 40], ranks=2, max_tokens=10, overlong="alone")
-    assert [[batch.tolist() for batch in row] for row in plan.micro_batches] == [[[2], []], [[1], [0]]]
+    assert [[batch.tolist() for batch in of_rank] for of_rank in plan.micro_batches] == [[[2], []], [[1], [0]]]
     plan = plan_step([20, 30], ranks=2, max_tokens=10, overlong="drop")
     assert plan.num_micro_batches == 0
     assert (plan.step_cost, plan.imbalance, plan.fill) == (0.0, 1.0, 0.0)
@@ -148,11 +148,11 @@ def test_same_plan_every_time_and_input_untouched() -> None:
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([], {}, "lengths: no samples"),
+        ([], {}, "lengths: is empty"),
         ([3], {"ranks": 0}, "ranks: 0"),
         ([3], {"max_tokens": 0}, "max_tokens: 0"),
         ([3], {"overlong": "cut"}, "overlong: 'cut'; give one of error, truncate, drop, alone"),
-        ([3, -3], {}, "lengths: -3 for sample 1"),
+        ([3, -3], {}, "lengths: is -3 for sample 1"),
     ],
 )
 def test_bad_input(lengths: list[int], options: dict[str, object], message: str) -> None:
@@ -165,13 +165,13 @@ def test_samples_of_a_group_share_a_micro_batch(ranks: int, rng: np.random.Gener
     lengths = rng.integers(1, 20, 24)
     groups = [f"pair {index // 2}" for index in range(24)]
     plan = plan_step(lengths, ranks=ranks, max_tokens=60, cost=CostModel(linear=1.0, quadratic=0.1), groups=groups)
-    assert sorted(index for row in plan.micro_batches for batch in row for index in batch) == list(range(24))
+    assert sorted(index for of_rank in plan.micro_batches for batch in of_rank for index in batch) == list(range(24))
     assert plan.tokens.max() <= 60
-    for row in plan.micro_batches:
-        for batch in row:
+    for of_rank in plan.micro_batches:
+        for batch in of_rank:
             assert {index ^ 1 for index in batch.tolist()} == set(batch.tolist())
     costs = CostModel(linear=1.0, quadratic=0.1)(lengths)
-    found = [[costs[batch].sum() for batch in row] for row in plan.micro_batches]
+    found = [[costs[batch].sum() for batch in of_rank] for of_rank in plan.micro_batches]
     np.testing.assert_allclose(plan.cost, found)
     with refused("max_tokens"):
         plan_step([6, 6], ranks=1, max_tokens=10, groups=["a", "a"])

@@ -16,7 +16,7 @@ from tests.refused import refused
 
 
 class Document:
-    """A sample that knows who it is."""
+    """A sample with an identity."""
 
     def __init__(self, index: int, length: int) -> None:
         self.index, self.length = index, length
@@ -40,7 +40,7 @@ Batcher = TokenBudgetBatcher[Document] | FixedSizeBatcher[Document]
 
 
 def check_resume(make: Callable[[], Batcher], limit: int = 1000) -> None:
-    """A stream stopped after any batch and loaded into a new one goes on with exactly the same batches and states."""
+    """A stream stopped after any batch and loaded into a new one continues with exactly the same batches and states."""
     whole = make()
     states, batches = [whole.state_dict()], []
     for batch in islice(whole, limit):
@@ -179,7 +179,7 @@ def test_overlong_samples_are_counted() -> None:
 
 
 def test_nothing_is_lost_by_an_error() -> None:
-    """The stream that refused a sample stands before it: the same call is refused again, the rest is still there."""
+    """After an error the stream stays before the refused sample: the next call raises again, and no sample is lost."""
     samples = documents([4, 6, 99, 3])
     for source in (samples, iter(samples)):
         budget = TokenBudgetBatcher(source, budget=10, buffer_size=2)
@@ -190,7 +190,7 @@ def test_nothing_is_lost_by_an_error() -> None:
     for source in (samples, iter(samples)):
         fixed = FixedSizeBatcher(source, batch_size=4, max_length=10)
         for _ in range(2):
-            with pytest.raises(ValueError, match="sample 2 of the source has 99 tokens, max_length is 10"):
+            with pytest.raises(ValueError, match="10 is less than the 99 tokens of sample 2 of the source"):
                 next(fixed)
             assert fixed.state_dict()["position"] == 0
 
@@ -217,7 +217,7 @@ def test_empty_source() -> None:
 def test_a_source_without_a_usable_sample_does_not_hang() -> None:
     for lengths, overlong in (([30, 40], "drop"), ([0, 0], "error")):
         batcher = TokenBudgetBatcher(documents(lengths), budget=10, epochs=None, overlong=overlong)
-        with pytest.raises(ValueError, match="none of its 2 samples gives a token"):
+        with pytest.raises(ValueError, match="none of its 2 samples has a usable token"):
             next(batcher)
 
 
@@ -258,7 +258,7 @@ def test_a_state_may_have_settings_that_a_stream_does_not_have() -> None:
 def test_state_of_another_kind() -> None:
     samples = documents([1, 2])
     state = TokenBudgetBatcher(samples, budget=3).state_dict()
-    with pytest.raises(ValueError, match="batcher: the state was saved with 'TokenBudgetBatcher'"):
+    with pytest.raises(ValueError, match=r"batcher: is .*, but the state was saved with 'TokenBudgetBatcher'"):
         FixedSizeBatcher(samples, batch_size=2).load_state_dict(state)
     with refused("state"):
         FixedSizeBatcher(samples, batch_size=2).load_state_dict({})
@@ -269,9 +269,9 @@ def test_state_of_an_iterable() -> None:
     used = TokenBudgetBatcher(iter(samples), budget=4, buffer_size=2)
     next(used)
     state = used.state_dict()
-    with pytest.raises(ValueError, match="one-pass iterator that was read already"):
+    with pytest.raises(ValueError, match="one-pass iterator that was already read"):
         used.load_state_dict(state)
-    with pytest.raises(ValueError, match="it ends after 1 samples, the state is at 2"):
+    with pytest.raises(ValueError, match="ends after 1 samples, but the state is at 2"):
         TokenBudgetBatcher(iter(samples[:1]), budget=4, buffer_size=2).load_state_dict(state)
 
 
@@ -283,8 +283,8 @@ def test_state_of_an_iterable() -> None:
         (lambda: TokenBudgetBatcher([], budget=1, overlong="cut"), "overlong: 'cut'"),
         (lambda: TokenBudgetBatcher([], budget=1, seed=-1), "seed: -1"),
         (lambda: TokenBudgetBatcher([], budget=1, epochs=0), "epochs: 0"),
-        (lambda: TokenBudgetBatcher(iter([]), budget=1, shuffle=True), "source: an iterable without len"),
-        (lambda: TokenBudgetBatcher(iter([]), budget=1, epochs=None), "source: an iterable without len"),
+        (lambda: TokenBudgetBatcher(iter([]), budget=1, shuffle=True), "source: is an iterable without len"),
+        (lambda: TokenBudgetBatcher(iter([]), budget=1, epochs=None), "source: is an iterable without len"),
         (lambda: FixedSizeBatcher([], batch_size=0), "batch_size: 0"),
         (lambda: FixedSizeBatcher([], batch_size=1, overlong="drop"), "overlong: 'drop'"),
     ],

@@ -355,7 +355,7 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
         ),
         ("bug", ["stopped, because rank 1 failed: KeyError: 'missing'", "KeyError 'missing'"]),
         ("disk", ["UserError run.folder: metrics.jsonl cannot be written", "because rank 0 failed: run.folder: "]),
-        ("kill", ["PeerLostError rank 0: rank 1 is gone, stuck or cut off; look at what was logged there (", None]),
+        ("kill", ["PeerLostError rank 0: rank 1 is gone, stuck or cut off; read the logs there (", None]),
         ("stuck", ["stopped, because rank 1 failed: ZeroDivisionError: division by zero", "ZeroDivisionError"]),
     ],
 )

@@ -1,10 +1,10 @@
-"""Rows of a tensor taken several times, and the sum over the copies of each: the two halves of shared prefixes.
+"""Gather elements of a tensor several times, and sum over the copies of each: forward and backward of shared prefixes.
 
     take    [n, ...] -> [m, ...]    a b c            ->  a a c b a        (index 0 0 2 1 0)
-    sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in the order of the places
+    sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in ascending order of the copies
 
-Keys of a shared prefix are taken once for every node below it; hidden states once for every sample that is scored with
-them. Each sum is made by one reader in one order, so that it is the same every time, and rows without a copy are 0.
+The keys of a shared prefix are copied for every node below it, hidden states for every sample that they predict a token
+of. Each sum has a fixed order, so that the result is deterministic. Elements without a copy get 0.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from padfree.batch import Copies
 
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
-    """The copies that `index` [m] takes of `count` rows."""
-    return copies_on(device, index, *places_of(index, count))
+    """The copies that `index` [m] takes of `count` elements."""
+    return copies_to_device(device, index, *group_copies(index, count))
 
 
-def places_of(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[m] where the copies of each of `count` rows lie, row by row, and [count + 1] where those of each begin."""
-    begins = np.zeros(count + 1, dtype=np.int64)
-    np.cumsum(np.bincount(index, minlength=count), out=begins[1:])
-    return np.argsort(index, kind="stable"), begins
+def group_copies(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[m] the indices of the copies, grouped by element, and [count + 1] where the group of each element begins."""
+    offsets = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(index, minlength=count), out=offsets[1:])
+    return np.argsort(index, kind="stable"), offsets
 
 
-def copies_on(
-    device: torch.device, index: NDArray[np.int64], places: NDArray[np.int64], begins: NDArray[np.int64]
+def copies_to_device(
+    device: torch.device, index: NDArray[np.int64], copy_index: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> Copies:
-    """These numbers on the device, without waiting for it."""
+    """Copy these arrays to the device without synchronising with it."""
 
     def moved(array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
-    return Copies(index=moved(index), places=moved(places), begins=moved(begins))
+    return Copies(index=moved(index), copy_index=moved(copy_index), offsets=moved(offsets))
 
 
 def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
@@ -51,18 +51,18 @@ def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
     return taken
 
 
-def sum_copies(gradient: Tensor, index: Tensor, places: Tensor, begins: Tensor) -> Tensor:
-    """[m, ...] -> [n, ...] in the type of `gradient`, summed in float32 (float64 for float64)."""
-    count = len(begins) - 1
+def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
+    """[m, ...] -> [n, ...] in the dtype of `gradient`, summed in float32 (float64 for float64)."""
+    count = len(offsets) - 1
     if gradient.is_cuda and gradient.dtype != torch.float64 and has_module("triton"):
         from padfree.attention.triton_copies import sum_rows
 
-        return sum_rows(gradient, places, begins)
+        return sum_rows(gradient, copy_index, offsets)
     return sum_copies_reference(gradient, index, count)
 
 
 def sum_copies_reference(gradient: Tensor, index: Tensor, count: int) -> Tensor:
-    """The same by PyTorch alone, on any device."""
+    """`sum_copies` in plain PyTorch, on any device."""
     total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.promote_types(gradient.dtype, torch.float32))
     return total.index_add_(0, index, gradient.to(total.dtype)).to(gradient.dtype)
 
@@ -77,4 +77,4 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         copies: Copies = ctx.copies
-        return sum_copies(gradient.contiguous(), copies.index, copies.places, copies.begins), None
+        return sum_copies(gradient.contiguous(), copies.index, copies.copy_index, copies.offsets), None

@@ -1,17 +1,18 @@
-"""PyTorch's fused CPU attention, called on pieces: consecutive queries of one segment and the keys they see.
+"""PyTorch's fused CPU attention, called on pieces: consecutive queries of one segment with the keys they see.
 
-    segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      a piece is one call: its keys
+    segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      A piece is one call. Its keys
                                                   0..100  x  0..100           q q .      end at its last query, and
-                                                100..200  x  0..200           q q q      only the last square of it is
-                                                200..300  x  0..300                      masked
+                                                100..200  x  0..200           q q q      only its last square is
+                                                200..300  x  0..300                      masked.
 
-The fused kernel takes 512 keys at a time and masks what it has computed, so that a causal segment of up to 512
-tokens costs it the whole square. Cut into pieces, segments of 64 to 512 tokens took 18 % less time. Pieces also
-express what the kernel's own causal flag (aligned top-left) cannot: fewer queries than keys, and windows, of which
-only the keys inside are read. Many short pieces of one shape share a call: 32 segments of 16 tokens took half.
+The fused kernel processes 512 keys at a time and applies the mask afterwards, so that a causal segment of up to 512
+tokens costs as much as the whole square. Cut into pieces, segments of 64 to 512 tokens took 18 % less time. Pieces also
+support what the kernel's own causal flag (aligned top-left) does not: fewer queries than keys, and windows, of which
+only the keys inside are read. Many short pieces of one shape share a call, which halves the time for 32 segments of 16
+tokens.
 
-Two more measured choices (one core of an aarch64 server): bfloat16 is computed in float32, since the kernel in
-bfloat16 took 190 times as long; and a group of query heads sees its key head through a stride of 0, not a copy.
+Two more choices were measured on one core of an aarch64 server: bfloat16 is computed in float32, because the kernel in
+bfloat16 took 190 times as long; and a group of query heads reads its key head through a stride of 0, not a copy.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ PIECE_QUERIES = 128
 """A causal segment is cut evenly into pieces of at most this many queries."""
 
 WHOLE_KEYS = 2048
-"""From this length on a causal segment is one call: the kernel skips enough of the square by itself."""
+"""A causal segment of at least this length is one call, because the kernel then skips enough of the square itself."""
 
 SHARED_KEYS, SHARED_PIECES = 32, 8
-"""Pieces of one shape share a call if they have at most this many keys and are at least this many."""
+"""Pieces of one shape share a call if each has at most SHARED_KEYS keys and there are at least SHARED_PIECES pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the mask of a piece depends on: its first query sits at key `diagonal` of its keys (None: sees all)."""
+    """What the mask of a piece depends on. Its first query is aligned with key `diagonal` (None: sees all keys)."""
 
     queries: int
     keys: int
@@ -49,11 +50,11 @@ class _Shape:
 
 
 _Call = tuple[_Shape, list[int], list[int]]
-"""A shape, and for each piece of that shape in this call its first query and its first key."""
+"""A shape, and the first query and the first key of each piece of this shape in the call."""
 
 
 def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> list[_Call]:
-    """Every query that sees a key is in exactly one piece."""
+    """The kernel calls. Every query that sees a key is in exactly one piece."""
     calls: list[_Call] = []
     shared: defaultdict[_Shape, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     starts = zip(segments_q.offsets[:-1].tolist(), segments_k.offsets[:-1].tolist(), strict=True)
@@ -75,21 +76,21 @@ def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> li
 
 
 def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[_Shape, int, int]]:
-    """(shape, first query, first key) of the pieces of one segment, counted from its start."""
+    """(shape, first query, first key) of each piece of one segment, relative to the start of the segment."""
     if not num_queries or not num_keys:
         return []
     if not spec.causal:
-        step = num_queries if spec.softcap is None else PIECE_QUERIES  # the kernel stores no scores, the reference does
+        step = num_queries if spec.softcap is None else PIECE_QUERIES  # only the reference stores the scores
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]
-    first = max(0, num_queries - num_keys)  # what is before sees no key
+    first = max(0, num_queries - num_keys)  # earlier queries see no key
     seeing = num_queries - first
     whole = num_queries == num_keys >= WHOLE_KEYS and spec.window is None and spec.softcap is None
     step = seeing if whole else -(-seeing // -(-seeing // PIECE_QUERIES))
     pieces = []
     for query in range(first, num_queries, step):
         count = min(step, num_queries - query)
-        own = query + num_keys - num_queries  # the key at which the piece's first query sits
+        own = query + num_keys - num_queries  # the key that the first query of the piece is aligned with
         key = 0 if spec.window is None else max(0, own - spec.window + 1)
         pieces.append((_Shape(count, own + count - key, own - key), query, key))
     return pieces
@@ -109,19 +110,24 @@ class FusedCPU(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
         q_, k_, v_ = (_widened(x, dtype, width) for x in (q, k, v))
-        # Of a query whose scores are all NaN or -inf the kernel makes 0, as if it saw no key.
+        # If all scores of a query are NaN or -inf, the kernel returns 0, as if the query saw no key.
         if not all(torch.isfinite(x.sum()) for x in (q_, k_, v_)):
             return reference.BACKEND.forward(q, k, v, segments_q, segments_k, spec)
         out = q_.new_zeros(len(q), q.shape[1], width)
         lse = q_.new_full(q.shape[:2], -torch.inf)
         calls = _plan(segments_q, segments_k, spec)
         if spec.softcap is not None:
-            for rows, cols, visible in _blocks(calls, spec):
-                out[rows], lse[rows] = reference.block_forward(q_[rows], k_[cols], v_[cols], visible, spec)
+            for query_slice, key_slice, visible in _blocks(calls, spec):
+                out[query_slice], lse[query_slice] = reference.block_forward(
+                    q_[query_slice], k_[key_slice], v_[key_slice], visible, spec
+                )
         else:
             heads, group = k.shape[1], q.shape[1] // k.shape[1]
-            by_query, by_key = _KeyPlaces(_grouped(q_, heads)), _KeyPlaces(*(_grouped(x, heads) for x in (k_, v_)))
-            results = _KeyPlaces(_grouped(out, heads), _grouped(lse, heads))
+            by_query, by_key = (
+                _PieceTensors(_grouped(q_, heads)),
+                _PieceTensors(*(_grouped(x, heads) for x in (k_, v_))),
+            )
+            results = _PieceTensors(_grouped(out, heads), _grouped(lse, heads))
             for shape, queries, keys in calls:
                 causal, mask = _masking(shape, spec, q_)
                 piece = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
@@ -153,18 +159,25 @@ class FusedCPU(AttentionBackend):
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q_, k_, v_))
         calls = _plan(segments_q, segments_k, spec)
         if spec.softcap is not None:
-            for rows, cols, visible in _blocks(calls, spec):
-                saved = dout_[rows], q_[rows], k_[cols], v_[cols], out_[rows], lse_[rows]
-                dq[rows], piece_dk, piece_dv = reference.block_backward(*saved, visible, spec)
-                dk[cols] += piece_dk
-                dv[cols] += piece_dv
+            for query_slice, key_slice, visible in _blocks(calls, spec):
+                saved = (
+                    dout_[query_slice],
+                    q_[query_slice],
+                    k_[key_slice],
+                    v_[key_slice],
+                    out_[query_slice],
+                    lse_[query_slice],
+                )
+                dq[query_slice], piece_dk, piece_dv = reference.block_backward(*saved, visible, spec)
+                dk[key_slice] += piece_dk
+                dv[key_slice] += piece_dv
         else:
             heads, group = k.shape[1], q.shape[1] // k.shape[1]
-            by_query = _KeyPlaces(*(_grouped(x, heads) for x in (dout_, q_, out_, lse_)))
-            by_key = _KeyPlaces(*(_grouped(x, heads) for x in (k_, v_)))
+            by_query = _PieceTensors(*(_grouped(x, heads) for x in (dout_, q_, out_, lse_)))
+            by_key = _PieceTensors(*(_grouped(x, heads) for x in (k_, v_)))
             query_results, key_results = (
-                _KeyPlaces(_grouped(dq, heads)),
-                _KeyPlaces(*(_grouped(x, heads) for x in (dk, dv))),
+                _PieceTensors(_grouped(dq, heads)),
+                _PieceTensors(*(_grouped(x, heads) for x in (dk, dv))),
             )
             for shape, queries, keys in calls:
                 causal, mask = _masking(shape, spec, q_)
@@ -187,7 +200,7 @@ class FusedCPU(AttentionBackend):
 
 
 def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """As the kernel takes it for granted: last dimension contiguous, and one head size (zeros fill the smaller)."""
+    """Meet the kernel's requirements: contiguous last dimension, and equal head sizes (the smaller padded with 0)."""
     x = x.to(dtype)
     if x.shape[2] != width:
         return F.pad(x, (0, width - x.shape[2]))
@@ -195,44 +208,44 @@ def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
 
 
 def _grouped(x: Tensor, num_key_heads: int) -> Tensor:
-    """[T, H, ...] -> [Hkv, H / Hkv, T, ...], a view: to the kernel, each key head is an entry of the batch"""
+    """[T, H, ...] -> [Hkv, H / Hkv, T, ...], a view: for the kernel, the key heads are the batch dimension."""
     return x.view(len(x), num_key_heads, x.shape[1] // num_key_heads, *x.shape[2:]).movedim(0, 2)
 
 
-class _KeyPlaces:
-    """Tensors [Hkv, group, T, ...] and the pieces of them: ranges of T, `length` long, that begin at `starts`."""
+class _PieceTensors:
+    """Tensors [Hkv, group, T, ...], read and written in pieces: ranges of `length` tokens that begin at `starts`."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """[Hkv · n, group, length, ...] each, views where n is 1"""
+        """[Hkv · n, group, length, ...] each; views if n is 1."""
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
-        rows, n = _rows(starts, length), len(starts)
+        index, n = _token_index(starts, length), len(starts)
         return [
-            x.index_select(2, rows).view(*x.shape[:2], n, length, *x.shape[3:]).movedim(2, 1).flatten(0, 1)
+            x.index_select(2, index).view(*x.shape[:2], n, length, *x.shape[3:]).movedim(2, 1).flatten(0, 1)
             for x in self.tensors
         ]
 
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
         """Write or add [Hkv · n, group, length, ...] each. The pieces of one call never overlap."""
-        rows = None if len(starts) == 1 else _rows(starts, length)
+        index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):
-            if rows is None:
+            if index is None:
                 place = x[:, :, starts[0] : starts[0] + length]
                 place.add_(piece) if add else place.copy_(piece)
             else:
                 values = piece.view(x.shape[0], -1, *piece.shape[1:]).movedim(1, 2).flatten(2, 3)
-                x.index_add_(2, rows, values) if add else x.index_copy_(2, rows, values)
+                x.index_add_(2, index, values) if add else x.index_copy_(2, index, values)
 
 
-def _rows(starts: list[int], length: int) -> Tensor:
+def _token_index(starts: list[int], length: int) -> Tensor:
     return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
 
 
 def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(queries, keys, visible) of the calls of a soft-capped plan, in which no pieces share one."""
+    """(queries, keys, visible) of each call of a plan with softcap, where every call has one piece."""
     for shape, (query,), (key,) in calls:
         yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)
 
@@ -242,7 +255,7 @@ def _visible(shape: _Shape, spec: AttentionSpec) -> Tensor:
 
 
 def _masking(shape: _Shape, spec: AttentionSpec, like: Tensor) -> tuple[bool, Tensor | None]:
-    """The kernel's causal flag where that is the mask, else an additive [Lq, Lk] mask."""
+    """(True, None) if the kernel's causal flag gives the right mask, else an additive [Lq, Lk] mask, or no mask."""
     if shape.diagonal is None:
         return False, None
     if shape.diagonal == 0 and (spec.window is None or shape.queries <= spec.window):

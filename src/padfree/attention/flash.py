@@ -1,7 +1,7 @@
-"""What the flash kernels (`torch`, `fa4`) have in common: how they want their arguments.
+"""The argument conventions that the flash kernels (`torch`, `fa4`) share.
 
-They take [T, H, d] with a contiguous last dimension and give lse as [H, T]; ours is its transpose, a view. They count
-a window by the keys to the left, and they differ in what they return for queries that see no key.
+The kernels take [T, H, d] with a contiguous last dimension and return lse as [H, T]; padfree uses [T, H], a transposed
+view. They specify a window by the keys to the left. They return different values for queries that see no key.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """Keys to the left of a query's own that it sees; -1 for all, which is the faster kernel."""
+    """Number of keys to the left of a query's own key that it sees; -1 for all, which selects a faster kernel."""
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 
 
 def fill_blind_queries(
     out: Tensor, lse: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Set out to 0 and lse to -inf where a query sees no key. Almost always every query sees one, and nothing runs."""
+    """Set out to 0 and lse to -inf for queries that see no key. There are almost never any; then nothing runs."""
     blind = blind_queries(segments_q, segments_k, spec)
     if blind is None:
         return out, lse
@@ -34,7 +34,7 @@ def fill_blind_queries(
 
 
 def lse_for_kernel(lse: Tensor, segments_q: Segments, segments_k: Segments) -> Tensor:
-    """[Tq, H] -> [H, Tq], with +inf for -inf: exp(score - inf) is the 0 that a query without keys must get."""
+    """[Tq, H] -> [H, Tq], with -inf replaced by +inf, so that exp(score - inf) = 0 for a query that sees no key."""
     kernel_lse = lse.T.contiguous()
     if segments_q is segments_k or not (segments_q.lengths > segments_k.lengths).any():
         return kernel_lse

@@ -1,11 +1,11 @@
 """The `fa4` backend: the `flash-attn-4` wheel, pure Python that compiles its kernels on first use. Hopper and newer.
 
-Its public function hides the backward, so the two functions beneath it are called: they give and take the lse.
-Compiling takes some seconds per head size and mask. The package can keep what it compiled on disk and does so if this
-variable is 1 when it is imported; we set it, unless the user has set it to something else.
+The public function of the package hides the backward. This backend calls the two functions beneath it, which return and
+accept the lse. Compilation takes some seconds per head size and mask. The package caches compiled kernels on disk if
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1 when it is imported; padfree sets it unless the user has set it already.
 
-Query heads that share a key head can lie in one tile (packed), which fills tiles where segments are short. Where they
-are long, a Hopper GPU is faster without: by 6% at 9,216 tokens, while at 300 it is 20% slower.
+Query heads that share a key head can be packed into one tile, which fills tiles if segments are short. For long
+segments a Hopper GPU is faster without packing: by 6% at 9,216 tokens, whereas at 300 tokens it is 20% slower.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from padfree.errors import UserError, shown_error
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Others compile, but on an H200 with 4.0.0b36 the gradient of q was wrong for head sizes 16, 40 and 80."""
+"""Other head sizes compile, but on an H200 with 4.0.0b36 the gradient of q was wrong for 16, 40 and 80."""
 PAGED_HEAD_DIMS = (64, 96, 128)
-"""Those whose key tiles are `PAGE_SIZE` long on Hopper, so that a page is one load."""
+"""Head sizes whose key tiles are `PAGE_SIZE` long on Hopper, so that a page is one load."""
 UNPACKED_FROM = 1024
-"""Mean queries of a segment from which query heads are not packed."""
+"""Mean number of queries per segment from which query heads are not packed."""
 
 
 class FlashAttention4(AttentionBackend):
@@ -54,9 +54,9 @@ class FlashAttention4(AttentionBackend):
         if reason is not None or needs.compute_capability[0] == 9:
             return reason
         if needs.head_dim == 192:
-            return "head size 192 is not among those it has on Blackwell (64, 96, 128, 256)"
+            return "head size 192 is not supported on Blackwell (only 64, 96, 128, 256)"
         if needs.head_dim == 256 and needs.softcap:
-            return "it has no softcap at head size 256 on Blackwell"
+            return "it does not support softcap at head size 256 on Blackwell"
         return None
 
     def forward(
@@ -121,7 +121,7 @@ class FlashAttention4(AttentionBackend):
 
 @functools.cache
 def _is_installed() -> bool:
-    # flash-attn 2 and 4 share the name `flash_attn`, and looking for a submodule would import the former.
+    # flash-attn 2 and 4 share the package name `flash_attn`, and find_spec of a submodule would import flash-attn 2.
     spec = find_spec("flash_attn")
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     there = any(Path(folder, "cute", "interface.py").is_file() for folder in folders)
@@ -131,7 +131,7 @@ def _is_installed() -> bool:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, spec: AttentionSpec, **keys: Any
 ) -> tuple[Tensor, Tensor]:
-    """`keys` say which of k and v each segment sees."""
+    """`keys` are the arguments that select the keys and values of each segment."""
     out, lse = _kernels()._flash_attn_fwd(
         q,
         k,
@@ -152,16 +152,16 @@ def _forward(
 def _kernels() -> Any:
     try:
         return import_module("flash_attn.cute.interface")
-    except Exception as error:  # what it needs may be there in a version that it cannot use
+    except Exception as error:  # a dependency may be installed in an incompatible version
         raise UserError(
             "backend",
-            f"'fa4' cannot serve: flash-attn-4 cannot be imported ({shown_error(error)})",
-            "install it anew with pip install 'padfree[fa4]', or use 'torch'",
+            f"'fa4' is not usable: flash-attn-4 cannot be imported ({shown_error(error)})",
+            "reinstall it with pip install 'padfree[fa4]', or use 'torch'",
         ) from error
 
 
 def _packed(q: Tensor, segments_q: Segments) -> bool | None:
-    """None: as the package has it."""
+    """Whether to pack query heads; None: the package decides."""
     long = len(q) >= UNPACKED_FROM * (len(segments_q.cu_seqlens) - 1)
     return False if long and _is_hopper(q.device) else None
 

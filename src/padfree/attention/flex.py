@@ -1,14 +1,14 @@
-"""The `flex` backend: PyTorch's flex attention on CUDA, for what the flash kernels cannot: float32, any head size.
+"""The `flex` backend: PyTorch's flex attention on CUDA. Supports float32 and any head size, unlike flash kernels.
 
     queries  0 1 2 3 | 4 5 6 7        key blocks of one query block:  full: every pair is visible, no mask is read
     keys     0 1 2 3 | 4 5 6 7                                        partial: the mask decides pair by pair
                                                                       (none): skipped
 
-What a query sees is one range of keys (`spec.key_ranges`), so the mask is two comparisons, and which blocks it
-touches is counted on the host from the offsets: the [Tq, Tk] mask is never evaluated as a whole. Block masks are
-remembered for the last few (segments, mask) pairs, since every layer of a model asks for the same one.
+The keys that a query sees are one range (`spec.key_ranges`), so the mask is two comparisons. The host computes from the
+offsets which blocks are visible: the [Tq, Tk] mask is never evaluated as a whole. The block masks of the last few
+(segments, mask) pairs are cached, because every layer of a model asks for the same one.
 
-Flex has its own autograd and cannot be given the lse of a larger softmax: there is no raw backward.
+Flex has its own autograd and does not accept the lse of a larger softmax: there is no raw backward.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Flex(AttentionBackend):
         out, auxiliary = _compiled()(
             *(x.transpose(0, 1)[None] for x in (q, k, v)),
             score_mod=None if spec.softcap is None else _softcapped(spec.softcap),
-            block_mask=_remembered_mask(_MaskKey(segments_q, segments_k, spec, q.device)),
+            block_mask=_cached_mask(_MaskKey(segments_q, segments_k, spec, q.device)),
             scale=spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
-            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # not the one for decoding, which is another compilation
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # not the decoding kernel, a second compilation
         )
         return out[0].transpose(0, 1), auxiliary.lse[0].T
 
@@ -68,8 +68,8 @@ class Flex(AttentionBackend):
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph, so that what it cannot compile is an error: uncompiled, flex stores the [H, Tq, Tk] scores. It compiles
-    # once per head size, mask and so on, and twice more until it knows that lengths vary: more often than the default.
+    # fullgraph raises an error if compilation fails: uncompiled, flex would store the [H, Tq, Tk] scores. Flex compiles
+    # once per head size, mask and so on, and twice more until lengths are dynamic: more than the default limit allows.
     compiled = torch.compile(flex_attention, fullgraph=True)
     patched: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=64)(compiled)
     return patched
@@ -84,7 +84,7 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
 
 
 class _MaskKey:
-    """Segments and mask, equal by what they say: what a block mask is remembered under."""
+    """Segments and mask as a cache key: compares values, not identity."""
 
     __slots__ = ("device", "hash", "segments_k", "segments_q", "spec")
 
@@ -105,12 +105,12 @@ class _MaskKey:
 
 
 @functools.lru_cache(maxsize=8)
-def _remembered_mask(key: _MaskKey) -> Any:
+def _cached_mask(key: _MaskKey) -> Any:
     return block_mask(key.segments_q, key.segments_k, key.spec, key.device)
 
 
 def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, device: torch.device) -> Any:
-    """The `BlockMask` in which every query sees its keys and no others."""
+    """The `BlockMask` in which every query sees exactly its keys."""
     from torch.nn.attention.flex_attention import BlockMask
 
     first, end = key_ranges(segments_q, segments_k, spec)
@@ -132,16 +132,16 @@ def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, 
 def block_table(
     first: NDArray[np.int64], end: NDArray[np.int64], num_keys: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """(partial, full), each [query blocks, key blocks]: where some pairs of a block are visible, and where all are."""
+    """(partial, full), each [query blocks, key blocks]: blocks with some visible pairs, and blocks with all visible."""
     num_blocks = -(-num_keys // BLOCK)
-    touched = _rows_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
-    covered = _rows_per_block(-(-first // BLOCK), np.maximum(end // BLOCK, -(-first // BLOCK)), num_blocks)
-    full = covered == BLOCK  # a last, incomplete block of queries or keys is never full
+    touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
+    covered = _queries_per_block(-(-first // BLOCK), np.maximum(end // BLOCK, -(-first // BLOCK)), num_blocks)
+    full = covered == BLOCK  # an incomplete last block of queries or keys is never full
     return (touched > 0) & ~full, full
 
 
-def _rows_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """[query blocks, key blocks]: how many queries of the block name this key block in `first <= block < end`."""
+def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
+    """[query blocks, key blocks]: number of queries in the query block with `first <= key block < end`."""
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)
     np.add.at(change, (query_block, first), 1)
@@ -151,7 +151,7 @@ def _rows_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks
 
 
 def _ordered(table: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[1, 1, query blocks] counts and [1, 1, query blocks, key blocks] indices, those that count first."""
+    """[1, 1, query blocks] counts and [1, 1, query blocks, key blocks] block indices, the visible blocks first."""
     counts = table.sum(axis=1, dtype=np.int32)
     order = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
     return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)

@@ -1,13 +1,14 @@
-"""Attention over segments: one signature for every backend, with gradients and without.
+"""Attention over segments: one signature for every backend, with and without gradients.
 
     q [Tq, H, d]     k [Tk, Hkv, d]     v [Tk, Hkv, dv]   ->   out [Tq, H, dv], lse [Tq, H]
 
-Query segment i sees key segment i and nothing else. Causal is aligned bottom-right in each segment, so that a piece
-of a sample that ends at its last key sees what it saw in the whole sample. A query that sees no key gives 0, lse -inf
-and no gradient. `lse` is the natural logarithm over real keys (sinks are not in it), float32 (float64 for float64).
+Query segment i sees only key segment i. The causal mask is aligned bottom-right in each segment, so that a piece of a
+sample whose last query is at its last key sees the same keys as in the whole sample. A query that sees no key has
+output 0, lse -inf and no gradient. `lse` is the natural logarithm of the sum over real keys, without sinks, in float32
+(float64 for float64).
 
-`varlen_attention` is for models. `varlen_forward` and `varlen_backward` are the same without autograd; there `out`
-and `lse` may be those of a larger softmax of which k and v are one block, which is what ring attention needs.
+`varlen_attention` is for models. `varlen_forward` and `varlen_backward` are the same without autograd; their `out` and
+`lse` may be those of a larger softmax of which k and v are one block, which is what ring attention needs.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [Tq, H, dv], or (out, lse [Tq, H]) with `return_lse`.
 
-    Differentiable once, in q, k, v and sinks [H]. `scale` is d ** -0.5 unless given; `window` counts the keys a query
-    sees, itself among them; lse carries no gradient.
+    Differentiable once, in q, k, v and sinks [H]. `scale` defaults to d ** -0.5; `window` is the number of keys that a
+    query sees, including its own; lse carries no gradient.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     if sinks is not None:
@@ -145,7 +146,7 @@ def varlen_forward(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """out [Tq, H, dv], lse [Tq, H], without autograd"""
+    """out [Tq, H, dv] and lse [Tq, H], without autograd."""
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     return _chosen(q, k, v, softcap, backend, raw_backward=True).forward(q, k, v, segments_q, segments_k, spec)
 
@@ -167,14 +168,16 @@ def varlen_backward(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this block of keys; out [Tq, H, dv] and lse [Tq, H] are those of the whole softmax."""
+    """dq, dk, dv for this block of keys; out [Tq, H, dv] and lse [Tq, H] are those of the whole softmax."""
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):
         need_tensor(argument, tensor)
         if tensor.shape != shape:
-            raise UserError(argument, f"shape {tuple(tensor.shape)}", f"give {tuple(shape)}, as varlen_forward returns")
+            raise UserError(
+                argument, f"shape {tuple(tensor.shape)}", f"give shape {tuple(shape)}, as varlen_forward returns"
+            )
     if dout.dtype != q.dtype:
-        raise UserError("dout", f"{dout.dtype} while q is {q.dtype}", "cast one to the other's dtype")
+        raise UserError("dout", f"is {dout.dtype} but q is {q.dtype}", "cast dout to the dtype of q")
     chosen = _chosen(q, k, v, softcap, backend, raw_backward=True)
     return chosen.backward(dout, q, k, v, out, lse, segments_q, segments_k, spec)
 
@@ -191,7 +194,7 @@ def _chosen(
         raw_backward=raw_backward,
         requested=requested,
     )
-    # Kernels differ in what they do with no tokens at all; the loop simply has nothing to do.
+    # Kernels differ in how they handle zero tokens; the reference's loop simply does not run.
     return BACKENDS[name if len(q) and len(k) else "reference"]
 
 
@@ -210,7 +213,9 @@ def _checked_spec(
         need_tensor(name, tensor)
     for name, given in (("segments_q", segments_q), ("segments_k", segments_k)):
         if not isinstance(given, Segments):
-            raise UserError(name, f"{type(given).__name__}", "give Segments.from_lengths(...) or a batch's segments")
+            raise UserError(
+                name, f"got a {type(given).__name__}", "give Segments.from_lengths(...) or a batch's segments"
+            )
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
         raise UserError(
             "q, k, v",
@@ -218,21 +223,27 @@ def _checked_spec(
             "give q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] without a batch dimension",
         )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise UserError("q, k", f"{q.shape[1]} query heads for {k.shape[1]} key heads", "give a multiple of them")
+        raise UserError(
+            "q, k", f"{q.shape[1]} query heads for {k.shape[1]} key heads", "give a multiple of the key heads"
+        )
     if not q.dtype == k.dtype == v.dtype:
-        raise UserError("q, k, v", f"types {q.dtype}, {k.dtype}, {v.dtype}", "give them one type")
+        raise UserError("q, k, v", f"dtypes {q.dtype}, {k.dtype}, {v.dtype} differ", "give all three one dtype")
     if segments_q.num_segments != segments_k.num_segments:
         raise UserError(
             "segments_q, segments_k",
             f"{segments_q.num_segments} and {segments_k.num_segments} segments",
-            "give the same number, empty ones where a sample has no queries or no keys here",
+            "give the same number, with empty segments for samples without queries or keys",
         )
     for name, segments, tokens in (("segments_q", segments_q, len(q)), ("segments_k", segments_k, len(k))):
         if segments.num_tokens != tokens:
-            raise UserError(name, f"{segments.num_tokens} tokens for a tensor of {tokens}", "they must be the same")
+            raise UserError(
+                name, f"{segments.num_tokens} tokens for a tensor of {tokens}", "give segments of the tensor's length"
+            )
         if segments.cu_seqlens.device != q.device:
-            raise UserError(name, f"on {segments.cu_seqlens.device}, q on {q.device}", f"call .to({str(q.device)!r})")
-        assert segments.parents is None, "nodes see their ancestors: prefix_attention"
+            raise UserError(
+                name, f"is on {segments.cu_seqlens.device}, but q is on {q.device}", f"call .to({str(q.device)!r})"
+            )
+        assert segments.parents is None, "use prefix_attention for segments that are nodes"
     return AttentionSpec(
         scale=q.shape[2] ** -0.5 if scale is None else scale, causal=causal, window=window, softcap=softcap
     )

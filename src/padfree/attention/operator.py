@@ -1,12 +1,12 @@
-"""Packed self-attention as an operator, for `torch.compile`: a layer around it stays one graph.
+"""Packed self-attention as a custom operator for `torch.compile`, so that a layer around it stays one graph.
 
     self_attention            q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv], cu_seqlens [S+1] -> out [T, H, dv], lse [H, T]
-    self_attention_backward   dout [T, H, dv], and all of these                            -> dq, dk, dv, dsinks
+    self_attention_backward   dout [T, H, dv], and the same arguments                      -> dq, dk, dv, dsinks
 
-The compiler sees shapes and a name, and calls the same kernels as `varlen_attention`. All that the kernels must know of
-the batch is among the arguments, so that recomputation and a second model are right here, too. The greatest length is a
-tensor [] on the host, whose number the compiler does not see: nothing is compiled for some lengths only. Queries and
-keys are the same segments: rows that are split over context ranks take another way.
+The compiler sees an operator with known shapes, which calls the same kernels as `varlen_attention`. Everything that the
+kernels need to know about the batch is an argument, so that recomputation and a second model work correctly. The
+greatest length is a tensor [] on the host, whose value the compiler does not see: no code is specialised on lengths.
+Queries and keys have the same segments; packs that are split over context ranks use `padfree.cp`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def self_attention(
     sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """Causal `varlen_attention` of the samples of a row to themselves, for use inside a compiled region."""
+    """Causal `varlen_attention` of a pack to itself, sample by sample, for use inside a compiled region."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, _ = torch.ops.padfree.self_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), sinks, segments.cu_seqlens, segments.longest, scale, window,
@@ -61,7 +61,7 @@ def self_attention(
 
 
 class _AttentionCall(NamedTuple):
-    """What a kernel is called with besides tensors."""
+    """The arguments of a kernel other than tensors."""
 
     backend: AttentionBackend
     segments: Segments
@@ -76,13 +76,13 @@ def _call(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
     )
     chosen = BACKENDS[name]
-    # Flash kernels read cu_seqlens on the device. Only the others need them on the host.
+    # Flash kernels read cu_seqlens on the device. Only other backends need the offsets on the host.
     offsets = np.zeros(0, np.int64)
     if chosen.capabilities.lengths_on_host:
         offsets = cu_seqlens.cpu().numpy().astype(np.int64)
     segments = Segments(cu_seqlens=cu_seqlens, offsets=offsets, max_seqlen=int(max_seqlen))
     if window is not None and window >= segments.max_seqlen:
-        window = None  # no query has as many keys
+        window = None  # no segment is longer than the window
     return _AttentionCall(chosen, segments, AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap))
 
 
@@ -114,7 +114,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
     dout = dout.contiguous()
-    if not call.backend.capabilities.raw_backward:  # autograd does it, for which the forward pass is done again
+    if not call.backend.capabilities.raw_backward:  # use autograd, which needs the forward pass again
         dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, call=call), dout, q, k, v, sinks)
     else:
         dq, dk, dv = call.backend.backward(dout, q, k, v, out, lse.T, call.segments, call.segments, call.spec)
@@ -125,7 +125,7 @@ def _backward(
 def recomputed_gradients(
     attend: Callable[..., tuple[Tensor, Tensor]], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By autograd through `attend(q, k, v, sinks)`, called again; dsinks is empty without sinks."""
+    """Gradients by autograd through another call of `attend(q, k, v, sinks)`; dsinks is empty without sinks."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         sinks = None if sinks is None else sinks.detach().requires_grad_()

@@ -1,29 +1,30 @@
-"""Attention of a row whose samples share prefixes, on the kernels that there are: by gathered keys.
+"""Attention over a pack whose samples share prefixes, on the existing kernels, with gathered keys.
 
-    nodes      p p p | a a | b b b                      queries, as they lie in the row
+    nodes      p p p | a a | b b b                      queries, as they are in the pack
     keys       p p p | p p p a a | p p p b b b          the tokens of each node's path
 
-A node's queries are a piece of a sample that ends at its last key, which is what kernels call causal, aligned
-bottom-right. So windows, soft caps and sinks are right by themselves, nothing is merged, and the queries of a prefix
-are computed once. What it costs is a copy of each key for every node below it, and of its gradient the sum over these.
+The queries of a node are a piece of a sample that ends at its last key, which is what kernels call causal, aligned
+bottom-right. Windows, soft caps and sinks therefore work unchanged, no results are merged, and the queries of a prefix
+are computed once. The cost is one copy of each key for every node below it, and a sum over the gradients of the copies.
 
-Backward that is much where many nodes read a long one. With the output and the log-sum-exp over all keys the gradient
-of each part of them is exact by itself, so such a node is a trunk: it is left out of the paths below it, and the
-queries of all nodes below, which lie side by side, get its part in a call of their own, without copies.
+In the backward pass this is expensive if many nodes read one long node. Given the output and the log-sum-exp over all
+keys, the gradient of each subset of the keys is exact by itself. So a long node can be treated as a *long prefix*: it
+is left out of the paths below it, and one separate call without copies computes the gradients between it and the
+queries of all nodes below, which are adjacent in the pack.
 
-    keys       p p p | a a | b b b                      p is a trunk
-    trunk      a a b b b   see   p p p                  wholly
+    keys          p p p | a a | b b b                   p is a long prefix
+    long prefix   a a b b b   see   p p p               without a mask
 
-Trunks are for layers without a window and for kernels that have a backward for a part of a softmax.
+Long prefixes need a layer without a window and a kernel whose backward accepts a part of a softmax (`raw_backward`).
 
-Forward, kernels that read keys by a table of pages need a copy of each key, and of what a branch leaves of a page
-another for every node there; whole pages above it are read where they are. Pages are for layers without a window.
+In the forward pass, paged kernels share whole pages of a prefix. Only the partial page at a branch point is copied,
+once per child. Pages need a layer without a window.
 
     nodes      p0 p1 p2 | a0 a1 | b0 b1 b2
     pages      p0 p1   p2 p2   p2 a0   a1 a1   p2 b0   b1 b2           of 2, read as   0 1 | 0 2 3 | 0 4 5
 
-`prefix_attention` is an operator, so that a compiled layer stays one graph: all that it must know of the row comes in
-tensors, whose sizes may change from row to row. The copies are made again in backward, not kept.
+`prefix_attention` is a custom operator, so that a compiled layer stays one graph: everything it needs to know about the
+pack is in tensors, whose sizes may change from pack to pack. Backward makes the copies again instead of keeping them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
 from padfree.attention.backend import PAGE_SIZE, AttentionBackend, Pages
-from padfree.attention.copies import places_of, sum_copies
+from padfree.attention.copies import group_copies, sum_copies
 from padfree.attention.operator import backward_shapes, forward_shapes, recomputed_gradients
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
@@ -50,9 +51,9 @@ from padfree.prefix_tree import (
     Indices,
     first_positions,
     page_counts,
+    path_copies,
     prefix_pages,
     prefix_ranges,
-    readers,
     subtree_ends,
 )
 
@@ -60,16 +61,15 @@ PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"
 
 COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
-"""Of a trunk, in copies of a key: for each query below it, whose dq is a sum of two then, and for the call."""
+"""Costs of a long prefix, in copies of a key: per query below it (its dq becomes a sum of two terms), and per call."""
 MOST_LONG_PREFIXES = 8
 
 PAGES_PAY = 16_384
-"""Copies of keys that pages must save: 0.03 ms of a layer with 8 key heads of 128 on an H200. Fewer make no odds."""
+"""Copies of keys that pages must save to be used: 0.03 ms of a layer with 8 key heads of 128 on an H200."""
 
-# The arrays of `PrefixKeys`: cu_seqlens, index, places, begins of the keys with and without long prefixes;
-# cu_seqlens of those;
-# tokens, table and lengths of pages
-WHOLE, BELOW, TRUNKS, PAGES, NUM_ARRAYS = 0, 4, 8, 9, 12
+# Indices of the arrays in `PrefixKeys`. WHOLE: cu_seqlens, index, copy_index and offsets of the keys of whole paths;
+# BELOW: the same without long prefixes; LONG_PREFIXES: cu_seqlens of these; PAGES: tokens, table and lengths.
+WHOLE, BELOW, LONG_PREFIXES, PAGES, NUM_ARRAYS = 0, 4, 8, 9, 12
 
 _NOTHING: Indices = np.zeros(0, dtype=np.int64)
 
@@ -90,11 +90,10 @@ torch.library.define(
 def prepare_prefix_keys(
     segments: Segments, long_prefixes: Indices | None = None, *, paged: bool | None = None
 ) -> PrefixKeys | None:
-    """Which keys the nodes of a row see, on the device of `segments`; None where nothing is shared.
+    """The keys that the nodes of a pack see, on the device of `segments`; None if nothing is shared.
 
-    `long_prefixes` are nodes, at most `MOST_LONG_PREFIXES`, ascending; `choose_long_prefixes` chooses them if
-    they are not given. `paged`
-    says whether there are pages for kernels that read them; None: where they pay.
+    `long_prefixes` are nodes, at most `MOST_LONG_PREFIXES`, ascending; by default `choose_long_prefixes` chooses them.
+    `paged` says whether to prepare pages for kernels that read them; None: if they pay off.
     """
     if segments.parents is None:
         return None
@@ -104,7 +103,7 @@ def prepare_prefix_keys(
     whole, longest = _key_arrays(parents, offsets)
     below, longest_below = _key_arrays(parents, offsets, long_prefixes.tolist()) if len(long_prefixes) else ([], 0)
     ends = subtree_ends(parents)[long_prefixes]
-    ranges = np.zeros((MOST_LONG_PREFIXES, 4), dtype=np.int64)  # of queries and of keys
+    ranges = np.zeros((MOST_LONG_PREFIXES, 4), dtype=np.int64)  # [first query, end, first key, end] of each long prefix
     ranges[: len(long_prefixes)] = np.stack(
         [offsets[long_prefixes + 1], offsets[ends], offsets[long_prefixes], offsets[long_prefixes + 1]], axis=1
     )
@@ -115,11 +114,11 @@ def prepare_prefix_keys(
     pages = [*prefix_pages(parents, offsets, PAGE_SIZE), np.diff(whole[0])] if paged else [_NOTHING] * 3
     arrays = [*whole, *(below or [_NOTHING] * len(whole)), bounds.ravel(), *(array.ravel() for array in pages)]
     sizes = [*(len(array) for array in arrays), longest, longest_below, *ranges.ravel().tolist()]
-    return PrefixKeys(numbers=_laid_out(arrays, device), sizes=torch.tensor(sizes))
+    return PrefixKeys(numbers=_concatenated(arrays, device), sizes=torch.tensor(sizes))
 
 
 def choose_long_prefixes(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
-    """The nodes whose keys are better read where they lie than copied for every node below: few, the best of them."""
+    """The few nodes whose keys are best read in place, instead of copied for every node below them."""
     ends = subtree_ends(parents)
     copies = np.diff(offsets) * (ends - np.arange(len(parents)) - 1)
     gain = copies - query_cost * (offsets[ends] - offsets[1:]) - call_cost
@@ -136,33 +135,33 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """cu_seqlens of the paths and their tokens as `Copies`, empty where they are the row itself; the longest path."""
+    """cu_seqlens of the paths, their tokens as `Copies` (empty if each token occurs once), and the longest path."""
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     longest = int(lengths.max(initial=0))
-    if cu_seqlens[-1] == offsets[-1]:  # every node sees itself, so that none sees more
+    if cu_seqlens[-1] == offsets[-1]:  # every node sees itself, so no node sees another
         return [cu_seqlens, *[_NOTHING] * 3], longest
     index = concatenated_ranges(ranges.begin, ranges.end - ranges.begin)
-    found = places_of(index, int(offsets[-1])) if without else readers(parents, offsets)
+    found = group_copies(index, int(offsets[-1])) if without else path_copies(parents, offsets)
     return [cu_seqlens, index, *found], longest
 
 
 ALIGNED = 32
-"""Where an array may begin, in numbers: kernels read several at once."""
+"""Arrays begin at multiples of this many numbers, because kernels read several numbers at once."""
 
 
-def _laid_out(arrays: Sequence[Indices], device: torch.device) -> Tensor:
-    """The arrays as 32 bits in one tensor on the device, without waiting for it."""
-    places = _places([len(array) for array in arrays])
-    numbers: NDArray[np.int32] = np.zeros(places[-1], dtype=np.int32)
-    for array, place in zip(arrays, places[:-1], strict=True):
-        numbers[place : place + len(array)] = array
+def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
+    """The arrays as int32 in one tensor on the device, without synchronising with it."""
+    starts = _array_starts([len(array) for array in arrays])
+    numbers: NDArray[np.int32] = np.zeros(starts[-1], dtype=np.int32)
+    for array, start in zip(arrays, starts[:-1], strict=True):
+        numbers[start : start + len(array)] = array
     tensor = torch.from_numpy(numbers)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _places(sizes: Sequence[int]) -> list[int]:
+def _array_starts(sizes: Sequence[int]) -> list[int]:
     """Where arrays of these sizes begin, and where the last one ends."""
     return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
 
@@ -182,7 +181,7 @@ def prefix_attention(
 ) -> Tensor:
     """q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]: every query sees its path up to itself.
 
-    Differentiable once, in q, k, v and sinks [H]. `segments` are the nodes, `keys` what was prepared for them.
+    Differentiable once, in q, k, v and sinks [H]. `segments` are the nodes, `keys` comes from `prepare_prefix_keys`.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, _ = torch.ops.padfree.prefix_attention(
@@ -201,14 +200,14 @@ class _LongPrefix(NamedTuple):
 
 
 class _Pack(NamedTuple):
-    """What a kernel is called with besides tensors of heads."""
+    """The arguments of a kernel other than the tensors of heads."""
 
     backend: AttentionBackend
     queries: Segments
     keys: Segments
-    copies: tuple[Tensor, ...]  # of the row's tokens, as in `Copies`; none: each is there once
+    copies: tuple[Tensor, ...]  # index, copy_index and offsets of `Copies`; (): each token occurs once
     long_prefixes: tuple[_LongPrefix, ...]
-    pages: tuple[Tensor, Pages] | None  # which tokens of the row lie in them, and who sees which
+    pages: tuple[Tensor, Pages] | None  # the tokens in the pages, and the page table
     spec: AttentionSpec
 
     def take(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,7 +226,7 @@ class _Pack(NamedTuple):
         return sum_copies(gradient.contiguous(), *self.copies) if self.copies else gradient
 
 
-def _row(
+def _prepare_pack(
     q: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: Tensor, numbers: Tensor, sizes: Tensor, scale: float,
     window: int | None, softcap: float | None, backend: str, *, backward: bool,
 ) -> _Pack:  # fmt: skip
@@ -237,20 +236,20 @@ def _row(
     chosen = BACKENDS[name]
 
     def segments(cu_seqlens: Tensor, longest: int) -> Segments:
-        # Flash kernels read cu_seqlens on the device. Only the others need them on the host.
+        # Flash kernels read cu_seqlens on the device. Only other backends need the offsets on the host.
         offsets = np.zeros(0, np.int64)
         if chosen.capabilities.lengths_on_host:
             offsets = cu_seqlens.cpu().numpy().astype(np.int64)
         return Segments(cu_seqlens=cu_seqlens, offsets=offsets, max_seqlen=longest)
 
     lengths, longest, ranges = np.split(sizes.numpy(), [NUM_ARRAYS, NUM_ARRAYS + 2])
-    places = _places(lengths.tolist())
+    starts = _array_starts(lengths.tolist())
 
     def array(number: int) -> Tensor:
-        return numbers[places[number] : places[number] + int(lengths[number])]
+        return numbers[starts[number] : starts[number] + int(lengths[number])]
 
     if window is not None and window >= longest[0]:
-        window = None  # no query has as many keys
+        window = None  # no path is longer than the window
     with_long_prefixes = backward and window is None and chosen.capabilities.raw_backward and bool(lengths[BELOW])
     first = BELOW if with_long_prefixes else WHOLE
     copies = tuple(array(first + number) for number in (1, 2, 3)) if lengths[first + 1] else ()
@@ -258,7 +257,7 @@ def _row(
     long_prefixes: list[_LongPrefix] = []
     if with_long_prefixes:
         for (q0, q1, k0, k1), cu_long_prefix in zip(
-            ranges.reshape(-1, 4).tolist(), array(TRUNKS).view(-1, 2, 2), strict=True
+            ranges.reshape(-1, 4).tolist(), array(LONG_PREFIXES).view(-1, 2, 2), strict=True
         ):
             if k1 > k0:
                 parts = segments(cu_long_prefix[0], q1 - q0), segments(cu_long_prefix[1], k1 - k0)
@@ -279,8 +278,8 @@ def _row(
     )
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, row: _Pack) -> tuple[Tensor, Tensor]:
-    out, lse = row.forward(q, k, v)
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pack: _Pack) -> tuple[Tensor, Tensor]:
+    out, lse = pack.forward(q, k, v)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
@@ -289,10 +288,10 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, max_seqlen: Tensor, numbers: Tensor,
     sizes: Tensor, scale: float, window: int | None, softcap: float | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    row = _row(
+    pack = _prepare_pack(
         q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=False
     )  # fmt: skip
-    out, lse = _attended(q, k, v, sinks, row)
+    out, lse = _attended(q, k, v, sinks, pack)
     return out.contiguous(), lse.T.contiguous()
 
 
@@ -302,23 +301,23 @@ def _backward(
     max_seqlen: Tensor, numbers: Tensor, sizes: Tensor, scale: float, window: int | None, softcap: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    row = _row(
+    pack = _prepare_pack(
         q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=True
     )  # fmt: skip
     dout, lse = dout.contiguous(), lse.T
-    if not row.backend.capabilities.raw_backward:  # autograd does it, for which the forward pass is done again
-        dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, row=row), dout, q, k, v, sinks)
+    if not pack.backend.capabilities.raw_backward:  # use autograd, which needs the forward pass again
+        dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, pack=pack), dout, q, k, v, sinks)
     else:
-        taken = row.take(k, v)
-        dq, *gradients = row.backend.backward(dout, q, *taken, out, lse, row.queries, row.keys, row.spec)
-        dk, dv = (row.sum(gradient) for gradient in gradients)
-        wholly = replace(row.spec, causal=False, window=None)
-        for below, above, segments_q, segments_k in row.long_prefixes:
-            parts = row.backend.backward(
+        taken = pack.take(k, v)
+        dq, *gradients = pack.backend.backward(dout, q, *taken, out, lse, pack.queries, pack.keys, pack.spec)
+        dk, dv = (pack.sum(gradient) for gradient in gradients)
+        wholly = replace(pack.spec, causal=False, window=None)
+        for below, above, segments_q, segments_k in pack.long_prefixes:
+            parts = pack.backend.backward(
                 dout[below], q[below], k[above], v[above], out[below], lse[below], segments_q, segments_k, wholly
             )
-            for total, place, part in zip((dq, dk, dv), (below, above, above), parts, strict=True):
-                total[place] += part
+            for total, tokens, part in zip((dq, dk, dv), (below, above, above), parts, strict=True):
+                total[tokens] += part
         dsinks = q.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsinks
 

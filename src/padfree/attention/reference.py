@@ -1,12 +1,12 @@
-"""The definition of right: a loop over segments, every step written out, in float32 (float64 for float64 inputs).
+"""The reference implementation: a loop over segments with every step written out, in float32 (float64 for float64).
 
     scores [H, Lq, Lk] = scale · q·k, soft-capped, -inf where the key is not visible
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
 
-The backward takes `out` and `lse` as arguments, and they may be those of a larger softmax of which these keys are
-one block: with p = exp(scores - lse) and δ = Σ dout·out, the sum over blocks of what it returns is exact.
+The backward takes `out` and `lse` as arguments; they may be those of a larger softmax of which these keys are one
+block. With p = exp(scores - lse) and δ = Σ dout·out, the sum of its results over the blocks is exact.
 
-It runs on any device and holds [H, Lq, Lk] of one segment at a time. Use it to check, not to train.
+It runs on any device and stores [H, Lq, Lk] of one segment at a time. Use it to check results, not to train.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from padfree.batch import Segments
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: float64 for float64, else float32."""
+    """The dtype of the computation: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def visible_keys(
     num_queries: int, num_keys: int, spec: AttentionSpec, device: torch.device, *, diagonal: int | None = None
 ) -> Tensor:
-    """[Lq, Lk] bool. The first query sits at key `diagonal`; by default the last query sits at the last key."""
+    """[Lq, Lk] bool. The first query is aligned with key `diagonal`; by default the last query with the last key."""
     if not spec.causal:
         return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     first = num_keys - num_queries if diagonal is None else diagonal
@@ -46,7 +46,7 @@ class ReferenceAttention(AttentionBackend):
         dtypes=FLOAT_TYPES,
         any_value_dim=True,
         lengths_on_host=True,
-        auto_dtypes=(torch.float64,),  # it is no kernel to train with
+        auto_dtypes=(torch.float64,),  # too slow to train with
     )
 
     def forward(
@@ -92,7 +92,7 @@ def _segment_slices(segments_q: Segments, segments_k: Segments) -> Iterator[tupl
 def block_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """One block: q [Lq, H, d], k [Lk, Hkv, d], v [Lk, Hkv, dv], visible [Lq, Lk] -> out [Lq, H, dv], lse [Lq, H]"""
     scores = _scores(q, _per_query_head(k, q), visible, spec)
-    lse = scores.logsumexp(dim=-1)  # [H, Lq], -inf where nothing is visible
+    lse = scores.logsumexp(dim=-1)  # [H, Lq], -inf if no key is visible
     p = _probabilities(scores, lse, visible)
     out = torch.einsum("hqk,khd->qhd", p, _per_query_head(v, q))
     return out.to(q.dtype), lse.T
@@ -118,7 +118,7 @@ def block_backward(
 
 
 def _per_query_head(keys: Tensor, q: Tensor) -> Tensor:
-    """[Lk, Hkv, d] -> [Lk, H, d] in the computing type: query head h reads key head h // (H / Hkv)."""
+    """[Lk, Hkv, d] -> [Lk, H, d] in the compute dtype: query head h reads key head h // (H / Hkv)."""
     return keys.to(compute_dtype(q.dtype)).repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
 
 
@@ -136,7 +136,7 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor, spec: AttentionSpec) -> Tenso
 
 
 def _probabilities(scores: Tensor, lse: Tensor, visible: Tensor) -> Tensor:
-    # Where nothing is visible lse is -inf and the difference is nan: those rows are 0 by definition.
+    # If a query sees no key, lse is -inf and the difference is nan; its probabilities are 0 by definition.
     return torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
 
 

@@ -1,7 +1,8 @@
-"""Which backend a call gets.
+"""Choose the backend for a call.
 
-`BACKENDS` is in the order of speed. `auto` takes the first that can serve: the reference for float64 on CUDA and for
-nothing else. A named one that cannot serve is refused, with the reason and with those that can.
+`BACKENDS` is ordered by speed. `auto` takes the first backend that supports the call; it takes the reference only for
+float64 on CUDA. A backend requested by name that does not support the call is refused; the error gives the reason and
+the backends that support it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ BACKENDS: dict[str, AttentionBackend] = {
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Add a backend of your own behind the others; `auto` takes it for what they cannot serve."""
+    """Add your own backend after the others; `auto` chooses it for calls that the others do not support."""
     if backend.name == "auto" or backend.name in BACKENDS:
-        raise UserError("name", "is taken", f"give another than auto, {', '.join(BACKENDS)}", value=backend.name)
+        raise UserError("name", "is taken", f"choose a name other than auto, {', '.join(BACKENDS)}", value=backend.name)
     BACKENDS[backend.name] = backend
     _choose.cache_clear()
 
@@ -44,12 +45,12 @@ def choose_backend(
     raw_backward: bool = False,
     requested: str = "auto",
 ) -> str:
-    """The name of the backend that serves such a call: the fastest that can, or `requested`, which must be able to.
+    """The name of the fastest backend that supports the call, or `requested`, which must support it.
 
-    `raw_backward` asks for one that `varlen_backward` can use.
+    `raw_backward` asks for a backend that `varlen_backward` can use.
     """
     if not isinstance(requested, str):
-        raise UserError("backend", "", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
+        raise UserError("backend", "is not a string", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
     if not isinstance(device, torch.device):
         device = torch.device(device)
     return _choose(device, dtype, head_dim, value_dim or head_dim, softcap, raw_backward, requested)
@@ -81,24 +82,29 @@ def _choose(
             if reason is None:
                 return name
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise UserError("backend", f"'auto' found no kernel ({listed})", "change that, or name backend='reference'")
+        raise UserError(
+            "backend", f"'auto' found no kernel ({listed})", "change one of these, or set backend='reference'"
+        )
     if requested not in BACKENDS:
         raise UserError("backend", "is unknown", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
     if reasons[requested] is not None:
         able = [name for name, reason in reasons.items() if reason is None]
         raise UserError(
-            "backend", f"cannot serve: {reasons[requested]}", f"use 'auto' or {_either(able)}", value=requested
+            "backend",
+            f"does not support this call: {reasons[requested]}",
+            f"use 'auto' or {_either(able)}",
+            value=requested,
         )
     return requested
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
-    """Why `auto` does not choose a backend that could serve."""
-    return None if dtype in backend.capabilities.auto_dtypes else f"only by name for {dtype}"
+    """Why `auto` does not choose a backend that supports the call, or None."""
+    return None if dtype in backend.capabilities.auto_dtypes else f"auto does not choose it for {dtype}"
 
 
 def _either(names: list[str]) -> str:
-    return " or ".join(map(repr, names)) if names else "another device or type"
+    return " or ".join(map(repr, names)) if names else "another device or dtype"
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:
@@ -106,13 +112,15 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
         return (0, 0)
     if not torch.cuda.is_available():
         raise UserError(
-            "device", f"'{device}', but PyTorch sees no CUDA device", "use 'cpu', or a PyTorch built for CUDA"
+            "device",
+            f"is '{device}', but PyTorch sees no CUDA device",
+            "use 'cpu', or install a PyTorch built for CUDA",
         )
     return torch.cuda.get_device_capability(device)
 
 
 def capability_table() -> str:
-    """What each backend can do, as the table of docs/attention.md."""
+    """The capabilities of the backends, as the table of docs/attention.md."""
     rows = [["backend", "devices", "types", "head sizes", "v's head size", "soft cap", "ring", "`auto`", "needs"]]
     rows.append(["---"] * len(rows[0]))
     for name, backend in BACKENDS.items():

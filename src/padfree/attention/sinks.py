@@ -2,8 +2,8 @@
 
     lse' = log(exp(lse) + exp(sink))          out' = out · exp(lse - lse')
 
-The kernels then need not know of sinks: their backward with (out', lse') is right for q, k and v, because p =
-exp(score - lse') is what each key got in the larger softmax. The sink's own gradient is -Σ exp(sink - lse') · δ.
+The kernels need no support for sinks: their backward with (out', lse') is correct for q, k and v, because p =
+exp(score - lse') is the probability of each key in the larger softmax. The sink's gradient is -Σ exp(sink - lse') · δ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from padfree.errors import UserError
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out [Tq, H, dv] and lse [Tq, H] over the keys, sinks [H] -> the same with the sink in the softmax"""
+    """out [Tq, H, dv] and lse [Tq, H] over the keys, sinks [H] -> the same with the sink in the softmax."""
     _need_floats(out=out, lse=lse, sinks=sinks)
     if sinks.shape != out.shape[1:2] or lse.shape != out.shape[:2]:
         raise UserError(
@@ -29,7 +29,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H], from the out and lse that `apply_sinks` returned"""
+    """[H], from the `out` and `lse` that `apply_sinks` returned."""
     _need_floats(dout=dout, out=out, lse=lse, sinks=sinks)
     if sinks.shape != lse.shape[1:] or dout.shape != out.shape:
         raise UserError(
@@ -42,8 +42,8 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
 
 def _need_floats(**tensors: Tensor) -> None:
-    """The result is rounded to a type of these, which must not be an integer's."""
+    """Refuse integer tensors: results are cast to the dtype of one of these tensors."""
     for name, tensor in tensors.items():
         need_tensor(name, tensor)
         if not tensor.is_floating_point():
-            raise UserError(name, "", f"give floats, such as {name}.float()", value=tensor.dtype)
+            raise UserError(name, "is not a float dtype", f"give floats, such as {name}.float()", value=tensor.dtype)

@@ -1,13 +1,13 @@
-"""What one attention call computes, apart from its tensors, and which keys each query sees.
+"""The parameters of one attention call other than its tensors, and the keys that each query sees.
 
-    segments_q     0 1 2 | 3 4          Lq = 3, 2        query a of a segment of Lq queries and Lk keys sits at
-    segments_k     0 1 2 | 3 4 5 6      Lk = 3, 4        key a + Lk - Lq of it: causal is aligned bottom-right
+    segments_q     0 1 2 | 3 4          Lq = 3, 2        In a segment of Lq queries and Lk keys, query a is aligned
+    segments_k     0 1 2 | 3 4 5 6      Lk = 3, 4        with key a + Lk - Lq: the causal mask is aligned bottom-right.
 
     causal         query 0 1 2 sees keys 0..0 0..1 0..2, queries 3 4 see keys 3..5 3..6
     window 2       query 0 1 2 sees keys 0..0 0..1 1..2, queries 3 4 see keys 4..5 5..6
 
-Query segment i sees keys of key segment i only, and what a query sees is always one range of the key axis. Here is
-index arithmetic on the host, and nothing else.
+Query segment i sees only keys of key segment i, and the keys that a query sees are always one range of the key axis.
+This module is pure index arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AttentionSpec:
     scale: float
     causal: bool = True
     window: int | None = None
-    """A causal query sees this many keys at most, itself among them (HF's `sliding_window`)."""
+    """The number of keys that a causal query sees at most, including its own (HF's `sliding_window`)."""
     softcap: float | None = None
 
     def __post_init__(self) -> None:
@@ -39,7 +39,9 @@ class AttentionSpec:
             need_whole("window", self.window, 1, "give 1 or more and causal=True, or window=None")
         if self.window is not None and not self.causal:
             raise UserError(
-                "window", f"{self.window} with causal={self.causal}", "give 1 or more and causal=True, or window=None"
+                "window",
+                f"{self.window} cannot be used with causal={self.causal}",
+                "give 1 or more and causal=True, or window=None",
             )
         if self.softcap is not None:
             need_number(
@@ -50,7 +52,7 @@ class AttentionSpec:
 def key_ranges(
     segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """([Tq], [Tq]): query t sees the keys `first[t] <= key < end[t]` of the key axis, none where they are equal."""
+    """([Tq], [Tq]): query t sees the keys `first[t] <= key < end[t]` of the key axis; no key if they are equal."""
     lengths = segments_q.lengths
     starts, ends = (np.repeat(offsets, lengths) for offsets in (segments_k.offsets[:-1], segments_k.offsets[1:]))
     if not spec.causal:
@@ -63,7 +65,7 @@ def key_ranges(
 
 
 def blind_queries(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> NDArray[np.int64] | None:
-    """The queries that see no key, or None, which costs nothing where queries and keys are the same segments."""
+    """The queries that see no key, or None if there are none. Free if queries and keys are the same segments."""
     if segments_q is segments_k:
         return None
     lengths_q, lengths_k = segments_q.lengths, segments_k.lengths

@@ -1,9 +1,9 @@
-"""The `torch` backend: the variable-length flash attention that PyTorch carries for CUDA. No extra package.
+"""The `torch` backend: the variable-length flash attention included in PyTorch for CUDA. No extra package.
 
-`torch.nn.attention.varlen` changed its arguments between 2.11 and 2.13; the two operators beneath it did not, they
-take grouped key heads as they are, and they hand out the lse that a backward of our own needs. Those are called here.
+`torch.nn.attention.varlen` changed its arguments between 2.11 and 2.13, so this backend calls the two operators beneath
+it, which did not change. They support grouped key heads and return the lse that our backward needs.
 
-    out [Tq, H, d], lse [H, Tq]   a query that sees no key: out 0, and lse +inf where we say -inf
+    out [Tq, H, d], lse [H, Tq]   for a query that sees no key: out 0 and lse +inf, which padfree replaces by -inf
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TorchVarlen(AttentionBackend):
         segments_k: Segments,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        unused = lse.new_empty(0)  # the state of dropout
+        unused = lse.new_empty(0)  # the dropout state
         dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
             dout.to(q.dtype),
             *flash_inputs(q, k, v),
@@ -77,7 +77,7 @@ class TorchVarlen(AttentionBackend):
 
 
 def _max_lengths(segments_q: Segments, segments_k: Segments) -> tuple[int, int]:
-    # At a longest query segment of 1 the operator swaps to a decoding layout that has no room for empty segments.
+    # If the longest query segment is 1, the operator switches to a decoding layout that does not allow empty segments.
     return max(segments_q.max_seqlen, 2), segments_k.max_seqlen
 
 

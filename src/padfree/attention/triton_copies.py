@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The sum over the copies of each row, as one Triton kernel.
+"""The sum over the copies of each element, as one Triton kernel.
 
-    gradient [m, W], places [m], begins [n + 1]  ->  out [n, W]      out[i] = Σ gradient[places[begins[i]:begins[i+1]]]
+    gradient [m, W], copy_index [m], offsets [n + 1]  ->  out [n, W]
+    out[i] = Σ gradient[copy_index[offsets[i]:offsets[i+1]]]
 
-A program makes `BLOCK` columns of one row. It reads each copy once and writes once, in float32 between, which is the
-least that can move; nothing is added by two programs, so that the sum has one order.
+A program computes `BLOCK` columns of one output element. It reads each copy once, accumulates in float32 and writes
+once, which is the minimal memory traffic. Each output is summed by one program, so that the order is fixed.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ BLOCK = 1024
 
 
 @triton.jit
-def _sum_rows(gradient, places, begins, out, width, BLOCK: tl.constexpr):
+def _sum_rows(gradient, copy_index, offsets, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    begin = tl.load(begins + row)
-    end = tl.load(begins + row + 1)
+    begin = tl.load(offsets + row)
+    end = tl.load(offsets + row + 1)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for place in range(begin, end):
-        copy = tl.load(places + place)
+        copy = tl.load(copy_index + place)
         total += tl.load(gradient + copy * width + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sum_rows(gradient: Tensor, places: Tensor, begins: Tensor) -> Tensor:
+def sum_rows(gradient: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
     """[m, ...] -> [n, ...]"""
     gradient = gradient.contiguous()
-    count = len(begins) - 1
+    count = len(offsets) - 1
     out = gradient.new_empty(count, *gradient.shape[1:])
     if out.numel():
         width = out.numel() // count
         block = min(BLOCK, triton.next_power_of_2(width))
-        _sum_rows[(count, triton.cdiv(width, block))](gradient, places, begins, out, width, BLOCK=block)
+        _sum_rows[(count, triton.cdiv(width, block))](gradient, copy_index, offsets, out, width, BLOCK=block)
     return out

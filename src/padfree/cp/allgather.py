@@ -1,12 +1,12 @@
 """Context parallelism by gathering keys: every query sees all its keys in one kernel call, so nothing is merged.
 
-A rank receives the keys and values of others that its pieces read (see `padfree.cp.keys`), puts them and its own in the
-order of its pieces, and calls the kernel once. With whole short documents hardly anything travels; with one document as
-long as the row everything does, as in an all-gather. Gradients of keys go back the same way, in the dtype of the keys,
-and are added up in float32, rank by rank: the same sum every time.
+A rank receives the keys and values of other ranks that its pieces read (see `padfree.cp.keys`), lays them and its own
+in the order of its pieces, and calls the kernel once. If documents are short and whole, hardly anything is sent; if one
+document is as long as the pack, everything is sent, as in an all-gather. Gradients of keys return the same way, in the
+dtype of the keys, and are summed in float32 in rank order, so that the sum is deterministic.
 
-`local_attention` is the computation without the communication. It runs anywhere, with the ranks of a group played one
-after the other if need be: `k_pool = k.index_select(0, prepare_keys(plan).pool_tokens)`.
+`local_attention` is the computation without the communication. It also runs in one process that simulates the ranks
+one after the other: `k_pool = k.index_select(0, prepare_keys(plan).pool_tokens)`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def local_attention(
 ) -> Tensor:
     """The attention of one rank's queries [T/world, H, d] to the keys of its pool [N, Hkv, d]; differentiable.
 
-    A pool may come in two parts, a tuple of own and received keys. `options` are those of `varlen_attention`: scale,
+    A pool may be a tuple of two parts: own keys and received keys. `options` are those of `varlen_attention`: scale,
     softcap, sinks, backend.
     """
     keys = prepare_keys(plan, causal=causal, window=window)
@@ -93,7 +93,7 @@ class _SelectKeys(torch.autograd.Function):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Own keys and values [T/world, ...] -> those of the pieces [K, ...], with what other ranks have of them."""
+    """Own keys and values [T/world, ...] -> keys and values of the pieces [K, ...], own ones and received ones."""
 
     @staticmethod
     def forward(ctx: Any, keys: KeyPlan, group: ProcessGroup, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,10 +123,10 @@ class _GatherKeys(torch.autograd.Function):
 def _exchanged(
     leaving: Sequence[Tensor], like: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
-    """Keys of several tensors exchanged at once: for each tensor what came from each rank.
+    """Exchange keys of several tensors at once. For each tensor, returns what each rank sent.
 
-    `leaving` are slices of the tensors: those for rank 0 of the first tensor, those for rank 0 of the second, those for
-    rank 1 of the first, and so on. The tensors are `like` these but for the number of keys.
+    `leaving` holds slices of the tensors: for rank 0 of the first tensor, for rank 0 of the second, for rank 1 of the
+    first, and so on. The results have the trailing shapes of the tensors in `like`.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

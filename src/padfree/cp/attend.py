@@ -1,12 +1,12 @@
-"""Attention of this process's queries, wherever their keys are.
+"""Attention of this process's queries, whichever ranks hold their keys.
 
-    world 1      q, k, v [T, ...]          the whole packed row: one call of `varlen_attention`
+    world 1      q, k, v [T, ...]          the whole pack: one call of `varlen_attention`
     world > 1    q, k, v [T/world, ...]    by the method of the context: allgather, ring or ulysses
 
-What the methods cost to send is `communication_bytes`, counted per layer and rank:
+`communication_bytes` counts what each rank sends per layer:
 
     method       forward                                        backward
-    allgather    keys and values that pieces of others read     gradients of those it received
+    allgather    keys and values that pieces of others read     gradients of the keys and values it received
     ring         its block of K and V, world - 1 times          the same again, and world float32 gradients of blocks
     ulysses      (world - 1)/world of q, k, v and the output    the same
 """
@@ -55,20 +55,24 @@ def attend(
 ) -> Tensor:
     """q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv], sinks [H] -> [T/world, H, dv]; differentiable.
 
-    The gradient of `sinks` is this rank's part of it: the sum over ranks is the whole, as for every other parameter.
+    The gradient of `sinks` is this rank's contribution: sum it over ranks, as for every other parameter.
     """
     segments = context.segments
     expected = segments.num_tokens // context.world
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         need_tensor(name, tensor)
         if tensor.shape[:1] != (expected,):
-            raise UserError(name, f"shape {tuple(tensor.shape)} for {expected} local tokens", "give one row per token")
+            raise UserError(
+                name, f"shape {tuple(tensor.shape)} for {expected} local tokens", "give one element per token"
+            )
     if window is not None:
         need_whole("window", window, 1, "give 1 or more and causal=True, or window=None")
     if window is not None and window >= segments.num_positions:
-        window = None  # no query has as many keys
+        window = None  # no sample is longer than the window
     if segments.parents is not None and not causal:
-        raise UserError("causal", "False for samples that share prefixes", "make the row with share_prefixes=False")
+        raise UserError(
+            "causal", "False is not supported for samples that share prefixes", "pack with share_prefixes=False"
+        )
     options: dict[str, Any] = {
         "causal": causal,
         "scale": scale,
@@ -84,9 +88,11 @@ def attend(
         out: Tensor = varlen_attention(q, k, v, segments, segments, **options)
         return out
     if window is not None and not causal:
-        raise UserError("window", f"{window} with causal={causal}", "give 1 or more and causal=True, or window=None")
+        raise UserError(
+            "window", f"{window} cannot be used with causal={causal}", "give 1 or more and causal=True, or window=None"
+        )
     if context.method not in _ATTEND:
-        raise UserError("method", "", f"choose one of {', '.join(METHODS)}", value=context.method)
+        raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=context.method)
     plan = context.plan
     assert isinstance(plan, ContextPlan)
     return _ATTEND[context.method](q, k, v, plan, need_group(context), **options)
@@ -101,13 +107,13 @@ class Communication:
 
     @property
     def forward(self) -> Indices:
-        """[world]"""
+        """[world] bytes that each rank sends in the forward pass."""
         sent: Indices = self.forward_links.sum(axis=1)
         return sent
 
     @property
     def backward(self) -> Indices:
-        """[world]"""
+        """[world] bytes that each rank sends in the backward pass."""
         sent: Indices = self.backward_links.sum(axis=1)
         return sent
 
@@ -124,7 +130,7 @@ def communication_bytes(
     element_size: int = 2,
     window: int | None = None,
 ) -> Communication:
-    """What each rank sends to others for one causal attention layer. Index arrays never travel."""
+    """What each rank sends to other ranks for one causal attention layer. Index arrays are never sent."""
     world, share = layout.world, layout.num_tokens // layout.world
     value_dim = head_dim if value_dim is None else value_dim
     key_bytes = num_key_heads * (head_dim + value_dim) * element_size
@@ -147,4 +153,4 @@ def communication_bytes(
         ) * element_size
         to_others = share * token_bytes * (1 - np.eye(world, dtype=np.int64))
         return Communication(forward_links=to_others, backward_links=to_others)
-    raise UserError("method", "", f"choose one of {', '.join(METHODS)}", value=method)
+    raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)

@@ -1,13 +1,13 @@
-"""What one context rank must know of a micro-batch, prepared once on the host and copied to the device.
+"""What one context rank needs to know about a micro-batch, prepared once on the host and copied to the device.
 
-    row order    0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the tokens of the packed row, T
+    pack order   0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the tokens of the pack, T
     own          the tokens of this rank, piece by piece      as it holds them, T/world
-    rank order   rank 0's tokens, then rank 1's, ...          what an all-gather of everybody's tokens gives
-    pieces       ranges of `own`, one document each           its query segments; those of a document side by side
+    rank order   rank 0's tokens, then rank 1's, ...          the result of an all-gather
+    pieces       ranges of `own`, one document each           the query segments; those of one document are adjacent
 
 A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it.
-What a method needs beyond that (which keys each piece reads, who sends them) is prepared on first use and kept here for
-the other layers.
+What else a method needs (which keys each piece reads, which rank sends them) is prepared on first use and cached here
+for the other layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Prepared = TypeVar("Prepared")
 
 
 class Pieces:
-    """All pieces of a layout as arrays [P], rank 0's first: whose they are and where they lie."""
+    """All pieces of a layout as arrays [P], rank by rank: their owner and their location."""
 
     def __init__(self, layout: Layout, segments: Segments) -> None:
         self.world, self.share = layout.world, layout.num_tokens // layout.world
@@ -38,13 +38,13 @@ class Pieces:
         self.start = np.concatenate(layout.starts)
         self.end = np.concatenate(layout.ends)
         self.length = self.end - self.start
-        self.place = self.length.cumsum() - self.length  # in rank order
-        self.in_pack_order = np.argsort(self.start)  # the pieces tile the packed row
+        self.place = self.length.cumsum() - self.length  # start in rank order
+        self.in_pack_order = np.argsort(self.start)  # the pieces tile the pack
         self.document = document_index(self.start, segments.offsets)
         self.document_start = segments.offsets[self.document]
         self.document_end = segments.offsets[self.document + 1]
         self.offsets = segments.offsets
-        # Where documents are nodes: those above each, which its queries see as well.
+        # If documents are nodes: the ancestors of each, whose keys its queries see too.
         self.ancestors = None if segments.parents is None else [path[:-1] for path in paths(segments.parents)]
 
     def of(self, rank: int) -> slice:
@@ -53,7 +53,7 @@ class Pieces:
 
 
 class ContextPlan:
-    """The preparation of one (layout, segments, rank). Made by `padfree.cp.shard`; layers only read it."""
+    """The precomputed data of one (layout, segments, rank). Made by `padfree.cp.shard`; layers only read it."""
 
     def __init__(self, layout: Layout, segments: Segments, rank: int, device: torch.device) -> None:
         self.layout, self.segments, self.rank, self.device = layout, segments, rank, device
@@ -68,17 +68,17 @@ class ContextPlan:
         return self.layout.world
 
     def to_pack_order(self, gathered: Tensor) -> Tensor:
-        """[T, ...] in rank order -> row order."""
+        """[T, ...] in rank order -> pack order."""
         order = self.prepared("order", self._order)
         return gathered if order is None else gathered.index_select(0, order[1])
 
     def to_rank_order(self, values: Tensor) -> Tensor:
-        """[T, ...] in row order -> rank order."""
+        """[T, ...] in pack order -> rank order."""
         order = self.prepared("order", self._order)
         return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """[T] the token at each place of the rank order, [T] the place of each token; None if they are the same."""
+        """[T] the token at each index of the rank order, [T] the index of each token; None if the orders are equal."""
         tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
         if (tokens == np.arange(len(tokens))).all():
             return None
@@ -87,7 +87,7 @@ class ContextPlan:
         return to_device(tokens, self.device), to_device(places, self.device)
 
     def prepared(self, key: Hashable, prepare: Callable[[], Prepared]) -> Prepared:
-        """What `prepare()` gives, made once per micro-batch."""
+        """The result of `prepare()`, computed once per micro-batch."""
         if key not in self._prepared:
             self._prepared[key] = prepare()
         made: Prepared = self._prepared[key]

@@ -1,14 +1,14 @@
-"""Which keys the pieces of each rank read, whose they are, and how they come together: pure index arithmetic.
+"""Which keys the pieces of each rank read, which ranks own them, and how they are assembled: pure index arithmetic.
 
     rank 1 holds the pieces      [....a)  of document X,   [b....)  of document Y,   all of Z
-    its pool                     its own keys,  then what it receives: Y's keys before b, rank 0's first
-    keys of its pieces           X[0, a)     Y[0, end)     Z                 selected from the pool, one segment a piece
+    its pool                     its own keys,  then the keys it receives: Y's keys before b, from rank 0 first
+    keys of its pieces           X[0, a)     Y[0, end)     Z            selected from the pool, one segment per piece
 
-Causal attention of a piece [a, b) of a document reads the document's keys [0, b), with a window of W the keys
-[a - W + 1, b) of them: nobody else's. So a rank does not need the keys of the whole packed row, only keys of the
-documents it shares with others. Who needs which keys follows from the layout: every rank knows what to send without
-being asked. Where samples share prefixes, documents are nodes, and a piece reads the keys of the nodes above it first:
-several ranges, of which a rank receives each key once.
+Causal attention of a piece [a, b) of a document reads the document's keys [0, b), or with a window of W only the keys
+[a - W + 1, b). So a rank does not need the keys of the whole pack, only keys of the documents that it shares with other
+ranks. The layout determines which rank needs which keys: every rank knows what to send without being asked. If samples
+share prefixes, documents are nodes, and a piece first reads the keys of the ancestors of its node: several ranges, of
+which a rank receives each key once.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from padfree.prefix_tree import PathRanges
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPlan:
-    """The keys that one rank's pieces read, and how they come together."""
+    """The keys that one rank's pieces read, and how they are assembled."""
 
-    pool: tuple[Indices, Indices]  # (starts, ends) in the packed row: own ranges, then those from rank 0, rank 1, ...
+    pool: tuple[Indices, Indices]  # (starts, ends) in the pack: own ranges, then ranges from rank 0, rank 1, ...
     selection: Selection  # own and received keys -> keys of the pieces, one piece after the other
     segments: Segments  # of these keys, one segment per piece
-    quiet: bool  # no rank needs anything of another: nothing is sent at all
-    send: tuple[int, ...]  # [world] how many keys go to each rank
-    receive: tuple[int, ...]  # [world] how many keys come from each rank
-    leaving: tuple[tuple[tuple[int, int], ...], ...]  # [world] own keys that go to each rank: ranges (start, length)
-    read_elsewhere: Tensor  # own keys whose gradient comes back from others as well
-    returning: tuple[Tensor, ...]  # [world] to which of `read_elsewhere` the gradients from each rank belong
+    quiet: bool  # no rank needs keys of another rank: nothing is sent at all
+    send: tuple[int, ...]  # [world] number of keys sent to each rank
+    receive: tuple[int, ...]  # [world] number of keys received from each rank
+    leaving: tuple[tuple[tuple[int, int], ...], ...]  # [world] own keys sent to each rank: ranges (start, length)
+    read_elsewhere: Tensor  # own keys that other ranks read too, so that part of their gradient is received
+    returning: tuple[Tensor, ...]  # [world] indices into `read_elsewhere` of the gradients received from each rank
 
     @property
     def pool_tokens(self) -> Tensor:
-        """[N] the tokens of the pool in the packed row, for playing a rank without its group."""
+        """[N] the tokens of the pool as indices in the pack, for simulating a rank without its group."""
         starts, ends = self.pool
         return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
 
 
 def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None = None) -> KeyPlan:
-    """The key plan of this rank, made once per micro-batch."""
+    """The key plan of this rank, computed once per micro-batch."""
     return plan.prepared(("keys", causal, window), lambda: _key_plan(plan, causal, window))
 
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
-    """[world, world] how many keys rank i receives from rank j."""
+    """[world, world] number of keys that rank i receives from rank j."""
     needs = _needs(pieces, _key_ranges(pieces, causal, window))
     moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
     np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)
@@ -73,7 +73,7 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
     own_ranges = (mine.start <= ranges.number) & (ranges.number < mine.stop)
     piece, begins, ends = _cut(pieces, ranges.begin[own_ranges], ranges.end[own_ranges])[1:]
     own = pieces.rank[piece] == rank
-    number = pieces.place[piece] + begins - pieces.start[piece] - rank * share  # in the pool, if it is an own key
+    number = pieces.place[piece] + begins - pieces.start[piece] - rank * share  # index in the pool, for own keys
     number[~own] = share + received.position(begins[~own])
     receive = np.bincount(received.owner, received.length, minlength=world).astype(np.int64).tolist()
     send = np.bincount(sent.reader, sent.length, minlength=world).astype(np.int64).tolist()
@@ -102,7 +102,7 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
 
 
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
-    """The keys of each piece, as a range of the packed row; behind those of the nodes above, where there are any."""
+    """The keys of each piece as ranges of the pack: first the ranges of its ancestors, if any, then its own."""
     every = np.arange(len(pieces.start))
     if not causal:
         return PathRanges(every, pieces.document_start, pieces.document_end)
@@ -118,7 +118,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
         above: list[tuple[int, int, int]] = []
         for ancestor in reversed(pieces.ancestors[node]):
             first, last = int(pieces.offsets[ancestor]), int(pieces.offsets[ancestor + 1])
-            if outside is not None:  # where the window begins, counted from the end of this ancestor
+            if outside is not None:  # start of the window, relative to the end of this ancestor
                 above.append((number, max(first, last + min(outside, 0)), last))
                 outside += last - first
             else:
@@ -129,7 +129,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Ranges of the packed row cut where a piece ends: (number of the range, piece, begin, end) of each part."""
+    """Cut ranges of the pack at the ends of pieces: (index of the range, piece, begin, end) of each part."""
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
     low = np.searchsorted(starts, begin, side="right") - 1
@@ -140,38 +140,40 @@ def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices
 
 
 class _Needs(NamedTuple):
-    """[n] who reads which keys [begin, end) of whom. A reader is never the owner, and reads no key twice."""
+    """[n] keys [begin, end) that `reader` needs from `owner`. They differ, and a reader needs no key twice."""
 
     reader: Indices
     owner: Indices
     begin: Indices
     end: Indices
-    place: Indices  # of the first key, in rank order
+    place: Indices  # of the first key, index in rank order
 
     @property
     def length(self) -> Indices:
         return self.end - self.begin
 
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
-        """Some of the needs, rank by rank and in row order: both sides of an exchange agree on this order."""
+        """A subset of the needs, by rank and in pack order: sender and receiver agree on this order."""
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """Where these keys are, if the needed keys are laid end to end."""
+        """The indices of these keys if the needed keys are laid end to end."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]
 
 
 def _needs(pieces: Pieces, ranges: PathRanges) -> _Needs:
-    # A rank receives a key once, however many of its pieces read it.
+    # A rank receives each key once, even if several of its pieces read it.
     readers = pieces.rank[ranges.number]
     order = np.lexsort([-ranges.end, ranges.begin, readers])
     readers, begin, end = readers[order], ranges.begin[order].copy(), ranges.end[order]
-    row = int(pieces.offsets[-1])
-    covered = np.maximum.accumulate(end + readers * row)[:-1] - readers[1:] * row  # below 0 at another reader's first
+    num_tokens = int(pieces.offsets[-1])
+    covered = (
+        np.maximum.accumulate(end + readers * num_tokens)[:-1] - readers[1:] * num_tokens
+    )  # < 0 at a reader's first
     begin[1:] = np.clip(covered, begin[1:], end[1:])
     number, piece, begin, end = _cut(pieces, begin, end)
     reader, owner = readers[number], pieces.rank[piece]

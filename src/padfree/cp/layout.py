@@ -1,34 +1,36 @@
-"""Which token ranges of a packed row each context rank holds: pure index arithmetic on the host.
+"""The token ranges of a pack that each context rank holds: pure index arithmetic on the host.
 
     segments    5 3 5, pad 3          0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p              T = 16, world = 4
     contiguous  rank 0 1 2 3          0 0 0 0 1   1 1 1   2 2 2 2 3   3 3 3
     headtail    8 chunks of 2         0 0 1 1 2   2 3 3   3 3 2 2 1   1 0 0
-    balanced    equal cost as well    whole documents, and here and there the head or the tail of one
+    balanced    equal cost as well    whole documents, and for some the head or the tail of one
 
-A range that crosses the border of a segment is cut there, so that every range is a *piece*: consecutive queries of one
-document. The query at position p of its document reads p + 1 keys, so a piece [a, b) of a document costs
-b(b+1)/2 - a(a+1)/2: its causal *work*. The pad is a document like any other, because the kernels do compute it.
+In this module a document is a segment. A range that crosses a segment boundary is cut there, so that every range is a
+*piece*: consecutive queries of one document. The query at position p of its document reads p + 1 keys, so a piece
+[a, b) of a document costs b(b+1)/2 - a(a+1)/2 pairs: its causal *work*. The pad counts as a document, because the
+kernels compute it too.
 
-Why `balanced` always exists. Lay the documents on a circle and slide a window of T/2 tokens round it. The mean work of
-all windows is half of the whole work, and the work changes gradually with the place of the window (between two borders
-of documents it is linear); so somewhere it is one half. Such a window cuts the circle in at most two places. It goes to
-one half of the ranks and what is left to the other half, and both are divided the same way until every rank has its
-own: equal tokens exactly, equal work as nearly as wanted, and at most S + 2 (world - 1) pieces, for documents of
-any lengths. A document as long as the row becomes head-tail pairs, a shorter one uneven pieces, short ones stay whole.
+Why `balanced` always exists: lay the documents on a circle and slide a window of T/2 tokens around it. The mean work
+over all windows is half of the total work, and the work is a continuous function of the window's location (linear
+between two document boundaries); so some window has exactly half of the work. It cuts the circle in at most two
+places. The window goes to one half of the ranks and the rest to the other half, and both are divided the same way
+until every rank has its own. The result has exactly equal tokens, work as equal as wanted, and at most
+S + 2 (world - 1) pieces, for documents of any lengths. A document as long as the pack becomes head-tail pairs, a
+shorter one uneven pieces, and short ones stay whole.
 
-Work is not all that takes time. A piece [a, b) also has the a keys before it gathered and their gradients sent back;
-kernels compute whole tiles of queries against whole tiles of keys; and each tile of keys takes some time by itself, so
-that short documents are dear. `modelled_cost` counts all that. Of the windows that leave every rank at most
-1 + TOLERANCE of the mean work, the one is taken whose dearer side is the cheapest: whoever reads many keys gets less
-work, cuts are few and near the heads of documents, and the last ones fall between tiles. Work has the last word: the
-rank that holds the head of a very long document reads the fewest keys, and is left the cheapest.
+Work is not the only cost. For a piece [a, b) the a keys before it are gathered and their gradients are sent back;
+kernels compute whole tiles of queries against whole tiles of keys; and each tile of keys has a fixed cost, so that
+short documents are expensive. `modelled_cost` counts all of this. Among the windows that give every rank at most
+1 + TOLERANCE of the mean work, the search takes the one whose more expensive side is cheapest: ranks that read many
+keys get less work, cuts are few and near the heads of documents, and the last cuts fall between tiles. The limit on
+work has priority: the rank that holds the head of a very long document reads the fewest keys and stays the cheapest.
 
-Where samples share prefixes a document is a node. Its first query reads the keys of its ancestors as well: positions
-begin at their number, and all of the above holds with these.
+If samples share prefixes, a document is a node. Its first query reads the keys of its ancestors too: positions start
+at the number of these keys, and everything above holds with these positions.
 
-A rank holds its pieces in row order, but in `balanced` those that read keys of others come first, then the longest:
-kernels take segments in their order, and what starts last should not take long. So lie received keys and own ones
-nearly in the order in which the kernel wants them, too. The pieces of a document are always side by side.
+A rank holds its pieces in pack order. In `balanced`, however, pieces that read keys of other ranks come first, then the
+longest pieces: kernels process segments in order, and the last ones to start should be short. This also keeps received
+and own keys nearly in the order in which the kernel reads them. The pieces of a document are always adjacent.
 """
 
 from __future__ import annotations
@@ -49,36 +51,36 @@ Reals = NDArray[np.float64]
 
 TILE_BITS = 7
 TILE, QUERY_TILE = 1 << TILE_BITS, 1 << TILE_BITS - 1
-"""Kernels compute so many keys, and so many queries, at a time."""
+"""Kernels process TILE keys and QUERY_TILE queries at a time."""
 
 OWN_KEY_PAIRS = 400
-"""What a key of a piece itself costs besides its pairs, in (query, key) pairs; the last tile is filled up."""
+"""Fixed cost of a key inside a piece, in (query, key) pairs; the last tile is rounded up to a whole one."""
 
 EARLIER_KEY_PAIRS = 240
-"""The same for a key before a piece: it is gathered, and its gradient is sent back, but it is no query."""
+"""Fixed cost of a key before a piece: it is gathered and its gradient is sent back, but it has no query here."""
 
 TOLERANCE = 0.019
-"""How much more than the mean a rank's work may be, where that makes the modelled cost more equal."""
+"""How far a rank's work may exceed the mean, as a fraction, if that makes the modelled cost more equal."""
 
 GOOD = 1.015
-"""The cost per rank, over the mean, at which a window is taken without a longer search."""
+"""The cost per rank, relative to the mean, at which a window is accepted without a longer search."""
 
 REFUSED = 2.0**40
-"""Above any cost over the mean: the score of a window whose work is not near enough."""
+"""Larger than any relative cost: the score of a window whose work is outside the tolerance."""
 
 
 def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -> Layout:
     """The pieces of each of `world` ranks. Every rank holds exactly T / world tokens."""
     if not isinstance(segments, Segments):
-        raise UserError("segments", f"{type(segments).__name__}", "give those of a batch, batch.segments")
+        raise UserError("segments", f"got a {type(segments).__name__}", "give the segments of a batch, batch.segments")
     num_tokens = segments.num_tokens
     if kind not in get_args(LayoutKind):
-        raise UserError("kind", "", f"choose one of {', '.join(get_args(LayoutKind))}", value=kind)
+        raise UserError("kind", "is unknown", f"choose one of {', '.join(get_args(LayoutKind))}", value=kind)
     need_whole("world", world, 1, "give 1 or more ranks")
     if num_tokens % world:
         raise UserError(
             "segments",
-            f"{num_tokens} tokens for {world} context ranks",
+            f"{num_tokens} tokens are not divisible by {world} context ranks",
             f"pad the batch with padded_to_multiple({world})",
         )
     offsets = segments.offsets
@@ -92,27 +94,27 @@ def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -
 
 
 def work(layout: Layout, segments: Segments) -> Indices:
-    """[world] the causal work of each rank: how many (query, key) pairs it computes."""
+    """[world] the causal work of each rank: the number of (query, key) pairs it computes."""
     return np.array([_work(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64)
 
 
 def pieces(layout: Layout) -> Indices:
-    """[world] how many pieces each rank holds."""
+    """[world] the number of pieces each rank holds."""
     return np.array([len(starts) for starts in layout.starts], dtype=np.int64)
 
 
 def keys_read(layout: Layout, segments: Segments) -> Indices:
-    """[world] how many keys each rank reads: every piece reads its document up to its own end."""
+    """[world] the number of keys each rank reads: every piece reads its document up to the end of the piece."""
     return np.array([_positions(layout, segments, rank)[1].sum() for rank in range(layout.world)], dtype=np.int64)
 
 
 def modelled_cost(layout: Layout, segments: Segments) -> Indices:
-    """[world] the work of each rank as kernels do it, in whole tiles, and what its keys cost besides."""
+    """[world] the work of each rank in whole tiles, as kernels compute it, plus the fixed costs of its keys."""
     return np.array([_cost(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64)
 
 
 def document_index(tokens: Indices, offsets: Indices) -> Indices:
-    """The segments to which these tokens of the row belong."""
+    """The segments that contain these tokens of the pack."""
     return np.searchsorted(offsets, tokens, side="right") - 1
 
 
@@ -128,7 +130,7 @@ def _work(first: Indices, end: Indices) -> Indices:
 
 
 def _cost(first: Indices, end: Indices) -> Indices:
-    """Like `_work`, but in whole tiles, those of queries counted from `first`; and what keys cost besides."""
+    """Like `_work`, but in whole tiles, with query tiles starting at `first`; plus the fixed costs of keys."""
     # shifts are several times as fast as divisions
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
@@ -140,7 +142,7 @@ def _cost(first: Indices, end: Indices) -> Indices:
 
 
 def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
-    """The rank and the start of each chunk: one chunk a rank, or two of which the first may be a token longer."""
+    """The rank and the start of each chunk: one chunk per rank, or two, of which the first may be one token longer."""
     ranks = np.arange(world)
     if not pairs:
         return ranks, ranks * share
@@ -151,7 +153,7 @@ def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
 def _layout(
     kind: LayoutKind, world: int, num_tokens: int, starts: Indices, owners: Indices, offsets: Indices
 ) -> Layout:
-    """The row is tiled by pieces `[starts[i], starts[i + 1])` of `owners[i]`; neighbours of one document are joined."""
+    """The pack is tiled by pieces `[starts[i], starts[i + 1])` of `owners[i]`; merge adjacent ones of one document."""
     ends = np.append(starts[1:], num_tokens)
     starts, owners = starts[starts < ends], owners[starts < ends]
     document = document_index(starts, offsets)
@@ -159,10 +161,10 @@ def _layout(
     first[1:] = (owners[1:] != owners[:-1]) | (document[1:] != document[:-1])
     starts, owners, document = starts[first], owners[first], document[first]
     ends = np.append(starts[1:], num_tokens)[: len(starts)]
-    places = owners
+    sort_keys = owners
     if kind == "balanced":
-        places = _ranked(owners, document, starts - offsets[document], ends - offsets[document])
-    order = np.argsort(places, kind="stable")
+        sort_keys = _sort_keys(owners, document, starts - offsets[document], ends - offsets[document])
+    order = np.argsort(sort_keys, kind="stable")
     splits = np.searchsorted(owners[order], np.arange(world + 1)).tolist()
     starts, ends = starts[order], ends[order]
     return Layout(
@@ -174,24 +176,24 @@ def _layout(
     )
 
 
-def _ranked(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Numbers that sort pieces, given in row order, by owner: documents that are cut first, then the longest."""
-    number = owners * (document.max(initial=0) + 1) + document  # of what a rank holds of a document
+def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
+    """Keys that sort pieces in pack order by owner: cut documents first, then by falling end position."""
+    number = owners * (document.max(initial=0) + 1) + document  # of each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)
     cut[number[first > 0]] = 1
-    furthest[number] = end  # of its last piece there, which is assigned last
+    furthest[number] = end  # the last piece of the pair is assigned last
     ranked: Indices = (2 * owners + 1 - cut[number] << 32) - furthest[number]
     return ranked
 
 
 def _balanced(segments: Segments, world: int) -> tuple[Indices, Indices]:
-    """Where the pieces start in the row, ascending, and who owns them."""
+    """The starts of the pieces in the pack, ascending, and their owners."""
     offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
-    # Short documents stay mixed: what whole tiles add to them depends on their lengths. Long ones behind them, the
-    # longest last: then those who get its tail, and read most keys, get short documents as well. The nodes of a tree
-    # stay together: who holds a prefix then has those who read it.
+    # Short documents keep their order, because whole tiles add different costs to them. Long ones follow, the longest
+    # last: the ranks that get its tail, and read the most keys, then get short documents too. The nodes of a tree stay
+    # together, so that the ranks that hold a prefix also hold the nodes that read it.
     together = _tree_lengths(segments)
     order = np.argsort(np.where(together >= 4 * TILE, together, 0), kind="stable")
     order = order[lengths[order] > 0]
@@ -207,7 +209,7 @@ def _balanced(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """[S] tokens of the document, or of all nodes of the tree that it belongs to."""
+    """[S] tokens of the document, or of all nodes of its prefix tree."""
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
         return lengths
@@ -217,21 +219,21 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """Pieces of the row, laid on one circle after the other; circle c is to be divided among `world[c]` ranks."""
+    """Pieces of the pack, laid on circles; circle c is to be divided among `world[c]` ranks."""
 
-    start: Indices  # [P] in the row
+    start: Indices  # [P] index in the pack
     first: Indices  # [P] position in the document
     length: Indices  # [P]
-    counts: Indices  # [C] pieces of each circle
+    counts: Indices  # [C] number of pieces of each circle
     world: Indices  # [C]
 
 
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
-    """Each circle cut into two: a window for one half of its ranks, the rest for the other half."""
+    """Cut each circle into two: a window for one half of its ranks, the rest for the other half."""
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)
     begin, score = search.at_borders()
-    two_tiles = 2 * TILE * TILE * circles.world / search.whole_cost  # what another cut would add
+    two_tiles = 2 * TILE * TILE * circles.world / search.whole_cost  # the cost of one more cut
     poor = (score > GOOD + two_tiles) & (circles.world > 1)
     if poor.any():
         better, lower = search.everywhere(poor, least=np.where(score < REFUSED, max(TILE, share // 64), 0))
@@ -247,7 +249,7 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
     length = np.append(cuts[1:], edges[-1]) - cuts
     outside = (cuts - window[circle]) % total[circle] >= size[circle]
     child = (2 * circle + outside)[length > 0]
-    # numpy sorts 16 bits by radix, several times as fast as 64
+    # numpy sorts 16-bit integers by radix, several times as fast as 64-bit ones
     order = (length > 0).nonzero()[0][np.argsort(child.astype(np.int16), kind="stable")]
     halves = np.stack([circles.world // 2, circles.world - circles.world // 2], axis=1).ravel()
     return _Circles(
@@ -259,22 +261,22 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
     )
 
 
-class _RankPlaces(NamedTuple):
+class _WindowEnds(NamedTuple):
     """Both ends of windows."""
 
     piece: Indices  # [2, N]
-    first: Indices  # [2, N] where it begins in its document
+    first: Indices  # [2, N] start of the piece in its document
     position: Indices  # [2, N] where it is cut
-    wrapped: NDArray[np.bool_]  # [2, N] once round the circle
+    wrapped: NDArray[np.bool_]  # [2, N] whether the end is past the end of the circle
     circle: Indices  # [N]
 
-    def these(self, which: Indices) -> _RankPlaces:
+    def these(self, which: Indices) -> _WindowEnds:
         piece, first, position = self.piece[:, which], self.first[:, which], self.position[:, which]
-        return _RankPlaces(piece, first, position, self.wrapped[:, which], self.circle[which])
+        return _WindowEnds(piece, first, position, self.wrapped[:, which], self.circle[which])
 
 
 class _Search:
-    """The search for the window of each circle: the lowest modelled cost per rank that the work allows."""
+    """Searches the window of each circle: the lowest modelled cost per rank within the limits on work."""
 
     def __init__(
         self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
@@ -306,46 +308,46 @@ class _Search:
         self.high = np.maximum(inside * most_work, self.target)
 
     def cost_of(self, first: Indices, end: Indices) -> Reals:
-        """The modelled cost of parts that a cut would make."""
+        """The modelled cost of the parts that a cut makes."""
         if self.last:
             return _cost(first, end).astype(np.float64)
-        # Other cuts are to come, so the tiles are not known. On average half a tile of keys is too much for whole tiles
-        # of queries, half a tile of queries more if the part does not begin with its document; and half a tile of
-        # either at the end.
+        # More cuts will follow, so the tiles are unknown. On average, whole tiles add half a tile of keys for every
+        # query, half a tile of queries if the part does not start at the start of its document, and half a tile of
+        # both at the end.
         a, b = first.astype(np.float64), end.astype(np.float64)
         pairs = (b - a) * ((a + b) / 2 + (TILE // 2 + OWN_KEY_PAIRS) + QUERY_TILE // 2 * (a > 0))
         at_end = EARLIER_KEY_PAIRS * a + QUERY_TILE // 2 * b + OWN_KEY_PAIRS * (TILE // 2)
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """Of the cuts that parts of more than a rank's work still need.
+        """The expected cost of the future cuts of parts with more work than one rank's share.
 
-        The work of [first, end) lies, on average, at 2/3 (end^3 - first^3) / (end^2 - first^2). So there begin, on
-        average, the n ranks who share it equally, but for half a rank's length each; and the first of them is no cut.
+        The work of [first, end) has its mean at 2/3 (end^3 - first^3) / (end^2 - first^2). The n ranks that share it
+        equally start there on average, minus half a rank's length; the start of the first rank is not a cut.
         """
         ends = end + first
-        keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n times that, less first
+        keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n (mean - first)
         return (EARLIER_KEY_PAIRS + QUERY_TILE // 2) * np.maximum(keys, 0)
 
-    def places(self, begin: Indices, circle: Indices) -> _RankPlaces:
+    def window_ends(self, begin: Indices, circle: Indices) -> _WindowEnds:
         total = self.total[circle]
-        place = np.array([begin, begin + self.size[circle]])
-        wrapped = place >= total
-        place += self.base[circle] - wrapped * total
-        piece = self.edges[:-1].searchsorted(place, side="right") - 1
+        location = np.array([begin, begin + self.size[circle]])
+        wrapped = location >= total
+        location += self.base[circle] - wrapped * total
+        piece = self.edges[:-1].searchsorted(location, side="right") - 1
         first = self.first[piece]
-        return _RankPlaces(piece, first, first + place - self.edges[piece], wrapped, circle)
+        return _WindowEnds(piece, first, first + location - self.edges[piece], wrapped, circle)
 
-    def load(self, places: _RankPlaces) -> Indices:
-        """The work of windows."""
-        piece, first, position, wrapped, circle = places
+    def load(self, window_ends: _WindowEnds) -> Indices:
+        """The work inside each window."""
+        piece, first, position, wrapped, circle = window_ends
         before: Indices = self.done[piece] + _work(first, position) + wrapped * self.whole[circle]
         load: Indices = before[1] - before[0]
         return load
 
-    def costs(self, places: _RankPlaces) -> Reals:
-        """[2, windows] the cost per rank of windows and of what is left, over the mean of the circle."""
-        piece, first, position, wrapped, circle = places
+    def costs(self, window_ends: _WindowEnds) -> Reals:
+        """[2, windows] the cost per rank inside and outside each window, relative to the mean of the circle."""
+        piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
         before, behind, whole = self.spent[piece], self.spent[piece + 1], self.whole_cost[circle]
         if not self.last:
@@ -359,23 +361,25 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """The cost of the dearer side of windows, if their work allows them."""
-        places = self.places(begin, circle)
-        load = self.load(places)
+        """The cost of the more expensive side of each window, or `REFUSED` and more if its work is out of range."""
+        window_ends = self.window_ends(begin, circle)
+        load = self.load(window_ends)
         miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
         score = REFUSED + miss
         fine = (miss <= 0).nonzero()[0]
         if len(fine) == 0:
             return score
-        places, load = places.these(fine), load[fine]
-        costs = self.costs(places)
-        if not self.last:  # work counts too: a side near the limit leaves the divisions to come no choice
-            costs += np.array([load, self.whole[places.circle] - load]) / self.mean_loads[:, places.circle] - 1
+        window_ends, load = window_ends.these(fine), load[fine]
+        costs = self.costs(window_ends)
+        if not self.last:  # work counts too: a side near the limit restricts later cuts
+            costs += (
+                np.array([load, self.whole[window_ends.circle] - load]) / self.mean_loads[:, window_ends.circle] - 1
+            )
         score[fine] = np.maximum(costs[0], costs[1])
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """The best of at most about 64 windows that begin at the border of a piece, per circle, and its score."""
+        """Per circle: the best of at most about 64 windows that begin at the boundary of a piece, and its score."""
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
         circle = self.circle[chosen]
@@ -383,9 +387,9 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """The best window of these circles with a cut where borders are more than `least` tokens apart; its score."""
-        # Halves are symmetrical: a window that begins in the second half is the complement of one that begins in the
-        # first. So borders count modulo the half; in uneven circles they count as beginnings and as ends.
+        """The best window of these circles with a cut between boundaries that are more than `least` tokens apart."""
+        # Halves are symmetric: a window that begins in the second half is the complement of one that begins in the
+        # first. So boundaries count modulo half the circle; in uneven circles they count as beginnings and as ends.
         even = 2 * self.size == self.total
         turn = np.where(even, self.size, self.total)
         mine = which[self.circle].nonzero()[0]
@@ -397,17 +401,17 @@ class _Search:
         begin = (begin - self.base[circle]) % turn[circle]
         order = np.argsort(circle * self.total.max() + begin)
         begin, circle = begin[order], circle[order]
-        # From one of these places to the next the work changes linearly, and but for tiles the cost does, if neither is
-        # itself a border. Where the sides cost the same, where the work passes the target, and where it comes within
-        # the tolerance, are the candidates.
-        load = self.load(self.places(begin, circle))
+        # Between two neighbouring boundaries the work is linear in the location, and apart from tiles the cost is too.
+        # The candidates are the locations where both sides cost the same, where the work reaches the target, and where
+        # it enters the tolerance.
+        load = self.load(self.window_ends(begin, circle))
         wide = ((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]])).nonzero()[0]
         low, high = np.minimum(load[wide], load[wide + 1]), np.maximum(load[wide], load[wide + 1])
         interval = wide[(low <= self.high[circle[wide]]) & (high >= self.low[circle[wide]])]
         left, right, within = begin[interval], begin[interval + 1], circle[interval]
         margin = 0.01 * (self.high - self.low)
         goal = np.array([self.target, self.low + margin, self.high - margin])[:, within]
-        costs = self.costs(self.places(np.concatenate([left + 1, right - 1]), np.concatenate([within, within])))
+        costs = self.costs(self.window_ends(np.concatenate([left + 1, right - 1]), np.concatenate([within, within])))
         excess = (costs[0] - costs[1]).reshape(2, 1, -1)
         behind = np.concatenate([load[interval] - goal, excess[0]])
         ahead = np.concatenate([load[interval + 1] - goal, excess[1]])
@@ -416,22 +420,22 @@ class _Search:
         between, within = left[where] + np.rint(step).astype(np.int64), within[where]
         if self.last:
             between, within = self.aligned(between, within)
-        more = (~even | (least == 0) & (self.stride > 1))[circle]  # borders that `at_borders` leaves out
+        more = (~even | (least == 0) & (self.stride > 1))[circle]  # boundaries that `at_borders` skips
         begin, circle = np.concatenate([between, begin[more]]), np.concatenate([within, circle[more]])
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """These windows, and those beside them of which a cut has whole tiles before it or behind it."""
-        piece, first, position, _, _ = self.places(begin, circle)
+        """These windows, and neighbouring windows that have whole tiles before or after a cut."""
+        piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
         moved = (begin + np.concatenate([step, step - QUERY_TILE])) % self.total[circle]
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
     def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
-        """Per circle the window with the lowest score, and that score."""
+        """Per circle the window with the lowest score, and this score."""
         lowest = np.full(len(self.base), np.inf)
         np.minimum.at(lowest, circle, score)
         chosen = (score == lowest[circle]).nonzero()[0]
         found = np.zeros(len(lowest), dtype=np.int64)
-        found[circle[chosen[::-1]]] = begin[chosen[::-1]]  # the first of equals
+        found[circle[chosen[::-1]]] = begin[chosen[::-1]]  # the first one on a tie
         return found, lowest

@@ -1,17 +1,17 @@
-"""Ranges of a tensor's tokens laid one after the other, and the transpose: the sum of what is laid on each token.
+"""Gather ranges of a tensor's tokens one after the other, and the transpose: sum the gradients of each token.
 
     ranges [0, 3) [0, 5)   of 5 tokens      take     a b c d e        ->  a b c a b c d e
                                             summed   p q r s t u v w  ->  p+s q+t r+u v w
 
-A query piece reads the keys of its document from the beginning, so two pieces of one document on one rank read the same
-keys, and their gradients must be added. The order of the additions is fixed here, so that the sum is the same every
-time: the gradient of each token is copied from one of its places, and those of its other places are added in layers,
-each of which holds a token at most once. Nearly always there is one layer or none. Where there are more, because many
-nodes read one prefix, each token's places are added in one go (`padfree.attention.copies`).
+A query piece reads the keys of its document from the start, so two pieces of one document on one rank read the same
+keys, and their gradients must be added. The order of additions is fixed here, so that the sum is deterministic: the
+gradient of each token is copied from one of its occurrences in the selection, and the other occurrences are added in
+layers, each of which holds a token at most once. Usually there is one layer or none. If there are more, because many
+nodes read one prefix, all occurrences of each token are summed at once (`padfree.attention.copies`).
 
-Ranges are few (whole documents that lie side by side are one), so slices and one concatenation move them at the speed
-of the memory, and a selection that is a single range is not copied at all. Gradients are moved even less: where they
-lie in the order "received keys, then own keys" but for a few, only these few are moved (`summed_apart`).
+There are few ranges (adjacent whole documents are one range), so slices and one concatenation move them at memory
+speed, and a selection of a single range is not copied at all. Gradients move even less: if they are in the order
+"received keys, then own keys" with few exceptions, only the exceptions move (`summed_apart`).
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
-from padfree.attention.copies import copies_on, sum_copies
+from padfree.attention.copies import copies_to_device, sum_copies
 from padfree.batch import Copies, Segments
 
 Indices = NDArray[np.int64]
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A host array on the device, without waiting for it."""
+    """Copy a host array to the device without synchronising with it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def segments_of(lengths: Indices, device: torch.device) -> Segments:
-    """Segments of these lengths, cu_seqlens on the device."""
+    """Segments of these lengths, with cu_seqlens on the device."""
     host = Segments.from_lengths(lengths)
     return replace(host, cu_seqlens=to_device(host.cu_seqlens.numpy(), device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Selection:
-    """A selection [m, ...] of the tokens of a tensor [n, ...], which may come in several parts [n_i, ...]."""
+    """A selection [m, ...] of the tokens of a tensor [n, ...], which may be given in several parts [n_i, ...]."""
 
     sizes: tuple[int, ...]  # [n_i]
-    ranges: tuple[tuple[int, int, int], ...]  # the selection: (part, start in it, length)
-    copies: tuple[tuple[int, int, int], ...]  # each selected token once: (token, place in the selection, length)
-    repeats: tuple[tuple[Tensor, Tensor], ...]  # the other (places, tokens), layer by layer; tokens count through parts
-    sums: Copies | None = None  # in the place of several layers: all places of each token
+    ranges: tuple[tuple[int, int, int], ...]  # the selection: (part, start in the part, length)
+    copies: tuple[tuple[int, int, int], ...]  # each selected token once: (token, index in the selection, length)
+    repeats: tuple[tuple[Tensor, Tensor], ...]  # layers of other (indices, tokens); tokens are numbered across parts
+    sums: Copies | None = None  # instead of several layers: all indices of each token
 
     @property
     def is_everything(self) -> bool:
-        """Whether these are all tokens in order, so that there is nothing to do."""
+        """Whether the selection is all tokens in order, so that nothing needs to be copied."""
         return self.ranges == ((0, 0, sum(self.sizes)),)
 
     def take(self, *parts: Tensor) -> Tensor:
@@ -68,10 +68,10 @@ class Selection:
         return torch.cat(slices) if slices else parts[0][:0]
 
     def summed(self, gradient: Tensor) -> Tensor:
-        """[m, ...] -> [n, ...], where every token is selected."""
+        """[m, ...] -> [n, ...]. Every token must be selected."""
         self._check_all_selected()
         if self.sums is not None:
-            return sum_copies(gradient.contiguous(), self.sums.index, self.sums.places, self.sums.begins)
+            return sum_copies(gradient.contiguous(), self.sums.index, self.sums.copy_index, self.sums.offsets)
         slices = [gradient.narrow(0, place, length) for _, place, length in self.copies]
         total = torch.cat(slices) if slices else gradient[:0]
         for places, tokens in self.repeats:
@@ -79,9 +79,9 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """`summed`, as the tokens of the first part [n_0, ...] and those of the other parts. The gradient is used up.
+        """`summed`, split into the first part [n_0, ...] and the other parts. May overwrite `gradient`.
 
-        Both are views of it where no token is repeated and few are out of place: these are moved, the others stay.
+        Both are views of `gradient` if no token is repeated and few are out of order: only these few are moved.
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])
@@ -104,7 +104,7 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """(place, length) of all tokens, those of the first part behind those of the others."""
+        """(index, length) of all tokens, with the tokens of the first part after those of the other parts."""
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for token, place, length in self.copies:
@@ -114,10 +114,10 @@ class Selection:
         return others + own
 
     def add_to(self, total: Tensor, gradient: Tensor) -> Tensor:
-        """`total` [n, ...] with the gradient [m, ...] of the selection added in place."""
+        """Add the gradient [m, ...] of the selection to `total` [n, ...] in place."""
         if self.sums is not None:
             gradient = gradient.to(total.dtype).contiguous()
-            return total.add_(sum_copies(gradient, self.sums.index, self.sums.places, self.sums.begins))
+            return total.add_(sum_copies(gradient, self.sums.index, self.sums.copy_index, self.sums.offsets))
         for token, place, length in self.copies:
             total.narrow(0, token, length).add_(gradient.narrow(0, place, length))
         for places, tokens in self.repeats:
@@ -126,9 +126,9 @@ class Selection:
 
 
 def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: torch.device) -> Selection:
-    """The selection of these ranges of tokens, counted through the parts; no range crosses the border of a part.
+    """The selection of these ranges of tokens, numbered across parts; no range crosses the boundary of a part.
 
-    Arithmetic on ranges: its cost grows with their number, not with that of the tokens.
+    The cost grows with the number of ranges, not with the number of tokens.
     """
     starts, ends = starts[ends > starts], ends[ends > starts]
     borders = np.cumsum(sizes, dtype=np.int64)
@@ -137,15 +137,15 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     part = np.searchsorted(borders, starts, side="right")
     ranges = zip(part.tolist(), (starts - np.append(0, borders)[part]).tolist(), (ends - starts).tolist(), strict=True)
 
-    # Between two edges tokens are alike: the same ranges hold them, and the same number of later ranges do so, too.
+    # The tokens between two edges are in the same ranges, and in the same number of later ranges.
     edges = np.unique(np.concatenate([starts, ends]))
     token, length = edges[:-1], np.diff(edges)
     held = (starts[:, None] <= token) & (token < ends[:, None])  # [ranges, stretches]
     later: Indices = np.cumsum(held[::-1], axis=0, dtype=np.int64)[::-1] - held
-    offset = np.cumsum(ends - starts) - ends  # from a token to its place in the selection
+    offset = np.cumsum(ends - starts) - ends  # from a token to its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """(token, place, length) of what has this many later places; every token at most once, ascending."""
+        """(token, index, length) of occurrences with `layer` later ones; every token at most once, ascending."""
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]
 
@@ -165,7 +165,7 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
             for first, count, readers in zip(token.tolist(), length.tolist(), held.T, strict=True)
         ]
         index = concatenated_ranges(starts, ends - starts)
-        return replace(selection, sums=copies_on(device, index, np.concatenate(read), np.cumsum(counts)))
+        return replace(selection, sums=copies_to_device(device, index, np.concatenate(read), np.cumsum(counts)))
     repeats: list[tuple[Tensor, Tensor]] = []
     for layer in range(1, layers + 1):
         tokens, places, lengths = stretches(layer)

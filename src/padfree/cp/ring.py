@@ -1,24 +1,25 @@
-"""Context parallelism by a ring: keys and values travel from rank to rank, and no rank ever holds those of all.
+"""Ring context parallelism: keys and values are passed from rank to rank, and no rank ever holds all of them.
 
     step     0          1          2          3           rank 1 of 4 computes with the keys of rank ...
-    block    1 (own)    0          3          2           ... while the next block is on its way
+    block    1 (own)    0          3          2           ... while the next block is in flight
 
-Two pieces of a document never overlap, so that a query piece sees another rank's piece wholly or not at all: wholly if
-it lies before it. In step 0 a piece sees the pieces of its document that its own rank holds before it, and itself
-causally. A block holds the pieces of a document side by side, so that what a query piece sees of a block is one range
-of its keys. Queries that see nothing of a block are left out of its step, and a step that no query needs is skipped.
-Where samples share prefixes, documents are nodes, and a piece sees the pieces of the nodes above it wholly, too:
-several ranges of a block, its own node's the last.
+Two pieces of a document never overlap, so a query piece sees a piece of another rank entirely, if it comes earlier in
+the document, or not at all. In step 0 a piece sees the earlier pieces of its document on its own rank, and itself
+causally. The pieces of a document are adjacent in a block, so the keys that a query piece sees of a block are one
+range. Queries that see nothing of a block are left out of its step, and a step that no query needs is skipped.
+If samples share prefixes, documents are nodes, and a piece also sees the pieces of its ancestors entirely: several
+ranges of a block, the range of its own node last.
 
-The softmax over all blocks comes from those of the blocks: with lse their log-sum-exp, in float32,
+The softmax over all blocks is merged from the softmaxes of the blocks, with their log-sum-exp lse, in float32:
 
     lse = logaddexp(lse_1, lse_2)        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
-Backward, the blocks travel once more, and with the final output and lse each block's gradient is exact by itself. The
-gradient of a block travels behind it in float32, gathers what each rank adds, and comes home after `world` passes.
+In the backward pass the blocks go around once more; with the final output and lse the gradient of each block is exact
+by itself. The gradient of a block follows it in float32, each rank adds its contribution, and after `world` passes it
+is back on its own rank.
 
-`ring_forward` and `ring_backward` take the ring as an argument. With `PlayedRing` one process can play the ranks of a
-group one after the other.
+`ring_forward` and `ring_backward` take the ring as an argument. With `PlayedRing` one process can simulate the ranks of
+a group one after the other.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from padfree.errors import UserError
 class RingStep:
     """What one rank computes with one block."""
 
-    queries: Tensor | None  # which of its queries see something of the block; None: all
+    queries: Tensor | None  # the queries that see any key of the block; None: all
     segments_q: Segments
     segments_k: Segments
-    keys: Selection  # of the block
+    keys: Selection  # the selected keys of the block
     causal: bool
 
 
 def prepare_steps(plan: ContextPlan, *, causal: bool = True) -> tuple[RingStep | None, ...]:
-    """[world] the steps of this rank; None where it has nothing to compute."""
+    """[world] the steps of this rank; None for a step in which it computes nothing."""
     return plan.prepared(
         ("ring", causal), lambda: tuple(_ring_step(plan, distance, causal) for distance in range(plan.world))
     )
@@ -63,7 +64,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
     document, start = pieces.document[mine], pieces.start[mine]
-    # Places in the block: `border[i]` is where its i-th piece begins.
+    # `border[i]` is where the i-th piece of the block begins in the block.
     border = np.concatenate([[0], np.cumsum(pieces.length[theirs])])
     in_pack_order = np.argsort(pieces.start[theirs])
     documents, starts = pieces.document[theirs][in_pack_order], pieces.start[theirs][in_pack_order]
@@ -74,7 +75,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     if not causal:
         behind = np.searchsorted(documents, document, side="right")
     else:
-        behind = np.searchsorted(starts, start, side="right" if distance == 0 else "left")  # right: and itself
+        behind = np.searchsorted(starts, start, side="right" if distance == 0 else "left")  # right: including itself
     seen = behind > first
     if not seen.any():
         return None
@@ -92,7 +93,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """`_ring_step` where documents are nodes: `border` are the places of the block's pieces."""
+    """`_ring_step` if documents are nodes. `border` holds the starts of the pieces in the block."""
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
     assert pieces.ancestors is not None
@@ -100,7 +101,7 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order:
     number: list[int] = []
     ranges: list[tuple[int, int]] = []
     for query, (node, start) in enumerate(zip(pieces.document[mine].tolist(), pieces.start[mine], strict=True)):
-        # What lies between the beginning of an ancestor and its end, or this piece's own end (start, elsewhere).
+        # Each ancestor from start to end, then the own node up to this piece: including it in the own block only.
         seen = [(pieces.offsets[above], pieces.offsets[above + 1]) for above in pieces.ancestors[node]]
         seen.append((pieces.offsets[node], start + (distance == 0)))
         for begin, end in seen:
@@ -125,18 +126,18 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order:
     )
 
 
-class Passing(Protocol):
-    """What a ring can do: see `padfree.distributed.Ring`."""
+class RingLike(Protocol):
+    """The interface of a ring: see `padfree.distributed.Ring`."""
 
     def post(self, *tensors: Tensor) -> None: ...
     def collect(self) -> tuple[Tensor, ...]: ...
 
 
 class PlayedRing:
-    """The ring as one rank of a group sees it, without the group.
+    """Simulates the ring for one rank of a group, without the group.
 
-    Given everybody's blocks it delivers them as the real one would. Without any it delivers zeros, and what the rank
-    adds to each block's gradient can be read from `posted`: entry i belongs to the block of rank `rank - i`.
+    Given the blocks of all ranks it delivers them as a real ring would. Without blocks it delivers zeros, and `posted`
+    holds what the rank adds to the gradient of each block: element i belongs to the block of rank `rank - i`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:
@@ -153,7 +154,7 @@ class PlayedRing:
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: Passing, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: RingLike, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Output [T/world, H, dv] and lse [T/world, H] in float32, over the keys of all blocks and without sinks."""
     block: tuple[Tensor, ...] = (k, v)
@@ -181,7 +182,7 @@ def ring_forward(
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Two softmaxes over different keys made one; `part` has the queries `queries` only."""
+    """Merge two softmaxes over different keys; `part` holds only the queries `queries`."""
     old, old_lse = (out, lse) if queries is None else (out.index_select(0, queries), lse.index_select(0, queries))
     new_lse = torch.logaddexp(old_lse, part_lse)
     new = old * (old_lse - new_lse).exp()[..., None] + part * (part_lse - new_lse).exp()[..., None]
@@ -198,11 +199,11 @@ def ring_backward(
     out: Tensor,
     lse: Tensor,
     steps: Sequence[RingStep | None],
-    ring: Passing,
-    gradient_ring: Passing,
+    ring: RingLike,
+    gradient_ring: RingLike,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in float32. `out` and `lse` are the final ones, sinks included."""
+    """Gradients of q, k and v in float32. `out` and `lse` are the final ones, including sinks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None
     block: tuple[Tensor, ...] = (k, v)
@@ -236,7 +237,7 @@ def ring_backward(
         if number == 0:
             gradients = tuple(torch.zeros_like(tensor, dtype=wide) for tensor in block)
         else:
-            gradients = gradient_ring.collect()  # of this step's block, by the ranks that had it before
+            gradients = gradient_ring.collect()  # sum over the ranks that had this block before
         if step is not None:
             gradients = tuple(step.keys.add_to(total, part) for total, part in zip(gradients, added, strict=True))
         gradient_ring.post(*gradients)
@@ -263,8 +264,8 @@ def attend_ring(
     if window is not None:
         raise UserError(
             "method",
-            f"'ring' with a window of {window} keys",
-            "use method='allgather', which moves only the keys in it",
+            f"'ring' does not support a window ({window} keys)",
+            "use method='allgather', which sends only the keys inside the window",
         )
     steps = prepare_steps(plan, causal=causal)
     out: Tensor = _RingAttention.apply(q, k, v, sinks, steps, group, options)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""One packed row divided over the ranks of a context group, and put together again.
+"""Divide one pack over the ranks of a context group, and gather it again.
 
     batch      [T]         A A A A A | B B B | C C C C C | p p p
     shard      [T/world]   A A A A                              rank 0 of 4, contiguous
-    gather     [T]         A A A A A | B B B | C C C C C | p p p    on every rank, in row order
+    gather     [T]         A A A A A | B B B | C C C C C | p p p    on every rank, in pack order
 
-Labels were shifted inside each sample when the row was packed, so that a rank needs nothing of its neighbours to score
-its own tokens. Positions, sample numbers and weights go with their tokens.
+Packing has shifted the labels inside each sample, so a rank needs nothing from its neighbours to score its own tokens.
+Positions, sample indices and weights stay with their tokens.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ def shard(
 ) -> LocalBatch:
     """The tokens of context rank `rank` of `world`, and the context its attention needs.
 
-    `group` is the process group of the context ranks. Without one the pieces can be looked at but not attended: every
-    rank of a world can be had in one process. With one rank the whole row is kept as it is. `ulysses` is balanced with
-    any kind of layout; `contiguous` saves it a permutation.
+    `group` is the process group of the context ranks. Without it the shards can be inspected but not attended to; one
+    process can create the shards of all ranks. If `world` is 1 the pack stays whole. `ulysses` is balanced with any
+    kind of layout; `contiguous` saves it a permutation.
     """
     if method not in METHODS:
-        raise UserError("method", "", f"choose one of {', '.join(METHODS)}", value=method)
+        raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)
     if not isinstance(batch, PackedBatch):
-        raise UserError("batch", f"{type(batch).__name__}", "give a batch that padfree.pack returned")
+        raise UserError("batch", f"got a {type(batch).__name__}", "give a batch that padfree.pack returned")
     need_whole("world", world, 1, "give 1 or more ranks")
-    need_whole("rank", rank, 0, f"give one from 0 to {world - 1}")
+    need_whole("rank", rank, 0, f"give a rank from 0 to {world - 1}")
     if not rank < world:
-        raise UserError("rank", f"{rank} of {world} context ranks", f"give one from 0 to {world - 1}")
+        raise UserError("rank", f"{rank} exceeds the {world} context ranks", f"give a rank from 0 to {world - 1}")
     if group is not None and (group.size(), group.rank()) != (world, rank):
         raise UserError(
             "group",
-            f"this process is rank {group.rank()} of {group.size()} in it, not {rank} of {world}",
-            "give the context group and its own rank and size",
+            f"this process is rank {group.rank()} of {group.size()} in the group, not {rank} of {world}",
+            "give the context group, and rank and world of this group",
         )
     if world == 1:
         context = AttnContext(
@@ -94,7 +94,7 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
         entries = _local_entries(batch, context)
         labelled = None if own is None else to_device(entries.numbers, own.device)
     fields: dict[str, Any] = {
-        **{field: chosen(getattr(batch, field), own) for field in PackedBatch.ROW_FIELDS},
+        **{field: chosen(getattr(batch, field), own) for field in PackedBatch.PACK_FIELDS},
         **{field: chosen(getattr(batch, field), labelled) for field in PackedBatch.LABEL_FIELDS},
     }
     return LocalBatch(
@@ -109,34 +109,35 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
     """The entries that this rank's tokens predict."""
     assert batch.entries is not None
-    rows, device = batch.entries.rows, batch.input_ids.device
+    positions, device = batch.entries.positions, batch.input_ids.device
     if context.layout is None:
-        return LocalEntries(numbers=np.arange(len(rows)), rows=copies_of(rows, batch.num_tokens, device))
+        return LocalEntries(numbers=np.arange(len(positions)), positions=copies_of(positions, batch.num_tokens, device))
     share = batch.num_tokens // context.world
-    place = np.full(batch.num_tokens, -1)  # of this rank's tokens, where it holds them
+    local_index = np.full(batch.num_tokens, -1)  # token of the pack -> its index on this rank, or -1
     starts, ends = context.layout.starts[context.rank], context.layout.ends[context.rank]
-    place[concatenated_ranges(starts, ends - starts)] = np.arange(share)
-    numbers = np.flatnonzero(place[rows] >= 0)
-    return LocalEntries(numbers=numbers, rows=copies_of(place[rows[numbers]], share, device))
+    local_index[concatenated_ranges(starts, ends - starts)] = np.arange(share)
+    numbers = np.flatnonzero(local_index[positions] >= 0)
+    return LocalEntries(numbers=numbers, positions=copies_of(local_index[positions[numbers]], share, device))
 
 
 def gather_tokens(
     values: Tensor, context: AttnContext, *, loss: Literal["replicated", "partial"] = "replicated"
 ) -> Tensor:
-    """[T/world, ...] of each rank -> [T, ...] in row order on every rank; differentiable.
+    """[T/world, ...] of each rank -> [T, ...] in pack order on every rank; differentiable.
 
-    Which gradient is right depends on what the ranks do with the whole. `replicated`: every rank computes the same loss
-    from it, and only one of them counts, so a rank keeps its own tokens of its own gradient. `partial`: the ranks
-    compute different parts, and the loss is their sum, so the gradients of all ranks are added before each keeps its
-    tokens. Either way the sum over ranks of the parameters' gradients is that of one process.
+    The right gradient depends on how the ranks use the result. `replicated`: every rank computes the same loss from it,
+    and only one of them counts, so a rank keeps the part of its own gradient that belongs to its tokens. `partial`: the
+    ranks compute different parts of the loss, which is their sum, so the gradients of all ranks are summed before each
+    rank keeps the part of its tokens. Either way the sum of the parameters' gradients over ranks equals that of one
+    process.
     """
     if loss not in ("replicated", "partial"):
-        raise UserError("loss", "", "choose replicated or partial", value=loss)
+        raise UserError("loss", "is unknown", "choose replicated or partial", value=loss)
     need_tensor("values", values)
     expected = context.segments.num_tokens // context.world
     if values.shape[:1] != (expected,):
         raise UserError(
-            "values", f"shape {tuple(values.shape)} for {expected} local tokens", "give one entry per token"
+            "values", f"shape {tuple(values.shape)} for {expected} local tokens", "give one value per token"
         )
     if context.layout is None:
         return values
@@ -149,7 +150,7 @@ def gather_tokens(
 
 
 def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
-    """Sums over the ranks that share a pack; no gradient flows through it."""
+    """Sum over the ranks that share a pack, without gradients."""
     if context.world == 1:
         return values
     total = values.clone()
@@ -158,9 +159,11 @@ def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
 
 
 def need_group(context: AttnContext) -> ProcessGroup:
-    """The process group of a context of several ranks."""
+    """The process group of a context with several ranks."""
     if context.group is None:
-        raise UserError("group", f"None for {context.world} context ranks", "give shard() the context process group")
+        raise UserError(
+            "group", f"is not set for {context.world} context ranks", "give shard() the context process group"
+        )
     group: ProcessGroup = context.group
     return group
 

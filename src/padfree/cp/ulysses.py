@@ -1,11 +1,11 @@
-"""Context parallelism by heads: before attention tokens are traded for heads, after it heads for tokens.
+"""Ulysses context parallelism: all-to-all exchanges tokens for heads before attention, and heads for tokens after it.
 
-    q  [T/world, H, d]      all my tokens, all heads   ->  [T, H/world, d]      all tokens, my heads
+    q  [T/world, H, d]      own tokens, all heads      ->  [T, H/world, d]      all tokens, own heads
     k  [T/world, Hkv, d]                               ->  [T, Hkv/world, d]    at least one head each
 
-Attention itself is then that of one device, for every mask, window and length, and is balanced whatever the layout: the
-`contiguous` one saves putting the tokens into row order. With fewer key heads than ranks a key head goes to every rank
-whose query heads use it. q, k and v travel in one exchange, the output in another, and the gradients the same two ways.
+Attention itself then runs as on one device, for every mask, window and length, and is balanced with any layout;
+`contiguous` saves the permutation into pack order. With fewer key heads than ranks, a key head is sent to every rank
+whose query heads use it. q, k and v are sent in one exchange, the output in another, and the gradients likewise.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
     if num_heads % world:
         raise UserError(
             "method",
-            f"'ulysses' on {world} context ranks with {num_heads} heads",
-            "choose a number of ranks that divides the heads, or method='allgather'",
+            f"'ulysses' cannot divide {num_heads} heads over {world} context ranks",
+            "choose a number of ranks that divides the number of heads, or method='allgather'",
         )
     if num_key_heads % world and world % num_key_heads:
         raise UserError(
             "method",
-            f"'ulysses' on {world} context ranks with {num_key_heads} key heads",
-            "choose a number of ranks that divides them or is a multiple of them, or method='allgather'",
+            f"'ulysses' cannot divide {num_key_heads} key heads over {world} context ranks",
+            "choose a number of ranks that divides the key heads or is a multiple of them, or method='allgather'",
         )
 
 
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
-    """The keys of the nodes of the whole row, made once per micro-batch; None where nothing is shared."""
-    return plan.prepared("paths", lambda: prepare_prefix_keys(plan.segments))
+    """The keys of the nodes of the whole pack, computed once per micro-batch; None if nothing is shared."""
+    return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 
 
 def attend_ulysses(
@@ -59,7 +59,7 @@ def attend_ulysses(
     check_heads(q.shape[1], k.shape[1], world)
     copies = max(1, world // k.shape[1])
     if copies > 1:
-        k, v = (_Copies.apply(tensor, copies) for tensor in (k, v))  # type: ignore[no-untyped-call]
+        k, v = (_RepeatHeads.apply(tensor, copies) for tensor in (k, v))  # type: ignore[no-untyped-call]
     q, k, v = _ToHeads.apply(plan, group, q, k, v)  # type: ignore[no-untyped-call]
     if sinks is not None:
         sinks = sinks.view(world, -1)[plan.rank]
@@ -74,8 +74,8 @@ def attend_ulysses(
     return mine
 
 
-class _Copies(torch.autograd.Function):
-    """[n, h, d] -> [n, h * copies, d], every head so many times; the gradients of the copies are added in float32."""
+class _RepeatHeads(torch.autograd.Function):
+    """[n, h, d] -> [n, h * copies, d], each head repeated; the gradients of the copies are summed in float32."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copies: int) -> Tensor:
@@ -91,21 +91,21 @@ class _Copies(torch.autograd.Function):
 
 
 def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each [T/world, h, d] -> [T, h/world, d] in row order, all in one exchange."""
+    """Each [T/world, h, d] -> [T, h/world, d] in pack order, all in one exchange."""
     world = plan.world
-    # rank r gets the r-th part of the heads: [T/world, world, h/world * d] of each, side by side
+    # rank r gets the r-th part of the heads: [T/world, world, h/world * d] of each tensor, concatenated
     parts = [tensor.reshape(tensor.shape[0], world, -1) for tensor in tensors]
     packed = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)  # [world * T/world, width]
     counts = [plan.pieces.share] * world
-    row = plan.to_pack_order(exchange_rows(packed, counts, counts, group))
-    split = torch.split_with_sizes(row, [part.shape[2] for part in parts], dim=1)
+    pack = plan.to_pack_order(exchange_rows(packed, counts, counts, group))
+    split = torch.split_with_sizes(pack, [part.shape[2] for part in parts], dim=1)
     return tuple(
         part.view(-1, tensor.shape[1] // world, tensor.shape[2]) for part, tensor in zip(split, tensors, strict=True)
     )
 
 
 def _tokens_of_all_heads(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each [T, h/world, d] in row order -> [T/world, h, d], all in one exchange: the transpose of the above."""
+    """Each [T, h/world, d] in pack order -> [T/world, h, d], all in one exchange: the inverse."""
     world, share = plan.world, plan.pieces.share
     parts = [tensor.flatten(1) for tensor in tensors]
     packed = plan.to_rank_order(torch.cat(parts, dim=1))  # [world * T/world, width]

@@ -1,16 +1,16 @@
-"""Whole segments on one rank each, for what cannot be computed on parts of a segment, and back.
+"""Move whole segments to one rank each, for layers that cannot compute on parts of a segment, and back.
 
-    row         0 0 0 0 0 | 1 1 1 | 2 2 2 2 | 3 3 | pad         T tokens over 2 ranks
-    layout      rank 0: 0 0 0  2 2 2 2      rank 1: 0 0 1 1 1 3 3 p     as attention wants them, T/world each
-    here        rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment where most room is left
+    pack        0 0 0 0 0 | 1 1 1 | 2 2 2 2 | 3 3 | pad         T tokens over 2 ranks
+    layout      rank 0: 0 0 0  2 2 2 2      rank 1: 0 0 1 1 1 3 3 p     as attention uses them, T/world each
+    here        rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment on one rank
 
-Longest first, each segment goes to the rank with the fewest tokens so far, and of these to the one that holds the most
-of it already. The pad stays where it is. A segment that is longer than a rank's share T/world would leave the others
-waiting, and is refused.
+Segments are assigned longest first, each to the rank with the fewest tokens so far; on a tie, to the rank that already
+holds most of it. The pad is not moved. A segment longer than a rank's share of T/world tokens would leave the other
+ranks waiting and is refused.
 
-Bytes that a rank sends for values of `width` numbers a token, there and back:
+Bytes that a rank sends for values of `width` numbers per token, there and back:
 
-    forward     (tokens it holds of segments that others get + tokens it was sent) · width · element size
+    forward     (tokens it holds of segments assigned to others + tokens it received) · width · element size
     backward    the same
 """
 
@@ -35,15 +35,15 @@ from padfree.errors import UserError
 
 
 def assign_segments(layout: Layout, segments: Segments) -> Indices:
-    """[B] the rank that gets each sample; refused where one is longer than a share."""
+    """[B] the rank of each sample. Raises `UserError` if a sample is longer than a rank's share."""
     lengths = segments.lengths[: segments.num_samples]
     share = layout.num_tokens // layout.world
     if lengths.max(initial=0) > share:
         raise UserError(
             "parallel.context",
-            f"a sample of {lengths.max()} tokens is longer than a rank's share, {share} of {layout.num_tokens} tokens "
-            f"over {layout.world} ranks, and layers that carry a state need whole samples",
-            "use fewer context ranks, more tokens a micro-batch, or shorter samples",
+            f"a sample of {lengths.max()} tokens is longer than a rank's share of {share} ({layout.num_tokens} tokens "
+            f"over {layout.world} ranks), and layers that carry a state need whole samples",
+            "use fewer context ranks, more tokens per micro-batch, or shorter samples",
         )
     held = np.zeros((len(lengths), layout.world), dtype=np.int64)
     for rank in range(layout.world):
@@ -61,13 +61,13 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Moves:
-    """What one rank sends and gets. Index arithmetic on the host; nothing here communicates."""
+    """What one rank sends and receives. Index arithmetic on the host, without communication."""
 
-    lengths: tuple[int, ...]  # of the segments that this rank gets, in row order
-    leaving: Indices  # places among its own tokens, those for rank 0 first
-    arriving: Indices  # place among the tokens of its segments of each token that comes, those from rank 0 first
-    send: tuple[int, ...]  # [world] tokens to each rank
-    receive: tuple[int, ...]  # [world] tokens from each rank
+    lengths: tuple[int, ...]  # of the segments assigned to this rank, in pack order
+    leaving: Indices  # indices of the own tokens to send, those for rank 0 first
+    arriving: Indices  # index of each received token among the tokens of its segments, those from rank 0 first
+    send: tuple[int, ...]  # [world] number of tokens sent to each rank
+    receive: tuple[int, ...]  # [world] number of tokens received from each rank
 
 
 def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
@@ -91,7 +91,7 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """[world] what each rank sends in a forward pass of one mixer, [T, width] in and out; in backward the same."""
+    """[world] bytes that each rank sends in the forward pass of one mixer, [T, width] in and out; same in backward."""
     sent = np.zeros(layout.world, dtype=np.int64)
     for rank in range(layout.world):
         moves = plan_moves(layout, segments, rank)
@@ -104,7 +104,7 @@ class _Prepared:
     moves: Moves
     leaving: Tensor
     arriving: Tensor
-    in_place: Tensor  # [tokens of its segments] which arriving token each is
+    in_place: Tensor  # [tokens of its segments] index among the arriving tokens
 
 
 def _prepared(context: AttnContext) -> _Prepared:
@@ -124,14 +124,14 @@ def _prepared(context: AttnContext) -> _Prepared:
 
 
 def to_whole_segments(values: Tensor, context: AttnContext) -> tuple[Tensor, tuple[int, ...]]:
-    """[T/world, ...] -> the tokens of this rank's segments in row order, and the lengths of these; differentiable."""
+    """[T/world, ...] -> the tokens of this rank's segments in pack order, and the segment lengths; differentiable."""
     prepared = _prepared(context)
     moved: Tensor = _ToSegments.apply(values, prepared, need_group(context))  # type: ignore[no-untyped-call]
     return moved, prepared.moves.lengths
 
 
 def from_whole_segments(values: Tensor, context: AttnContext) -> Tensor:
-    """The transpose: back to [T/world, ...]; the pad gets zeros."""
+    """The inverse: back to [T/world, ...]; the pad gets zeros."""
     prepared = _prepared(context)
     share = context.segments.num_tokens // context.world
     back: Tensor = _FromSegments.apply(values, prepared, need_group(context), share)  # type: ignore[no-untyped-call]

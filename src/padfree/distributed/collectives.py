@@ -1,13 +1,13 @@
-"""Moving rows of tensors between the processes of a group, without autograd and without knowing what they mean.
+"""Collectives on the first dimension of tensors, without autograd.
 
-    all_gather_rows      [n, ...]  -> [world * n, ...]   everybody's rows, in the order of the ranks
-    reduce_scatter_rows  [world * n, ...]  -> [n, ...]   the sum over ranks of the n rows that belong to this one
-    exchange_rows        [sum(send), ...]  -> [sum(receive), ...]   send[r] rows to rank r, receive[r] rows from it
-    gather_objects       what every rank says, on every rank: for small things
-    Ring                 tensors -> tensors of the same shapes from the previous rank, while one computes
+    all_gather_rows      [n, ...]  -> [world * n, ...]   the tensors of all ranks, in rank order
+    reduce_scatter_rows  [world * n, ...]  -> [n, ...]   the sum over ranks of this rank's n elements
+    exchange_rows        [sum(send), ...]  -> [sum(receive), ...]   send[r] elements to rank r, receive[r] from rank r
+    gather_objects       the Python objects of all ranks, on every rank: for small objects
+    Ring                 tensors -> tensors of the same shapes from the previous rank, overlapped with computation
 
-All of them work with gloo on the CPU and with NCCL on CUDA. A peer that is gone or stuck ends them with one line, a
-`PeerLostError`, within the timeout of the group (see `padfree.distributed.peers`).
+All of them work with gloo on the CPU and with NCCL on CUDA. If a peer is gone or stuck, they raise a one-line
+`PeerLostError` within the timeout of the group (see `padfree.distributed.peers`).
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from torch.distributed import ProcessGroup
 
 from padfree.distributed.peers import watching
 
-# The names before and since torch 2.13, of the same functions.
+# torch 2.13 renamed these functions.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """[n, ...] -> [world * n, ...]. Every rank gives as many rows."""
-    gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+def all_gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """[n, ...] -> [world * n, ...]. n must be the same on every rank."""
+    gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     with watching("all_gather_rows", group):
-        _all_gather(gathered, rows.contiguous(), group=group)
+        _all_gather(gathered, tensor.contiguous(), group=group)
     return gathered
 
 
-def reduce_scatter_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """[world * n, ...] -> [n, ...], summed over ranks in the dtype that is given."""
-    assert rows.shape[0] % group.size() == 0
-    own = rows.new_empty(rows.shape[0] // group.size(), *rows.shape[1:])
+def reduce_scatter_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """[world * n, ...] -> [n, ...], summed over ranks in the dtype of the input."""
+    assert tensor.shape[0] % group.size() == 0
+    own = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
     with watching("reduce_scatter_rows", group):
-        _reduce_scatter(own, rows.contiguous(), group=group)
+        _reduce_scatter(own, tensor.contiguous(), group=group)
     return own
 
 
-def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
-    """[sum(send), ...] -> [sum(receive), ...]: rows for rank 0 first, rows from rank 0 first."""
-    assert rows.shape[0] == sum(send), (tuple(rows.shape), send)
-    received = rows.new_empty(sum(receive), *rows.shape[1:])
+def exchange_rows(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
+    """[sum(send), ...] -> [sum(receive), ...]; both ordered by rank."""
+    assert tensor.shape[0] == sum(send), (tuple(tensor.shape), send)
+    received = tensor.new_empty(sum(receive), *tensor.shape[1:])
     with watching("exchange_rows", group):
-        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
+        dist.all_to_all_single(received, tensor.contiguous(), list(receive), list(send), group=group)
     return received
 
 
 def gather_objects(own: Any, group: ProcessGroup, what: str) -> list[Any]:
-    """What every rank says, in the order of the ranks; `what` names the exchange in messages."""
+    """The objects of all ranks, in rank order; `what` names the collective in error messages."""
     everybody: list[Any] = [None] * group.size()
     with watching(what, group):
         dist.all_gather_object(everybody, own, group=group)
@@ -62,14 +62,13 @@ def gather_objects(own: Any, group: ProcessGroup, what: str) -> list[Any]:
 
 
 class Ring:
-    """Passes tensors to the next rank while those of the previous one arrive.
+    """Sends tensors to the next rank while those of the previous rank arrive.
 
         ring.post(block)          # starts both transfers and returns
         ...                       # compute with `block`, which must not change meanwhile
-        block = ring.collect()    # what the previous rank had posted
+        block = ring.collect()    # what the previous rank posted
 
-    Two rings of one group may be under way at once if they have different tags, and if every rank posts in the same
-    order.
+    Two rings of one group may be in flight at once if they have different tags and every rank posts in the same order.
     """
 
     def __init__(self, group: ProcessGroup, tag: int = 0) -> None:
@@ -81,7 +80,7 @@ class Ring:
         self._leaving: tuple[Tensor, ...] = ()
 
     def post(self, *tensors: Tensor) -> None:
-        assert not self._works, "collect what was posted before"
+        assert not self._works, "call collect before the next post"
         self._leaving = tuple(tensor.contiguous() for tensor in tensors)
         self._arriving = tuple(torch.empty_like(tensor) for tensor in self._leaving)
         transfers = [

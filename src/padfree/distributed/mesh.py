@@ -1,23 +1,24 @@
-"""Starting the processes of a run, and the groups they form.
+"""Start the processes of a run and make their process groups.
 
     8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
 
-One DeviceMesh has them all, with the dimensions `replicate`, `shard` and `context`: [2, 2, 2]. Every group is made of
-some of these.
+One DeviceMesh contains all processes, with the dimensions `replicate`, `shard` and `context`: [2, 2, 2]. Every group
+spans some of these dimensions.
 
-    context    who share one packed row          0 1 | 2 3 | 4 5 | 6 7    context
-    data       who hold different samples        0 2 4 6 | 1 3 5 7        replicate, shard
-    fsdp       who share one set of weights      0 1 2 3 | 4 5 6 7        shard, context   (with `replicate` as another
-                                                                                           dimension, if that is > 1)
-    loss       whose sums make one loss          0 1 2 3 4 5 6 7          replicate, shard, context
+    context    ranks that share one pack         0 1 | 2 3 | 4 5 | 6 7    context
+    data       ranks with different samples      0 2 4 6 | 1 3 5 7        replicate, shard
+    fsdp       ranks that shard one set of       0 1 2 3 | 4 5 6 7        shard, context   (and `replicate` as a second
+               weights                                                                     dimension, if it is > 1)
+    loss       ranks that sum one loss           0 1 2 3 4 5 6 7          replicate, shard, context
 
-Groups are asked for by purpose: `mesh.context.group`, `mesh.data.rank`, `fully_shard(model, mesh=mesh.fsdp)`. Sharding
-rules ask for others by dimensions: `mesh.over(shard=("shard",), replicate=("context",))`.
-Neighbouring ranks share a row, because context parallelism talks in every layer and machines hold neighbouring ranks.
-Weights are sharded over data and context together, so that the gradients of context ranks are summed as well.
+Code asks for a group by purpose: `mesh.context.group`, `mesh.data.rank`, `fully_shard(model, mesh=mesh.fsdp)`. Sharding
+rules ask by dimension: `mesh.over(shard=("shard",), replicate=("context",))`.
+Neighbouring ranks share a pack, because context parallelism communicates in every layer and neighbouring ranks are on
+the same machine. Weights are sharded over data and context together, so that the gradients of context ranks are summed
+too.
 
-One process needs no launcher: without torchrun's environment `init_distributed` makes a group of one, and everything
-downstream is the same code.
+One process needs no launcher: without torchrun's environment `init_distributed` makes a group of one process, and all
+other code is the same.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ from padfree.errors import UserError
 DEFAULT_TIMEOUT = 600.0
 """Seconds."""
 LONGEST_TIMEOUT = 1e8
-"""Seconds, three years: the backends count in nanoseconds."""
+"""Seconds, three years. The backends count in nanoseconds and overflow beyond it."""
 
 
 DIMENSIONS = ("replicate", "shard", "context")
-"""Of the mesh of all processes, the slowest first: neighbouring ranks differ in the last one."""
+"""Dimensions of the mesh of all processes, slowest first: neighbouring ranks differ in the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Axis:
-    """One group of processes, and this process's place in it."""
+    """One process group, and the rank of this process in it."""
 
     rank: int
     size: int
@@ -76,48 +77,52 @@ class Mesh:
     loss: Axis
     fsdp: DeviceMesh
     contexts: Mapping[int, Axis] = field(default_factory=dict)
-    """By how many ranks share a row, where the plan decides that row by row; empty: `context` share every row."""
+    """Group by the number of ranks that share a pack, if the plan decides this per pack. Empty: always `context`."""
     groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
-        """The ranks that share a row with this one, which are `width` where the plan says it."""
+        """The ranks that share a pack with this one. `width` is their number if the plan decides it, else None."""
         return self.context if width is None else self.contexts[width]
 
     def over(self, *, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh for `fully_shard`, of these dimensions of `devices`: those of `shard` are taken for one, and those of
-        `replicate` for another before it, if there are any. All ranks call it alike."""
+        """A mesh for `fully_shard` over these dimensions of `devices`. The dimensions in `shard` are flattened into
+        one, and those in `replicate`, if any, into another one before it. Collective."""
         return self.groups.mesh(self.device.type, shard, replicate)
 
 
 def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> torch.device:
-    """Join the other processes of the run; this process's device.
+    """Initialise the default process group, and return the device of this process.
 
-    `timeout` is in seconds, for one collective: that long a lost peer can go unnoticed. `device` is "cpu", "cuda" or
-    "auto". Does nothing but choose the device if the processes have met before.
+    `timeout` is the limit for one collective, in seconds: a lost peer may go unnoticed for this long. `device` is
+    "cpu", "cuda" or "auto". If the process group is already initialised, this only chooses the device.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError("device", "", "choose auto, cpu or cuda", value=device)
+        raise UserError("device", "is not a device type", "choose auto, cpu or cuda", value=device)
     if not 0 < timeout <= LONGEST_TIMEOUT:
-        raise UserError("timeout", f"{timeout} s", f"give more than 0, and {LONGEST_TIMEOUT:.0e} at most")
+        raise UserError(
+            "timeout", f"{timeout} s is out of range", f"give more than 0 and at most {LONGEST_TIMEOUT:.0e}"
+        )
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device", "'cuda', but torch sees no GPU", "choose cpu, or install a CUDA build of torch")
+        raise UserError("device", "is 'cuda', but torch sees no GPU", "choose cpu, or install a CUDA build of torch")
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     processes = processes_of(meet=not dist.is_initialized())
     local_rank = processes.local_rank
     if cuda and local_rank >= torch.cuda.device_count():
         raise UserError(
-            "LOCAL_RANK", f"{local_rank} on a machine of {torch.cuda.device_count()} GPUs", "start one process per GPU"
+            "LOCAL_RANK",
+            f"is {local_rank} on a machine with {torch.cuda.device_count()} GPUs",
+            "start one process per GPU",
         )
     chosen = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
         return chosen
-    # Host tensors travel as well (metrics, checkpoints), so gloo is always there.
+    # gloo is always included, because host tensors are communicated too (metrics, checkpoints).
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     limit = timedelta(seconds=timeout)
     if processes.address is not None:
-        with _meeting(processes, timeout):
+        with _rendezvous_errors(processes, timeout):
             store, rank, world = next(rendezvous("env://", timeout=limit))
             if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
                 store.set_timeout(limit)
@@ -130,55 +135,55 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
 
 
 @contextmanager
-def _meeting(processes: Processes, timeout: float) -> Iterator[None]:
-    """One line for whatever keeps the processes of a run from meeting, with the variable that is to blame."""
+def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
+    """Turn a failed rendezvous into a one-line error that names the environment variable to correct."""
     assert processes.address is not None
     host, _, port = processes.address.rpartition(":")
     try:
         socket.getaddrinfo(host, None)
-    except OSError as error:  # asked first: the store would ask again and again until the timeout
+    except OSError as error:  # checked first, because the store would retry until the timeout
         raise UserError(
-            "MASTER_ADDR", f"is not known here ({error.strerror})", "give the host of rank 0", value=host
+            "MASTER_ADDR", f"cannot be resolved on this host ({error.strerror})", "give the host of rank 0", value=host
         ) from None
     try:
         yield
     except PeerLostError:
         raise
-    except RuntimeError as error:  # of the store and of the backend, whose classes change from version to version
+    except RuntimeError as error:  # raised by the store or the backend; its class differs between versions
         reason = " ".join(str(error).split())
         lowered = reason.lower()
         if "address already in use" in lowered or "eaddrinuse" in lowered:
             raise UserError(
-                "MASTER_PORT", f"{port} is in use on this host", "give a free port, the same to every process"
+                "MASTER_PORT", f"{port} is in use on this host", "give every process the same free port"
             ) from None
         if "clients joined" in lowered:
             raise UserError(
                 "WORLD_SIZE",
-                f"{processes.world}, but not as many processes came to {processes.address} within {timeout:g} s "
+                f"is {processes.world}, but fewer processes connected to {processes.address} within {timeout:g} s "
                 "(run.timeout)",
-                "start them all, with the same MASTER_ADDR and MASTER_PORT",
+                "start all processes with the same MASTER_ADDR and MASTER_PORT",
             ) from None
         raise UserError(
             "MASTER_ADDR",
-            f"rank {processes.rank} of {processes.world} did not meet the others at {processes.address} "
+            f"rank {processes.rank} of {processes.world} could not join the other ranks at {processes.address} "
             f"({reason[:200]})",
-            "start them all, with the same MASTER_ADDR and MASTER_PORT",
+            "start all processes with the same MASTER_ADDR and MASTER_PORT",
         ) from None
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
-    """A part of the store with nothing in it of an earlier start of the processes. Every process calls it.
+    """A prefix of the rendezvous store that holds no keys of an earlier start. Collective.
 
-    torchrun keeps its store when it starts the processes again (PyTorch's issue 135712), and the new ones would wait
-    for the addresses of dead ones. So nothing is believed that does not answer a word that was chosen just now:
+    torchrun keeps its store when it restarts the processes (PyTorch issue 135712), and the new processes would wait for
+    the addresses of dead ones. So each start uses a fresh nonce:
 
-        rank r   says its word, waits for the answer to it, the name of this start, and confirms the name
-        rank 0   answers whatever word each rank has said last, again and again, until all have confirmed
+        rank r   publishes its nonce, waits for the answer (the name of this start), and confirms this name
+        rank 0   answers the latest nonce of each rank repeatedly until all ranks have confirmed
     """
-    word = uuid.uuid4().hex
+    nonce = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"padfree/word/{rank}", word)
-        name = store.get(f"padfree/answer/{word}").decode()
+        store.set(f"padfree/nonce/{rank}", nonce)
+        name = store.get(f"padfree/answer/{nonce}").decode()
         store.set(f"padfree/confirmed/{name}/{rank}", "")
         return PrefixStore(name, store)
     missing, deadline = set(range(1, world)), time.monotonic() + timeout
@@ -186,31 +191,31 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
         if time.monotonic() > deadline:
             raise PeerLostError(f"rank 0: ranks {sorted(missing)} did not start within {timeout:.0f} s")
         for other in sorted(missing):
-            if store.check([f"padfree/confirmed/{word}/{other}"]):
+            if store.check([f"padfree/confirmed/{nonce}/{other}"]):
                 missing.remove(other)
-            elif store.check([f"padfree/word/{other}"]):
-                store.set(f"padfree/answer/{store.get(f'padfree/word/{other}').decode()}", word)
+            elif store.check([f"padfree/nonce/{other}"]):
+                store.set(f"padfree/answer/{store.get(f'padfree/nonce/{other}').decode()}", nonce)
         time.sleep(0.05)
-    return PrefixStore(word, store)
+    return PrefixStore(nonce, store)
 
 
 class RankGroups(NamedTuple):
-    """Who is with whom, rank by rank."""
+    """The ranks of each group."""
 
-    context: NDArray[np.int64]  # [rows, context]
+    context: NDArray[np.int64]  # [packs, context]
     shards: NDArray[np.int64]  # [replicate, shards]; its columns are the replicas of a shard
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """Neighbours share a row, and neighbours hold one set of weights: machines hold neighbouring ranks."""
+    """Neighbouring ranks share a pack and a set of weights, because they are on the same machine."""
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
 
 class Groups:
-    """Process groups over some of the dimensions of all processes, each made when it is first asked for.
+    """Process groups over some of the mesh dimensions, created on first use. All methods are collective.
 
-    All ranks ask alike. Not init_device_mesh: its groups would wait for a lost peer as long as the backend's own
-    default.
+    `init_device_mesh` is not used because its groups have the backend's default timeout, so that a lost peer would go
+    unnoticed for longer than `timeout`.
     """
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
@@ -219,11 +224,11 @@ class Groups:
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """The processes that differ from this one along these dimensions alone."""
+        """The processes that differ from this one only in these dimensions."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """The one of these groups [number, size] that this process belongs to."""
+        """The group among `groups` [number, size] that contains this process."""
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:
@@ -238,7 +243,7 @@ class Groups:
         return self._made[key]
 
     def mesh(self, device_type: str, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """Of one dimension, `fsdp`, or of two, `replicate` and `fsdp`."""
+        """A mesh with the dimension `fsdp`, or with `replicate` and `fsdp`."""
         sharded = self.axis(*shard)
         if not replicate:
             return DeviceMesh.from_group(sharded.group, device_type, mesh_dim_names=("fsdp",))
@@ -248,7 +253,7 @@ class Groups:
         return DeviceMesh.from_group(groups, device_type, mesh=own.tolist(), mesh_dim_names=("replicate", "fsdp"))
 
     def devices(self, device_type: str) -> DeviceMesh:
-        """All processes."""
+        """A mesh of all processes."""
         groups = [self.axis(name).group for name in DIMENSIONS]
         return DeviceMesh.from_group(groups, device_type, mesh=self.ranks.tolist(), mesh_dim_names=DIMENSIONS)
 
@@ -269,11 +274,11 @@ def make_mesh(
     contexts: Sequence[int] = (),
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Mesh:
-    """The groups of a run of data × context processes, in which `replicate` sets of processes hold all weights each.
+    """The groups of a run with data × context processes, in which `replicate` sets of processes each hold all weights.
 
-    With `contexts`, each a divisor of the number of processes, there are groups of all these sizes of neighbours.
+    `contexts` are group sizes, each a divisor of the number of processes; neighbouring ranks form groups of each size.
 
-    `timeout` is that of a collective of these groups, as in `init_distributed`.
+    `timeout` is the limit for one collective of these groups, as in `init_distributed`.
     """
     world = dist.get_world_size()
     for name, size in (("context", context), ("replicate", replicate)):
@@ -283,7 +288,7 @@ def make_mesh(
         raise UserError(
             "parallel.context",
             f"{context} times parallel.replicate {replicate} does not divide {world} processes",
-            f"start a multiple of {context * replicate} processes, or lower one of them",
+            f"start a multiple of {context * replicate} processes, or lower one of the two settings",
         )
     device = torch.device(device)
     groups = Groups(np.arange(world).reshape(replicate, -1, context), timeout)
@@ -301,7 +306,7 @@ def make_mesh(
 
 @contextmanager
 def distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> Iterator[torch.device]:
-    """`init_distributed` for the length of a block; the group is taken down at the end. Ranks fail together in it."""
+    """`init_distributed` for the duration of a block; destroys the process group at the end. Ranks fail together."""
     already = dist.is_initialized()
     chosen = init_distributed(device=device, timeout=timeout)
     try:

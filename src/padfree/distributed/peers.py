@@ -1,19 +1,19 @@
-"""What the processes of a run do when one of them fails, ends or falls silent.
+"""What the processes of a run do when one of them fails, exits or stops responding.
 
-    watching             one collective: what the backend says when it gives up becomes one line, a `PeerLostError`
-    raise_together       an error that one rank has found before it goes on
-    failing_together     a block in which an error of one rank becomes everybody's, within seconds
+    watching             around one collective: a backend error about a lost peer becomes a one-line `PeerLostError`
+    raise_together       raise an error on all ranks that one rank found before continuing
+    failing_together     a block in which an error on one rank ends all ranks within seconds
 
-    rank 1   error -> its line into the store of the group -> waits LINGER -> leaves, its connections close
-    rank 0   a thread looks into the store every POLL; the collective that it is in fails -> PeerLostError with the line
-             (or does not fail, NCCL waits for its timeout: PATIENCE after the line came, the process ends with it)
+    rank 1   error -> writes its message to the store of the group -> waits LINGER -> exits, its connections close
+    rank 0   a thread polls the store every POLL; the current collective fails -> PeerLostError with the message
+             (with NCCL the collective may hang until its timeout: the process exits PATIENCE after the message arrived)
 
-A process that is killed, stopped, or whose host is cut off can tell nothing. So every process counts in the store, and
-who has lost a peer looks whose count stands still:
+A process that is killed or stopped, or whose host is cut off, cannot report anything. So every process increments a
+heartbeat counter in the store, and a rank that has lost a peer looks for counters that no longer change:
 
-    rank 3   killed with its host: its count stays 41
-    rank 0   its collective fails -> reads all counts, waits SILENCE, reads again -> "rank 3 on b is gone, stuck ..."
-             no answer from the store -> names the host that holds it
+    rank 3   killed with its host: its counter stays at 41
+    rank 0   its collective fails -> reads all counters, waits SILENCE, reads again -> "rank 3 on b is gone, stuck ..."
+             no answer from the store -> names the host that holds the store
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from torch.distributed.distributed_c10d import _get_default_store
 from padfree.errors import UserError
 
 POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
-"""Seconds. A process counts every POLL, or less often among very many: see `_Listener`."""
-_BLOCKS = itertools.count()  # the store outlives a block, and the next one must not find what ended it
-_LEFT = "left"  # in the place of the count of a rank that has ended by itself
+"""Seconds. A process increments its counter every POLL, or less often with very many ranks: see `_Listener`."""
+_BLOCKS = itertools.count()  # the store outlives a block, and the next block must not read the keys of the last one
+_LEFT = "left"  # replaces the counter of a rank that has left the block normally
 
 _SIGNS_OF_LOSS = ("by peer", "timed out", "timeout", "broken pipe", "connection refused", "remote process", "aborted")
 
 
 class PeerLostError(RuntimeError):
-    """Another process of the group ended, or did not answer within the timeout of the group."""
+    """Another process of the group exited, or did not respond within the timeout of the group."""
 
     searched = False
-    """Whether it is already known who is lost, as far as it can be."""
+    """Whether the search for the lost ranks is done, so that the message names them if possible."""
 
 
 @contextmanager
 def watching(what: str, group: ProcessGroup) -> Iterator[None]:
-    """When the backend gives up waiting, say in one line which collective failed in which group."""
+    """If the backend gives up waiting, raise a one-line error that names the collective and the group."""
     begin = time.monotonic()
     try:
         yield
@@ -63,22 +63,22 @@ def watching(what: str, group: ProcessGroup) -> Iterator[None]:
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
         raise PeerLostError(
             f"rank {rank}: {what} in the group of ranks {ranks} failed after {time.monotonic() - begin:.1f} s, "
-            f"a peer is gone or stuck; look at what ranks {[r for r in ranks if r != rank]} logged ({reason[:200]})"
+            f"a peer is gone or stuck; read the logs of ranks {[r for r in ranks if r != rank]} ({reason[:200]})"
         ) from None
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Whether a backend says by it that somebody else is gone."""
+    """Whether this error of a backend means that a peer is gone."""
     known = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)
     return isinstance(error, PeerLostError) or known
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """An error that ends the block on one rank ends it on all; the others raise the line of that error.
+    """An error that ends the block on one rank ends it on all; the other ranks raise the message of this error.
 
-    Every rank must enter the block equally often. A rank that is killed can tell nothing; the others then name whoever
-    has fallen silent.
+    Every rank must enter the block the same number of times. A killed rank cannot report anything; the others then name
+    the ranks that no longer respond.
     """
     if dist.get_world_size() == 1:
         yield
@@ -93,39 +93,39 @@ def failing_together() -> Iterator[None]:
     listener.start()
     try:
         yield
-    except BaseException as error:  # sys.exit of a user's function and a signal, too: the others must not wait
+    except BaseException as error:  # also sys.exit in user code and signals: the others must not wait
         listener.left.set()
         if isinstance(error, PeerLostError) and error.searched:
-            raise  # of a block inside
+            raise  # raised by a nested block
         line = " ".join(str(error).split())
         with sigterm_ignored():
             if not _is_loss(error):
                 name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-                listener.tell(f"stopped, because {_named([rank], hosts)} failed: {name}{line}")
-                time.sleep(LINGER)  # the store may be this process's; the others must hear of it before it is gone
+                listener.publish_cause(f"stopped, because {_rank_names([rank], hosts)} failed: {name}{line}")
+                time.sleep(LINGER)  # this process may host the store; the others must read the message first
                 raise
-            listener.heard.wait(LINGER)
-            lost = None if listener.cause else _lost(listener.silent_ranks(), hosts)
-        found = PeerLostError(listener.cause or f"{_named([rank], hosts)}: {lost} ({line[:200]})")
+            listener.cause_seen.wait(LINGER)
+            lost = None if listener.cause else _describe_loss(listener.silent_ranks(), hosts)
+        found = PeerLostError(listener.cause or f"{_rank_names([rank], hosts)}: {lost} ({line[:200]})")
         found.searched = True
         raise found from None
     finally:
         listener.leave()
 
 
-def _lost(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
-    """What is known of the loss: the ranks that are silent, or None if the store is."""
+def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
+    """Describe the loss from the silent ranks; `silent` is None if the store does not answer."""
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
-        return f"{_named(theirs, hosts)}, where the store of the run is, cannot be reached; look at what they logged"
+        return f"{_rank_names(theirs, hosts)}, where the store of the run is, cannot be reached; read the logs there"
     if not silent:
-        return "a peer is gone or stuck; look at what the other ranks logged"
+        return "a peer is gone or stuck; read the logs of the other ranks"
     are = "is" if len(silent) == 1 else "are"
-    return f"{_named(silent, hosts)} {are} gone, stuck or cut off; look at what was logged there"
+    return f"{_rank_names(silent, hosts)} {are} gone, stuck or cut off; read the logs there"
 
 
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """`ranks 0 and 1 on a, rank 2 on b`; without hosts if there is one only."""
+def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """`ranks 0 and 1 on a, rank 2 on b`; without host names if there is only one host."""
     several = len(set(hosts)) > 1
     parts = []
     for host in dict.fromkeys(hosts[rank] for rank in ranks):
@@ -137,7 +137,7 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @contextmanager
 def sigterm_ignored() -> Iterator[None]:
-    """A launcher sends SIGTERM when another rank has ended; the reason must be told before this process ends, too."""
+    """Ignore SIGTERM, which a launcher sends when another rank has exited, while this rank reports its own error."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -149,58 +149,58 @@ def sigterm_ignored() -> Iterator[None]:
 
 
 class _Listener(threading.Thread):
-    """Counts in the store and looks there for the line of a rank that failed.
+    """Heartbeat thread: increments this rank's counter in the store and polls for the message of a failed rank.
 
-    Ends the process if the block has not been left PATIENCE after that line.
+    Exits the process if the block has not ended PATIENCE after this message.
     """
 
     def __init__(self, store: Any, key: str) -> None:
-        super().__init__(name="first cause", daemon=True)
+        super().__init__(name="padfree peers", daemon=True)
         self.cause: str | None = None
-        self.heard, self.left, self.closed = threading.Event(), threading.Event(), threading.Event()
+        self.cause_seen, self.left, self.closed = threading.Event(), threading.Event(), threading.Event()
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._key, self._count = key, 0
         self._main = store
-        self._store = store.clone()  # a connection of its own: that of the main thread may be waiting for an answer
-        self._polls_per_count = 1 + self._world // 512  # so that a store of very many ranks has time for other things
-        self._say(0)
+        self._store = store.clone()  # its own connection, because the main thread's may be blocked
+        self._polls_per_count = 1 + self._world // 512  # limits the load on the store with very many ranks
+        self._publish_count(0)
 
-    def _say(self, count: int | str) -> None:
+    def _publish_count(self, count: int | str) -> None:
         self._store.set(f"{self._key}/count/{self._rank}", str(count))
 
-    def tell(self, line: str) -> None:
-        """The line that ends everybody, unless there is one."""
-        with suppress(RuntimeError):  # no store, nobody to tell
+    def publish_cause(self, line: str) -> None:
+        """Write the message that ends all ranks, unless there is one already."""
+        with suppress(RuntimeError):  # the store is gone
             self._main.compare_set(f"{self._key}/cause", "", line)
 
     def leave(self) -> None:
         self.left.set()
         self.closed.set()
-        self.join(LINGER)  # a store that cannot be reached answers late, or never
+        self.join(LINGER)  # an unreachable store answers late, or never
 
     def run(self) -> None:
         try:
             for poll in itertools.count(1):
                 if self.closed.wait(POLL):
-                    self._say(_LEFT)
+                    self._publish_count(_LEFT)
                     return
                 if poll % self._polls_per_count == 0:
                     self._count += 1
-                    self._say(self._count)
+                    self._publish_count(self._count)
                 if self._store.check([f"{self._key}/cause"]):
                     break
             self.cause = self._store.get(f"{self._key}/cause").decode()
         except RuntimeError:
-            return  # whoever held the store is gone
-        self.heard.set()
+            return  # the process that hosts the store is gone
+        self.cause_seen.set()
         if not self.left.wait(PATIENCE):
-            print(self.cause, file=sys.stderr, flush=True)  # noqa: T201  nobody else is left to say it
+            print(self.cause, file=sys.stderr, flush=True)  # noqa: T201  no other thread can report it
             os._exit(1)
 
     def silent_ranks(self) -> list[int] | None:
-        """Ranks whose count stands still; None if the store does not answer."""
+        """Ranks whose counter does not change; None if the store does not answer."""
         found: list[list[int]] = []
-        asking = threading.Thread(target=self._ask, args=(found,), name="who is silent", daemon=True)
+        asking = threading.Thread(target=self._find_silent, args=(found,), name="padfree silent ranks", daemon=True)
         asking.start()
         asking.join(2 * self._silence() + PATIENCE)
         return found[0] if found else None
@@ -208,7 +208,7 @@ class _Listener(threading.Thread):
     def _silence(self) -> float:
         return max(SILENCE, 4 * POLL * self._polls_per_count)
 
-    def _ask(self, found: list[list[int]]) -> None:
+    def _find_silent(self, found: list[list[int]]) -> None:
         try:
             store = self._main.clone()
             before = self._counts(store)
@@ -224,7 +224,7 @@ class _Listener(threading.Thread):
 
 
 def raise_together(error: UserError | str | None, group: ProcessGroup | None = None) -> None:
-    """Raise a `UserError` on every rank if any rank has one, or its line: no rank must wait for one that has ended."""
+    """Raise a `UserError` on every rank if any rank has one (or its message). Collective."""
     errors: list[UserError | str | None] = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size(group)

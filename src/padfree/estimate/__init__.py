@@ -1,9 +1,9 @@
-"""What a run will need and do, counted before any weight is loaded.
+"""Estimates of what a run needs and does, computed before any weight is loaded.
 
 memory        bytes on each device and on its host
-activations   of them, what forward keeps for backward
-flops         floating-point operations of a step, and what share of the device's peak they are
-cost_file     cost models that were measured on a device and kept in a file
+activations   the part of them that forward keeps for backward
+flops         floating-point operations of a step, and the fraction of the device's peak that they reach
+cost_file     cost models that were measured on a device and saved in a file
 
-Sizes of a model are read by `padfree.sizes`.
+`padfree.sizes` reads the sizes of a model.
 """

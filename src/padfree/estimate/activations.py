@@ -1,16 +1,16 @@
-"""What forward keeps for backward, counted for one token from the sizes of a usual decoder layer.
+"""The activations that forward keeps for backward, counted per token from the sizes of a typical decoder layer.
 
-Numbers are e bytes (4 or 2), D is the hidden size, q k v o are widths of all heads together, I the MLP's width. A token
-of one layer keeps:
+Elements have e bytes (4 or 2), D is the hidden size, q k v o are the widths of all heads together, I is the width of
+the MLP. Per token, a layer keeps:
 
-    each norm of width w        (4 + e) w                          input in float32, and what is scaled; LayerNorm e w
+    each norm of width w        (4 + e) w                          float32 input, and scaled result; LayerNorm e w
     inputs of projections       2 e D
-    attention                   e (q + k + v + o) + 4 heads        and the log-sum-exp; a gate e (g + o) more
+    attention                   e (q + k + v + o) + 4 heads        with the log-sum-exp; a gate adds e (g + o)
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
-    experts, k a token          k e (2 D + 4 I)                    the token once for each, in and out, and their MLPs
-    mixer                       e s                                in place of attention: what its kind says (s)
-    compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are computed again; q and k as they come and
-                                                                   rotated; gate, up and their product
+    experts, k per token        k e (2 D + 4 I)                    input and output of each expert, and its MLP
+    mixer                       e s                                instead of attention; s depends on its kind
+    compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are recomputed; q and k before and after RoPE;
+                                                                   gate, up and their product
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FLOAT32 = 4
 
 
 def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
-    """What forward keeps for backward of one token, embeddings and last norm included.
+    """Bytes that forward keeps for backward per token, including embeddings and the last norm.
 
-    Selective checkpointing keeps the results of matmuls; of a compiled layer it keeps attention's output and
+    Selective checkpointing keeps the results of matmuls; in a compiled layer it keeps attention's output and
     log-sum-exp. Under `host` only the layers whose tensors stay on the device are counted.
     """
     sizes = ModelSizes.of(model.config)
@@ -55,7 +55,7 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
 
 
 def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
-    """What waits in the host's memory under `host`, of one token."""
+    """Bytes per token that are kept in host memory under `host`."""
     num_layers, sizes = len(layers_of(model)), ModelSizes.of(model.config)
     input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers)
     offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
@@ -63,13 +63,13 @@ def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _host_layer(sizes: ModelSizes, size: int) -> int:
-    """A layer's input, the matmuls around attention, and attention's output."""
+    """Bytes of a layer's input, the matmuls around attention, and attention's output."""
     matmuls = sizes.query + sizes.key + sizes.value + sizes.hidden
     return size * (sizes.hidden + matmuls + sizes.output) + FLOAT32 * sizes.heads
 
 
 def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """Of one token in one layer whose activations are all kept."""
+    """Bytes per token in one layer whose activations are all kept."""
     sizes, text = ModelSizes.of(config), config.get_text_config()
     heads = _attention_of(sizes, layer)
     modules = dict(layer.named_modules())
@@ -86,16 +86,16 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
         return norms + attention + size * (2 * sizes.hidden + routed + 4 * sizes.shared_mlp)
     copies = 4 if any("gate" in name for name in modules) else 2
     if "gelu_new" in (getattr(text, "hidden_act", None), getattr(text, "activation_function", None)):
-        copies += 3  # it is written out in elementary operations
+        copies += 3  # it consists of elementary operations
     return norms + attention + size * (2 * sizes.hidden + copies * sizes.mlp)
 
 
 def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """The same of a compiled layer: the compiler keeps the inputs of matmuls and computes the rest again."""
+    """The same for a compiled layer: the compiler keeps the inputs of matmuls and recomputes the rest."""
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
     if any("experts" in name for name, _ in layer.named_modules()) or mixers_of(layer):
-        return written_out  # a mixer cuts the graph
+        return written_out  # a mixer breaks the graph
     heads = _attention_of(sizes, layer)
     attention = 2 * (heads.query + heads.key + heads.gate) + heads.value + heads.output
     kept = size * (4 * sizes.hidden + attention + 3 * sizes.mlp) + FLOAT32 * sizes.heads
@@ -103,7 +103,7 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
 
 
 def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
-    """Of this layer, which knows its number wherever layers differ."""
+    """The attention sizes of this layer, by its `layer_idx` if layers differ."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     number = next((each for each in numbers if isinstance(each, int)), None)
     if number is not None and sizes.layer_types and sizes.layer_types[number] == "sliding_attention":
@@ -112,7 +112,7 @@ def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
 
 
 def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
-    """Attention, mixers, both, or neither."""
+    """Bytes per token of attention and mixers; a layer may have either, both or neither."""
     kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in mixers_of(layer))
     if attends(layer):
         heads = _attention_of(sizes, layer)
@@ -130,7 +130,7 @@ def cache_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
-    """What a norm of a module's `width` goes over: the norms of queries and keys go over all heads."""
+    """The width that a norm with a weight of `width` is applied to: q and k norms cover all heads."""
     last = name.rpartition(".")[2]
     if width == heads.head and last.startswith("q"):
         return heads.query
@@ -144,7 +144,7 @@ def _norm_bytes(width: int, size: int) -> int:
 
 
 def _matmul_width(layer: nn.Module) -> int:
-    """What selective checkpointing keeps of a token: the outputs of matmuls, those of experts excepted."""
+    """Number of elements per token that selective checkpointing keeps: outputs of matmuls, except those of experts."""
     return sum(
         module.out_features if isinstance(module, nn.Linear) else int(module.nf)
         for name, module in layer.named_modules()

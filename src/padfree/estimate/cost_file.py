@@ -1,4 +1,4 @@
-"""Cost models that were measured on a device and kept in a file (`padfree plan --calibrate`, `batch.cost`)."""
+"""Cost models that were measured on a device and saved in a file (`padfree plan --calibrate`, `batch.cost`)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from padfree.packing import CostModel
 
 
 def read_cost(path: str | Path) -> CostModel:
-    """A file of `padfree plan --calibrate`."""
+    """Read a file written by `padfree plan --calibrate`."""
     check_regular(path, "batch.cost")
     try:
         cost = CostModel.from_json(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise UserError(
-            "batch.cost", f"{path} cannot be read ({reason})", "make it with padfree plan --calibrate"
+            "batch.cost", f"{path} cannot be read ({reason})", "create it with padfree plan --calibrate"
         ) from None
     except (ValueError, TypeError, RecursionError):
-        raise UserError("batch.cost", f"{path} is not a cost model", "make it with padfree plan --calibrate") from None
+        raise UserError("batch.cost", f"{path} is not a cost model", "create it with padfree plan --calibrate") from None
     check_grows(cost, "batch.cost", path)
     return cost
 
 
 def check_grows(cost: CostModel, setting: str, path: object = None) -> None:
-    """Costs that do not depend on tokens plan nothing; noise can make a measurement look like that."""
+    """Refuse a cost that does not depend on tokens, as measurement noise may produce: it cannot balance anything."""
     if not cost.linear and not cost.quadratic:
         subject = "the measured cost" if path is None else f"the cost in {path}"
         raise UserError(setting, f"{subject} does not grow with tokens", "measure again on an idle device")

@@ -1,13 +1,13 @@
-"""How much of the hardware a step uses: the model's FLOPs over time, and over what the devices could do.
+"""How much of the hardware a step uses: the model's FLOPs per second, and the fraction of the devices' peak.
 
-    FLOPs of a step = forward and backward of all samples (`CostModel.from_config`), the head only of scored tokens
+    FLOPs of a step = forward and backward of all samples (`CostModel.from_config`); the head for scored tokens only
     tflops_per_device = FLOPs / seconds / devices / 1e12
-    mfu = tflops_per_device / peak of the device        only where the peak is known and the model computes in bfloat16
+    mfu = tflops_per_device / peak of the device        only if the peak is known and the model computes in bfloat16
 
-What is computed a second time (activation checkpointing, old and reference log-probabilities) is not counted, nor are
-pads: these are the FLOPs that training needs, not those that were spent. A prefix that samples share counts once. With
-adapters the weights below them are frozen, and a matmul with a frozen weight needs two thirds: no gradient of the
-weight.
+Work that is done a second time (activation checkpointing, old and reference log-probabilities) is not counted, nor are
+pads: these are the FLOPs that training requires, not those that were executed. A prefix that samples share counts once.
+With adapters the model's own weights are frozen, and a matmul with a frozen weight needs two thirds, because there is
+no weight gradient.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from padfree.packing import CostModel
 from padfree.packing.cost import FORWARD_AND_BACKWARD
 from padfree.sizes import ModelSizes
 
-# Dense bfloat16 TFLOP/s with float32 sums, without sparsity, at the boost clock: the makers' data sheets, where those
-# that only print the figure with sparsity count half. The words of an entry must all be in the device's name; the
-# first entry that fits is taken, so the more precise stand first.
+# Dense bfloat16 TFLOP/s with float32 accumulation at the boost clock, from the vendors' data sheets. If a data sheet
+# gives only the figure with sparsity, half of it is used. All words of an entry must be in the device's name; the first
+# match is used, so more specific entries come first.
 PEAKS: tuple[tuple[str, float], ...] = (
     ("A100", 312.0),
     ("A800", 312.0),
@@ -57,7 +57,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bfloat16 TFLOP/s of a device by the name its driver gives; None: not known here."""
+    """Dense bfloat16 TFLOP/s of a device by its driver name; None if unknown."""
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     if "mig" in words:  # a slice of a device
         return None
@@ -74,13 +74,13 @@ def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
 
 
 def frozen_flops(flops: float) -> float:
-    """What is left of the FLOPs of a matmul if its weight needs no gradient."""
+    """The remaining FLOPs of a matmul if its weight needs no gradient."""
     return flops * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """What samples share and is computed once: how much less there is of tokens, and of Σ n² over the samples."""
+    """The savings from shared prefixes: the reduction in tokens, and in Σ n² over the samples."""
 
     tokens: float
     pairs: float
@@ -88,10 +88,10 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flops:
-    """What a model's steps cost, and what the devices that share them could do."""
+    """The cost of a model's steps, and the peak of the devices that share them."""
 
     cost: CostModel  # of forward and backward, in FLOPs
-    head: float  # of them, what one token costs in the output head
+    head: float  # FLOPs of one token in the output head, part of `cost`
     devices: int
     peak: float | None  # TFLOP/s of one device
 
@@ -99,7 +99,7 @@ class Flops:
     def of(
         model_config: Any, *, devices: int, device: torch.device, dtype: torch.dtype, adapters: bool = False
     ) -> Flops:
-        """From an HF config, the number of processes and what they compute with."""
+        """From an HF config, the number of processes, their device and their dtype."""
         sizes = ModelSizes.of(model_config)
         head = FORWARD_AND_BACKWARD * 2.0 * sizes.hidden * sizes.vocabulary
         peak = None
@@ -113,18 +113,18 @@ class Flops:
         )
 
     def step(self, lengths: ArrayLike, num_labels: int, shared: Shared | None = None) -> float:
-        """FLOPs of a step over samples of these lengths, of whose tokens `num_labels` are scored."""
+        """FLOPs of a step over samples of these lengths with `num_labels` scored tokens."""
         costs = self.cost(lengths)
         tokens = self.cost.tokens()(lengths).sum()
         saved = 0.0
-        if shared is not None:  # the head scores entries, of which there are as many as without
+        if shared is not None:  # sharing does not reduce the number of scored tokens
             saved = (self.cost.linear - self.head) * shared.tokens + self.cost.quadratic * shared.pairs
         return float(costs.sum() - self.head * (tokens - num_labels) - saved)
 
     def metrics(
         self, lengths: ArrayLike, num_labels: int, seconds: float, shared: Shared | None = None
     ) -> dict[str, float]:
-        """`tflops_per_device`, and `mfu` where the peak is known."""
+        """`tflops_per_device`, and `mfu` if the peak is known."""
         if seconds <= 0:
             return {}
         reached = self.step(lengths, num_labels, shared) / seconds / self.devices / 1e12

@@ -1,18 +1,18 @@
-"""How much memory a run needs on each device, before any weight is loaded.
+"""Estimate the memory that a run needs on each device, before any weight is loaded.
 
-    weights, gradients, optimizer   counted exactly: what the largest shard holds (float32; frozen weights of a bfloat16
-                                    run in bfloat16); on the CPU with parallel.offload
-    gathered                        the root unit and two layers whole (all layers without parallel.reshard), and their
-                                    gradients, while FSDP2 computes
-    activations                     what forward keeps for backward, of one micro-batch of so many tokens
+    weights, gradients, optimizer   counted exactly: the contents of the largest shard (float32; frozen weights of a
+                                    bfloat16 run in bfloat16); on the CPU with parallel.offload
+    gathered                        the unsharded root unit and two layers (all layers without parallel.reshard), and
+                                    their gradients, while FSDP2 computes
+    activations                     what forward keeps for backward, for one micro-batch
     working                         the larger of: the head's logits and gradients; one layer's gradients, and its
-                                    activations where they are computed again
-    reference, sampler              frozen copies; the sampler has none where it can sample from the trained weights
-    cache                           the sampler's keys and values: on a GPU they stay, on the CPU only while it writes
+                                    activations if they are recomputed
+    reference, sampler              frozen copies; no sampler copy if it can sample from the trained weights
+    cache                           the sampler's KV cache: permanent on a GPU, on the CPU only during sampling
 
-How activations are counted is in `padfree.estimate.activations`.
+`padfree.estimate.activations` counts the activations.
 
-An estimate: memory that an allocator cannot use, buffers of collectives and the CUDA context are not in it.
+Not included: memory fragmentation, buffers of collectives, and the CUDA context.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one device, and of its process on the CPU."""
+    """Bytes on one device, and of its process on the CPU."""
 
     weights: int
     gradients: int
     optimizer: int
-    optimizer_state: str  # what it is, in words
+    optimizer_state: str  # description
     offloaded: bool  # the three above are on the CPU
     gathered: int
     tokens: int  # of a micro-batch
     activations: int
-    offloaded_activations: int  # in the host's memory
+    offloaded_activations: int  # in host memory
     working: int
     reference: int
     reference_offloaded: bool
-    sampler: int  # the copy's weights; 0: it shares those that are trained
-    cache: int  # keys and values
-    cache_stays: bool  # else it is there only while the sampler writes
+    sampler: int  # weights of the sampler's copy; 0 if it shares the trained weights
+    cache: int  # KV cache
+    cache_stays: bool  # False: the cache exists only while the sampler generates
     parameters: int
     trained: int
 
@@ -64,7 +64,7 @@ class MemoryEstimate:
 
     @property
     def device(self) -> int:
-        """At the fullest moment: in a training step, or while the sampler writes."""
+        """The peak: in a training step, or while the sampler generates."""
         standing = self.sampler
         standing += 0 if self.offloaded else self.states
         standing += 0 if self.reference_offloaded else self.reference
@@ -87,15 +87,15 @@ def estimate_memory(
     prompt_tokens: int = 0,
     copied_keys: float = 0.0,
 ) -> MemoryEstimate:
-    """Of a run with these settings. `model` is a `skeleton` of `model.path`, into which adapters are put if asked for.
+    """Estimate a run with these settings. `model` is a `skeleton` of `model.path`; adapters are added to it if needed.
 
-    `longest`: tokens of a device in its longest micro-batch, where that may be more than `batch.max_tokens`.
-    `prompt_tokens`: of the longest prompt that responses will be written to. `copied_keys`: keys that attention copies
-    for each token where rows of the data have several samples that share prefixes.
+    `longest`: tokens on a device in its longest micro-batch, if that may exceed `batch.max_tokens`.
+    `prompt_tokens`: length of the longest prompt that responses are generated for. `copied_keys`: keys per token that
+    attention copies if rows of the data have several samples that share prefixes.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
-    assert checkpointing != "auto", "settled before: see padfree.train.resolve_auto"
-    assert reshard != "auto", "settled before: see padfree.train.resolve_auto"
+    assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
+    assert reshard != "auto", "resolved earlier, see padfree.train.resolve_auto"
     shards, size = processes // config.parallel.replicate, NUMBER_BYTES[config.model.dtype]
     if config.lora.rank:
         add_adapters(model, config.lora)
@@ -128,7 +128,7 @@ def estimate_memory(
         sampler = 0 if alone and (size == FLOAT32 or not reshard) else counts.parameters * size
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
     tokens = max(config.batch.max_tokens, longest)
-    # Over context ranks attention cuts a compiled layer, which then keeps more: counted as if it were not compiled.
+    # With several context ranks attention breaks the graph of a compiled layer, which keeps more: count it as eager.
     context = config.parallel.most_context(processes)
     compiled = config.parallel.compile != "none" and context == 1
     return MemoryEstimate(
@@ -157,7 +157,7 @@ def estimate_memory(
 def _cache(
     config: Config, model: PreTrainedModel, size: int, *, processes: int, device_type: str, prompt_tokens: int
 ) -> int:
-    """Keys and values of the in-process sampler. On a GPU a prompt is there once, however many responses follow it."""
+    """The KV cache of the in-process sampler. On a GPU a prompt is stored once for all its responses."""
     if config.rollout.engine != "in_process":
         return 0
     rollout, samples = config.rollout, -(-(config.batch.samples or 1) // processes)
@@ -176,7 +176,7 @@ def _cache(
 class _Counts:
     parameters: int  # of the model without adapters
     trained_parameters: int
-    trained: int  # in the largest shard
+    trained: int  # elements in the largest shard
     frozen: int
 
     @property
@@ -198,7 +198,7 @@ def _counts(model: nn.Module, shards: int) -> _Counts:
 
 
 def _share(parameter: nn.Parameter, shards: int) -> int:
-    """Numbers in the largest shard: FSDP2 cuts a parameter along its first dimension, and the first shards are the
+    """Elements in the largest shard: FSDP2 shards a parameter along its first dimension, and the first shards are the
     largest."""
     if not parameter.ndim:
         return parameter.numel()
@@ -206,8 +206,8 @@ def _share(parameter: nn.Parameter, shards: int) -> int:
 
 
 def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
-    """The root unit and two layers (the one that computes and the next) whole, or all of them; gradients of the
-    embeddings and of one layer, which are made float32 to be reduced."""
+    """The unsharded root unit and two layers (the current one and the next), or all layers; and the gradients of the
+    embeddings and of one layer, which are converted to float32 for the reduction."""
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
     root = sum(parameter.numel() for parameter in model.parameters()) - sum(layers)
     trained = max(
@@ -221,15 +221,16 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
     return (root + (2 * max(layers) if reshard else sum(layers))) * size + gradients
 
 
-# What is there for a moment
+# Temporary memory
 
 
 def key_copies(config: Config, prompt_tokens: int) -> float:
-    """How many keys a row copies for each of its tokens where its samples share prefixes of so many tokens.
+    """The number of keys that a pack copies per token if its samples share prefixes of `prompt_tokens` tokens.
 
-    Of responses that the run writes: a group of G has the keys P + G (P + R) for P + G R tokens. Of others nobody knows
-    before they are compared; they are counted as if half of each sample were shared by eight. SFT compares the samples
-    of a row only, which are counted elsewhere, unless `batch.share_prefixes` is true.
+    For responses that the run generates, a group of G has P + G (P + R) keys for P + G R tokens. For other data the
+    prefixes are unknown before they are compared; they are estimated as if half of each sample were shared by eight.
+    SFT compares only samples from one row of the data, which are counted elsewhere, unless `batch.share_prefixes` is
+    true.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
@@ -249,11 +250,11 @@ def _working(
     backward = size * (4 * inner + 2 * sizes.hidden)
     if parallel.checkpointing != "none":
         backward += layer
-    if context > 1:  # keys and values of the whole row, and their gradients
+    if context > 1:  # keys and values of the whole pack, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * context
     copied = 2 * size * (sizes.key + sizes.value) * copies  # and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None:  # one number a token
+    if head is None:  # one number per token
         return tokens * backward + int(tokens * copied)
     return max(
         tokens * backward + int(tokens * copied),
@@ -272,7 +273,7 @@ def _working(
 def head_bytes(
     tokens: int, hidden: int, vocabulary: int, *, size: int, device_type: str, budget: int, weight_gradient: bool
 ) -> int:
-    """What the fused head holds, gradients of hidden states and of its weight included, if all tokens are scored."""
+    """Bytes of the fused head if all tokens are scored, including the gradients of hidden states and of its weight."""
     operand = size if device_type == "cuda" else FLOAT32
     budget = usable_budget(budget, tokens, hidden, sum_bytes=FLOAT32)
     tile = choose_tile(tokens, vocabulary, itemsize=FLOAT32, device_type=device_type, budget=budget)

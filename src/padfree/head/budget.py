@@ -1,20 +1,21 @@
-"""How large the pieces are: pure arithmetic, no tensors.
+"""Sizes of tiles and chunks of logits: pure arithmetic, no tensors.
 
-M rows with a label, D hidden, V vocabulary. The gradient of `score` is computed for `width` columns of all rows at a
-time: gradients of logits [M, width], so that the weight gradient of these columns is one matmul over all rows.
+Let M be the number of labelled tokens, D the hidden size and V the vocabulary size. `score` computes its gradient for
+`width` columns of all tokens at a time: gradients of logits [M, width], so that the weight gradient of these columns is
+one matmul over all tokens.
 
-`fused_loss` goes by chunks of C rows and keeps their logits. What it wants to hold beside the gradients it returns:
+`fused_loss` processes chunks of C tokens and keeps their logits. In addition to the gradients it returns, it stores:
 
     logits of a chunk [C, V]    16 bits each in bfloat16 training
-    weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's type once, at the end
+    weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's dtype once, at the end
 
-The more rows a chunk has, the less often the sums are rewritten. Half of the sums fit into the memory of the bfloat16
-gradient that is returned anyway; others need memory of their own. Where the budget is too small for all, columns
-[kept, V) are left to `score`'s way once all rows are done: their logits are computed a second time and their weight
+The more tokens a chunk has, the fewer times the sums are rewritten. Half of the sums fit into the memory of the
+bfloat16 gradient that is returned anyway; the others need extra memory. If the budget is too small for all of them,
+columns [kept, V) are computed as in `score` after all chunks: their logits are computed a second time, and their weight
 gradient is one matmul. For (M, D, V) = (16384, 4096, 151936):
 
-    4 GiB    C = 8192    kept = 151936    2 chunks, no logits twice
-    1 GiB    C = 4096    kept =  86016    4 chunks, 43% of the logits twice
+    4 GiB    C = 8192    kept = 151936    2 chunks, no logits computed twice
+    1 GiB    C = 4096    kept =  86016    4 chunks, 43% of the logits computed twice
 """
 
 from __future__ import annotations
@@ -30,51 +31,53 @@ Memory = HeadMemory | int
 GIBIBYTE = 1 << 30
 BUDGETS = {"speed": 4 * GIBIBYTE, "low": GIBIBYTE}
 
-# Tiles: on a GPU large enough to fill it several times over, on a CPU small enough for its caches.
+# Bytes of a tile: on a GPU large enough to fill it several times over, on a CPU small enough for its caches.
 TILE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 MAX_BLOCK = 4096
 
-# A matmul works on this many rows at a time, be they there or not.
+# A matmul processes this many tokens at a time, and pads to it.
 TILE_ROWS = 128
-# How many operations of a matmul take as long as a byte of memory traffic; an H200's 790e12 / 4.3e12.
+# Matmul operations that take as long as one byte of memory traffic; 790e12 / 4.3e12 on an H200.
 OPERATIONS_PER_BYTE = 180
-# The memory traffic that a logit causes beside the matmul if it is computed twice: it is written and read, and its
-# gradient is written. Where the matmul ends in the elementwise work only the gradient is written, which is less than
-# a logit causes that is kept: it is written, read, and overwritten by its gradient.
+# Extra memory traffic, besides the matmul, of a logit that is computed twice instead of kept: it is written and read,
+# and its gradient is written. If the matmul is fused with the elementwise work, only the gradient is written, which is
+# less traffic than for a kept logit, which is written, read, and overwritten by its gradient.
 TWICE_BYTES = 10
 FUSED_TWICE_BYTES = -4
 
 
 def budget_bytes(memory: Memory) -> int:
-    """The bytes a setting stands for."""
+    """The number of bytes that a setting stands for."""
     if isinstance(memory, str):
         if memory not in BUDGETS:
-            raise UserError("memory", "", "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes", value=memory)
+            raise UserError(
+                "memory", "is unknown", "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes", value=memory
+            )
         return BUDGETS[memory]
     need_whole("memory", memory, 1, "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes above 0")
     return memory
 
 
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
-    """No less than the sums of the gradient of hidden [M, D]: with less, the pieces would be too small to be fast."""
+    """At least the sums of the gradient of hidden [M, D]: with less, tiles and chunks would be too small to be fast."""
     return max(budget, num_rows * hidden * sum_bytes)
 
 
 def block_columns(vocabulary: int) -> int:
-    """Columns per block: a power of two, at most 4096, so many that a row has about eight of them or more."""
+    """Columns per block: a power of two, at most 4096, small enough that the vocabulary has about eight blocks."""
     return min(MAX_BLOCK, max(64, _power_of_two(-(-vocabulary // 8))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The largest tile of logits held in full precision; `columns` is a multiple of the block size."""
+    """The largest tile of logits stored in full precision; `columns` is a multiple of the block size."""
 
     rows: int
     columns: int
 
 
 def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: str, budget: int) -> Tile:
-    """As square as blocks and rows allow, in at most an eighth of the budget (but never less than one block)."""
+    """As square as possible, in at most an eighth of the budget (but at least one block)."""
     elements = max(1, min(TILE_BYTES.get(device_type, TILE_BYTES["cuda"]), budget // 8) // itemsize)
     block = block_columns(vocabulary)
     columns = elements / min(max(1, num_rows), elements**0.5)
@@ -83,7 +86,7 @@ def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: s
 
 
 def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) -> int:
-    """How many columns of all rows are worked on at a time. Below one block the budget is exceeded."""
+    """The number of columns of all tokens that are processed at a time: at least a block, whatever the budget."""
     block = block_columns(vocabulary)
     widest = max(block, budget // max(1, num_rows * itemsize))
     return min(vocabulary, even_part(vocabulary, widest, multiple=64))
@@ -91,11 +94,11 @@ def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedPlan:
-    """How `fused_loss` spends its budget."""
+    """How `fused_loss` uses its budget."""
 
     chunk_rows: int  # C
     kept: int  # the logits of columns [0, kept) are kept; those of [kept, V) are computed a second time
-    shared: int  # the sums of columns [0, shared) are in the memory of the returned gradient; the others have their own
+    shared: int  # sums of columns [0, shared) are in the memory of the returned gradient; the others need extra memory
 
 
 def plan_fused(
@@ -112,12 +115,12 @@ def plan_fused(
     twice_bytes: int = TWICE_BYTES,
     keep_all: bool = False,
 ) -> FusedPlan:
-    """The cheapest plan within the budget; if none is, a row at a time.
+    """The cheapest plan within the budget; if there is none, one token at a time.
 
-    `logit_bytes`: of a kept logit. `row_bytes`: what else a row of a chunk takes. `sum_bytes`, `gradient_bytes`: of one
-    number of a gradient while it is summed, and when it is returned. Where they are equal, the sums are the gradient.
-    `twice_bytes`: how much more memory traffic, beside the matmul, a logit causes if it is computed twice.
-    `keep_all`: no logit is computed twice; chunks are smaller instead.
+    `logit_bytes`: bytes of a kept logit. `row_bytes`: other bytes per token of a chunk. `sum_bytes`, `gradient_bytes`:
+    bytes of one element of a gradient while it is summed, and when it is returned. If they are equal, the sums are the
+    gradient. `twice_bytes`: extra memory traffic, besides the matmul, of a logit that is computed twice.
+    `keep_all`: compute no logit twice; make chunks smaller instead.
     """
     own_sums = weight_gradient and sum_bytes != gradient_bytes
     fitting = vocabulary * gradient_bytes // sum_bytes // 64 * 64
@@ -125,7 +128,7 @@ def plan_fused(
     def plan(kept: int) -> tuple[float, FusedPlan]:
         shared = min(kept, fitting) if own_sums else kept
         again = vocabulary - kept
-        # The gradient of hidden is a sum over both ways then.
+        # The gradient of hidden is then a sum over chunks and recomputed columns.
         held = num_rows * hidden * (sum_bytes - gradient_bytes) if again else 0
         chunk_rows = max(1, (budget - held) // (kept * logit_bytes + row_bytes))
         if chunk_rows < num_rows:
@@ -133,9 +136,9 @@ def plan_fused(
             chunk_rows = max(1, (budget - held) // (kept * logit_bytes + row_bytes))
         chunk_rows = min(num_rows, even_part(num_rows, chunk_rows, multiple=TILE_ROWS))
         num_chunks = -(-num_rows // chunk_rows)
-        # The sums are written by the first chunk, read and written by the others, and read to be rounded.
+        # The first chunk writes the sums, the others read and write them, and rounding reads them.
         rewritten = kept * hidden * sum_bytes * 2 * num_chunks if num_chunks > 1 and weight_gradient else 0
-        multiplied = 2 * hidden / OPERATIONS_PER_BYTE  # what a logit's matmul costs
+        multiplied = 2 * hidden / OPERATIONS_PER_BYTE  # cost of one logit's matmul
         idle = num_chunks * rounded_up(chunk_rows, TILE_ROWS) - num_rows
         cost = rewritten + again * num_rows * (multiplied + twice_bytes) + idle * vocabulary * multiplied
         return cost, FusedPlan(chunk_rows=chunk_rows, kept=kept, shared=shared)
@@ -159,5 +162,5 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is `number` or more."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

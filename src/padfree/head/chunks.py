@@ -1,10 +1,10 @@
-"""The loop over chunks of rows that `fused_loss` is made of. It records no graph.
+"""The loop over chunks of tokens that `fused_loss` consists of. It records no autograd graph.
 
-    logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss by its scores  ->  gradient of the logits,
-    in their place  ->  gradient of hidden [C, D], and one more term of the weight gradient [kept, D]
+    logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss with respect to its scores  ->  gradient of
+    the logits, in the same memory  ->  gradient of hidden [C, D], and one more term of the weight gradient [kept, D]
 
-Columns [kept, V), if there are any, only add to the softmax here. Their gradients follow when all rows are done, by
-`tiles.tiled_gradients`. `budget` says how large everything is.
+Columns [kept, V), if any, only contribute to the softmax here. `tiles.tiled_gradients` computes their gradients after
+all chunks. `budget` chooses the sizes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from padfree.head.tiles import (
 )
 
 ScoreGradient = Callable[[Softmax, int], Upstream]
-"""(softmax of a chunk, its first row of the M) -> the gradient of the loss by the chunk's scores."""
+"""(softmax of a chunk, index of its first token among the M) -> gradient of the loss w.r.t. the chunk's scores."""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""By hidden [N, D], weight [V, D] and bias [V], where they are wanted."""
+"""With respect to hidden [N, D], weight [V, D] and bias [V]; None if not wanted."""
 
 
 def chunked_gradients(
     task: ScoringTask, score_gradient: ScoreGradient, wanted: tuple[bool, bool, bool]
 ) -> tuple[Softmax, Gradients]:
-    """The softmax of all M rows, M > 0, and the wanted gradients by hidden, weight and bias."""
+    """The softmax of all M tokens, M > 0, and the wanted gradients with respect to hidden, weight and bias."""
     wants_hidden, wants_weight, wants_bias = wanted
     weight, operand = task.head.weight, task.operand_dtype
     plan = _plan(task, wants_weight)
@@ -45,7 +45,7 @@ def chunked_gradients(
     grad_bias = weight.new_empty(len(weight)) if wants_bias else None
     weight_sums = None if grad_weight is None else WeightSums(grad_weight, plan, task)
     bias_sums = task.new_sums(plan.kept).zero_()
-    # Summed over both ways in full precision; where there is only this way, rounded at once.
+    # Full precision if recomputed columns are added later; otherwise rounded at once.
     exact = task.sum_dtype if not is_whole or operand != weight.dtype else operand
     grad_hidden = task.hidden.new_empty(task.num_rows, weight.shape[1], dtype=exact) if wants_hidden else None
 
@@ -81,7 +81,7 @@ def chunked_gradients(
             bias_sums += gradient.sum(0, dtype=task.sum_dtype)
         softmaxes.append(softmax)
         upstreams.append(upstream)
-        del sums  # before there are those of the next chunk
+        del sums  # free them before those of the next chunk are allocated
     del store, stored, gradients, gradient, matmuls
     softmax = Softmax.join(softmaxes)
     if weight_sums is not None:
@@ -120,7 +120,7 @@ def _plan(task: ScoringTask, weight_gradient: bool) -> FusedPlan:
 def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
     """out [C, D] = gradient [C, kept] @ weight [kept, D]."""
     kept = gradient.shape[1]
-    # In one matmul, unless the weight must be made float32 for it.
+    # One matmul, unless the weight must be converted to float32.
     width = kept if gradient.dtype == task.head.weight.dtype else 4096
     for start, end in parts_of(kept, width):
         matmul(gradient[:, start:end], task.weight_block(start, end), out, accumulate=start > 0)
@@ -131,7 +131,7 @@ class WeightSums:
 
     def __init__(self, grad_weight: Tensor, plan: FusedPlan, task: ScoringTask) -> None:
         self.grad_weight = grad_weight[: plan.kept]
-        self.is_single = plan.chunk_rows >= task.num_rows  # a sum of one term needs no memory
+        self.is_single = plan.chunk_rows >= task.num_rows  # a sum of one term needs no extra memory
         self.is_first = True
         self.parts: list[tuple[int, int, Tensor]] = []
         width, dtype = grad_weight.shape[1], task.sum_dtype
@@ -145,7 +145,7 @@ class WeightSums:
             self.parts = [part for part in self.parts if len(part[2])]
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add the term of a chunk: `gradient` [C, kept], `hidden` [C, D]."""
+        """Add the contribution of a chunk: `gradient` [C, kept], `hidden` [C, D]."""
         if self.is_single:
             rounded_matmul(gradient.T, hidden, self.grad_weight)
             return
@@ -159,8 +159,8 @@ class WeightSums:
             bytes of the gradient   | 16-bit gradient of columns 0 1 2 3 ...          |
             shared sums, in them    | 32-bit sum 0 | 32-bit sum 1 | 32-bit sum 2 ...
 
-        A rounded piece takes half of the bytes of its sums, so it overwrites sums of earlier pieces only. The first
-        piece alone would overwrite its own sums, and is rounded into memory of its own first.
+        A rounded piece takes half of the bytes of its sums, so it overwrites only sums of earlier pieces. Only the
+        first piece would overwrite its own sums; it is first rounded into separate memory.
         """
         for start, end, part in self.parts:
             if part is not self.grad_weight:

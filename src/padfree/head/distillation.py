@@ -1,15 +1,15 @@
-"""Distillation: how far the student's distribution is from the teacher's, over the whole vocabulary, in one go.
+"""Distillation: the divergence between the student's and the teacher's distribution over the vocabulary, fused.
 
-    for each chunk of C rows    student's logits [C, V], teacher's logits [C, V], one after the other, in 16 bits each
-                                -> softmax of both [C]                 log-probabilities of the labels come with it
-                                -> divergence of each row [C]
-                                -> gradient by the student's logits, in their place
+    for each chunk of C tokens  student's logits [C, V], teacher's logits [C, V], one after the other, in 16 bits each
+                                -> softmax of both [C], which includes the log-probabilities of the labels
+                                -> divergence of each token [C]
+                                -> gradient of the student's logits, in the same memory
                                 -> gradients of the student's hidden states and weight
 
-Four matmuls, the least there are: logits of both, and two for the student's gradients. Neither model's logits exist for
-more rows than a chunk has. Teacher and student may have hidden states of different sizes, but one vocabulary.
+This needs four matmuls, the minimum: the logits of both models, and two for the student's gradients. Logits are never
+stored for more tokens than one chunk. Teacher and student may differ in hidden size but share one vocabulary.
 
-As in `fused_loss`, gradients are ready when the function returns, and `backward()` hands them out.
+As in `fused_loss`, the gradients are ready when the function returns, and `backward()` returns them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from padfree.head import divergence as torch_divergence
 from padfree.head import elementwise as torch_elementwise
 from padfree.head.budget import Memory, plan_fused, rounded_up
 from padfree.head.chunks import Gradients, WeightSums, times_weight
-from padfree.head.divergence import Divergence, DivergenceWork, StoredLogits, kth_largest, row_divergence
+from padfree.head.divergence import Divergence, DivergenceWork, StoredLogits, kth_largest, token_divergence
 from padfree.head.elementwise import BlockSums, LogitMatmuls, Softmax
 from padfree.head.full import full_divergence, full_log_softmax
 from padfree.head.fused import hand_over
@@ -39,12 +39,12 @@ from padfree.head.tiles import ROW_NUMBERS, ScoringTask, parts_of, restore_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DistillationLoss:
-    """The loss, to be differentiated, and what is known beside it, which carries no gradient; 0 without a label."""
+    """The differentiable loss, and values without gradient, which are 0 for tokens without a label."""
 
     loss: Tensor  # [] Σ weight · divergence
     divergences: Tensor  # [N] float32
-    logprobs: Tensor  # [N] of the labels, by the student
-    teacher_logprobs: Tensor  # [N]
+    logprobs: Tensor  # [N] log-probabilities of the labels under the student
+    teacher_logprobs: Tensor  # [N] and under the teacher
 
 
 def distillation_loss(
@@ -63,15 +63,15 @@ def distillation_loss(
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> DistillationLoss:
-    """The weighted sum of divergences over all rows with a label; differentiable in the student's hidden and head.
+    """The weighted sum of divergences over all labelled tokens; differentiable in the student's hidden and head.
 
-    hidden [N, D], teacher_hidden [N, E], heads with weights [V, D] and [V, E], all of one dtype. labels [N] say which
-    rows count (-100: not this one), and whose log-probabilities are returned beside the loss.
+    hidden [N, D], teacher_hidden [N, E], heads with weights [V, D] and [V, E], all of one dtype. labels [N] select the
+    tokens that count (-100: does not count), and the log-probabilities that are returned with the loss.
 
-    divergence: "forward-kl" is KL(teacher | student), "reverse-kl" is KL(student | teacher), "jsd" the generalised
-    Jensen-Shannon divergence with `beta` the teacher's share of the mixture. top_k: over the teacher's k most probable
-    tokens and one outcome for all others; None: over all. weights [N]: of the rows; None: 1. temperature divides the
-    logits of both, and nothing makes up for the smaller gradients that it brings.
+    divergence: "forward-kl" is KL(teacher | student), "reverse-kl" is KL(student | teacher), "jsd" is the generalised
+    Jensen-Shannon divergence, with `beta` the teacher's share of the mixture. top_k: compare the teacher's k most
+    probable tokens and one outcome for all others; None: all tokens. weights [N]: one weight per token; None: 1.
+    temperature divides the logits of both models; the smaller gradients that result are not rescaled.
 
     memory: as for `fused_loss`; chunks are as large as it allows. The other arguments are those of `score`.
     """
@@ -87,7 +87,7 @@ def distillation_loss(
         teacher_hidden=teacher_hidden.detach(),
         teacher=replace(teacher, weight=teacher.weight.detach()),
         settings=settings,
-        weights=_row_weights(weights, call, hidden),
+        weights=_weights_of_labelled(weights, call, hidden),
     )
     if call.elementwise is None:
         return _reference(hidden, student, pair)
@@ -103,7 +103,7 @@ def distillation_loss(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Pair:
-    """The checked arguments, apart from those that are differentiated."""
+    """The checked arguments, except the differentiated ones."""
 
     call: Call
     teacher_hidden: Tensor  # [N, E]
@@ -117,21 +117,21 @@ class _Pair:
         return call.task(self.teacher_hidden, head.weight, head.bias)
 
     def results(self, divergences: Tensor, logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, ...]:
-        """(the loss, and what belongs to it as [N]) from what the M rows have."""
+        """(the loss, and the per-token values as [N]) from the values of the M labelled tokens."""
         call, loss = self.call, (self.weights * divergences).sum()
         if call.poison is not None:
             loss = loss + call.poison
         return loss, *(call.scatter(values) for values in (divergences, logprobs, teacher_logprobs))
 
 
-RowResults = tuple[Tensor, Tensor, Tensor]
-"""Of the M rows: divergence, log-probability of the label by the student, and by the teacher."""
+TokenResults = tuple[Tensor, Tensor, Tensor]
+"""Of the M tokens: divergence, and log-probability of the label under the student and under the teacher."""
 
 
 def chunked_distillation(
     pair: _Pair, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: tuple[bool, bool, bool]
-) -> tuple[RowResults, Gradients]:
-    """The loop over chunks of rows. It records no graph; gradients by hidden, weight and bias where they are wanted."""
+) -> tuple[TokenResults, Gradients]:
+    """The loop over chunks of tokens, without an autograd graph; returns the wanted gradients."""
     student, teacher = pair.call.task(hidden, weight, bias), pair.teacher_task()
     wants_hidden, wants_weight, wants_bias = wanted
     operand, vocabulary = student.operand_dtype, len(weight)
@@ -161,7 +161,7 @@ def chunked_distillation(
     grad_hidden = hidden.new_empty(num_rows, hidden.shape[1], dtype=operand) if wants_hidden else None
     stores = [_Store(task, plan.chunk_rows) for task in (student, teacher)]
     tile = student.tile(plan.chunk_rows)
-    found: list[RowResults] = []
+    found: list[TokenResults] = []
     for start, end in parts_of(num_rows, plan.chunk_rows):
         stored, taught = (store.fill(start, end) for store in stores)
         gradient = stores[0].memory.view(operand)[: end - start, :vocabulary]
@@ -170,12 +170,12 @@ def chunked_distillation(
             ours, theirs = stored.part(first, last), taught.part(first, last)
             threshold = None if pair.settings.top_k is None else kth_largest(theirs, pair.settings.top_k)
             sums = work.divergence_sums(ours, theirs, pair.settings, threshold)
-            row = row_divergence(sums, pair.settings, threshold)
-            values.append(row.value)
+            token = token_divergence(sums, pair.settings, threshold)
+            values.append(token.value)
             if any(wanted):
                 scale = rows.inverse_temperature[first:last]
                 work.divergence_gradient(
-                    ours, theirs, pair.settings, row, weights[first:last], student.head, scale, gradient[first:last]
+                    ours, theirs, pair.settings, token, weights[first:last], student.head, scale, gradient[first:last]
                 )
         if grad_hidden is not None:
             times_weight(student, gradient, grad_hidden[start:end])
@@ -196,7 +196,7 @@ def chunked_distillation(
 
 
 class _Store:
-    """Memory for the logits of a chunk, of one of the two models."""
+    """Memory for the logits of one chunk of one of the two models."""
 
     def __init__(self, task: ScoringTask, num_rows: int) -> None:
         operand, columns = task.operand_dtype, rounded_up(len(task.head.weight), ROW_NUMBERS)
@@ -206,7 +206,7 @@ class _Store:
         self.memory = task.hidden.new_empty(num_rows, columns, dtype=dtype)
 
     def fill(self, start: int, end: int) -> StoredLogits:
-        """The logits of rows [start, end), in place of those that were here."""
+        """Compute the logits of tokens [start, end), overwriting the previous chunk."""
         task, head = self.task, self.task.head
         rows = task.rows.part(start, end)
         stored = self.memory[: end - start, : len(head.weight)]
@@ -242,7 +242,7 @@ class _Distillation(torch.autograd.Function):
 
 
 def _reference(hidden: Tensor, head: LmHead, pair: _Pair) -> DistillationLoss:
-    """All logits of both at once, differentiated by autograd."""
+    """The reference: all logits of both models at once, differentiated by autograd."""
     call, scale = pair.call, pair.call.rows.inverse_temperature
     student = full_log_softmax(picked(hidden, call.index), head, scale)
     teacher = full_log_softmax(picked(pair.teacher_hidden, call.index), pair.teacher, scale)
@@ -256,9 +256,15 @@ def _reference(hidden: Tensor, head: LmHead, pair: _Pair) -> DistillationLoss:
 def _settings(kind: DivergenceKind, beta: float, top_k: int | None) -> Divergence:
     check_choice("divergence", kind, DivergenceKind)
     if kind == "jsd":
-        need_number("beta", beta, SMALLEST, 1.0 - 2**-53, "give a share above 0 and below 1; a KL is the limit of both")
+        need_number(
+            "beta",
+            beta,
+            SMALLEST,
+            1.0 - 2**-53,
+            "give a number above 0 and below 1; for the limits use a KL divergence",
+        )
     if top_k is not None:
-        need_whole("top_k", top_k, 1, "give 1 or more of the teacher's tokens, or None for all")
+        need_whole("top_k", top_k, 1, "give 1 or more tokens, or None for all")
     return Divergence(kind=kind, beta=beta, top_k=top_k)
 
 
@@ -268,29 +274,29 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
         if tensor.dtype != hidden.dtype or tensor.device != hidden.device:
             raise UserError(
                 name,
-                f"{tensor.dtype} on {tensor.device} while hidden is {hidden.dtype} on {hidden.device}",
-                "make them one",
+                f"is {tensor.dtype} on {tensor.device}, but hidden is {hidden.dtype} on {hidden.device}",
+                "give both one dtype and one device",
             )
     rows, width = (teacher_hidden.shape, teacher.weight.shape[1:]) if teacher_hidden.ndim == 2 else ((), ())
     if rows != (len(hidden), *width):
         raise UserError(
             "teacher_hidden",
-            f"shape {tuple(teacher_hidden.shape)} for {len(hidden)} rows and a weight of {tuple(teacher.weight.shape)}",
-            "give [N, E] and [V, E]",
+            f"shape {tuple(teacher_hidden.shape)} for {len(hidden)} tokens and weight {tuple(teacher.weight.shape)}",
+            "give shapes [N, E] and [V, E]",
         )
     if len(teacher.weight) != len(student.weight):
         raise UserError(
             "teacher weight",
-            f"a vocabulary of {len(teacher.weight):,}, the student has {len(student.weight):,}",
+            f"has a vocabulary of {len(teacher.weight):,}, but the student has {len(student.weight):,}",
             "give a teacher with the student's vocabulary",
         )
     if teacher.bias is not None and teacher.bias.dtype != hidden.dtype:
-        raise UserError("teacher bias", f"{teacher.bias.dtype} while hidden is {hidden.dtype}", "make them one")
+        raise UserError("teacher bias", f"is {teacher.bias.dtype}, but hidden is {hidden.dtype}", "give both one dtype")
     need_number("teacher softcap", teacher.softcap or 1.0, SMALLEST, LARGEST, "give a number above 0, or None")
 
 
-def _row_weights(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
-    """[M]"""
+def _weights_of_labelled(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
+    """[M] weights of the labelled tokens."""
     scale = call.rows.inverse_temperature
     if weights is None:
         return torch.ones_like(scale)
@@ -298,7 +304,7 @@ def _row_weights(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
     if weights.shape != hidden.shape[:1] or weights.device != hidden.device:
         raise UserError(
             "weights",
-            f"shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} rows on {hidden.device}",
-            "give one number per row there",
+            f"shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} tokens on {hidden.device}",
+            "give one number per token on this device",
         )
     return picked(weights.detach().to(scale.dtype), call.index)

@@ -1,20 +1,21 @@
-"""How far two softmaxes of a row are apart, and the gradient of that, in plain torch; `triton_divergence` has kernels.
+"""The divergence of two softmaxes of a token and its gradient, in plain torch; `triton_divergence` has kernels.
 
-    student   s = softmax(x)  [R, V]        x and y are logits with bias, scale, cap and temperature, as stored by
-    teacher   t = softmax(y)  [R, V]        `elementwise.reduce_tile`: x - peak of their block
+    student   s = softmax(x)  [R, V]        x and y are logits with bias, scale, cap and temperature applied, stored by
+    teacher   t = softmax(y)  [R, V]        `elementwise.reduce_tile` as x - peak of their block; R tokens
 
-    forward-kl   KL(t | s) = Σ t log(t/s)                        by x_j    s_j − t_j
+    forward-kl   KL(t | s) = Σ t log(t/s)                        gradient  s_j − t_j
     reverse-kl   KL(s | t) = Σ s log(s/t)                                  s_j (log(s_j/t_j) − KL)
     jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s            (1−β) s_j (log(s_j/m_j) − KL(s | m))
 
-Top-k. The k tokens that the teacher finds most probable stay what they are, and all others are one outcome, "the rest".
-Two distributions over k + 1 outcomes are compared then, so that the divergence is 0 only where they agree, is never
-more than that of all tokens, and probability that the student gives to the rest is not forgotten.
+With top-k, the k tokens that are most probable under the teacher keep their probabilities, and all others are merged
+into one outcome, "the rest". The two distributions then have k + 1 outcomes. Their divergence is 0 only if these agree,
+never exceeds the divergence over all tokens, and accounts for probability that the student assigns to the rest.
 
-    teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         a token of the rest has the gradient s_j · c: c is
+    teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         a token of the rest has the gradient s_j · c, with c
     student   .4 .2 | .3 .1                    .4 .2 .4         the same for all of them
 
-Tokens as probable as the k-th belong to the k, too, so that no order of tokens decides. Membership is a threshold.
+Tokens as probable as the k-th also belong to the k, so that the result does not depend on the order of the vocabulary.
+A threshold decides membership.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from padfree.head.elementwise import FLOAT16_FLOOR, BlockedHead, Softmax
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """Which one, and over how many of the teacher's tokens."""
+    """The kind of divergence, and the number of the teacher's tokens that it compares."""
 
     kind: DivergenceKind
     beta: float  # the teacher's share in the mixture of jsd
@@ -40,7 +41,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredLogits:
-    """The logits of R rows as they were stored, and what makes log-probabilities of them."""
+    """The stored logits of R tokens, and what turns them into log-probabilities."""
 
     below: Tensor  # [R, V] x - peak of the block
     block_peak: Tensor  # [R, K]
@@ -56,7 +57,7 @@ class StoredLogits:
         )
 
     def below_peak(self, start: int, end: int) -> Tensor:
-        """[R, W] x - peak of the row, of columns [start, end), which lie in one block."""
+        """[R, W] x - peak of the token, for columns [start, end), which are in one block."""
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
         if self.below.dtype == torch.float16:
@@ -68,17 +69,17 @@ class StoredLogits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RowDivergence:
-    """What a row's gradient needs to know of all its columns."""
+class TokenDivergence:
+    """What the gradient of a token's logits needs to know about all its columns."""
 
     value: Tensor  # [R] the divergence
-    mean: Tensor  # [R] what is subtracted from every log-ratio, so that the gradient adds up to 0
+    mean: Tensor  # [R] subtracted from every log-ratio, so that the gradient sums to 0
     rest: Tensor | None  # [R] c of the rest's tokens
-    threshold: Tensor | None  # [R] tokens of the teacher with y - peak below it are the rest
+    threshold: Tensor | None  # [R] vocabulary entries with teacher y - peak below it belong to the rest
 
 
 class DivergenceWork(Protocol):
-    """The elementwise work. Two modules have it: this one and `triton_divergence`."""
+    """The interface of the elementwise work, which this module and `triton_divergence` implement."""
 
     def divergence_sums(
         self, student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
@@ -89,7 +90,7 @@ class DivergenceWork(Protocol):
         student: StoredLogits,
         teacher: StoredLogits,
         settings: Divergence,
-        row: RowDivergence,
+        token: TokenDivergence,
         factor: Tensor,
         head: BlockedHead,
         inverse_temperature: Tensor,
@@ -98,7 +99,7 @@ class DivergenceWork(Protocol):
 
 
 def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
-    """[R] y - peak of the k-th most probable token of each row."""
+    """[R] y - peak of the k-th most probable vocabulary entry of each token."""
     vocabulary = teacher.below.shape[1]
     whole = teacher.block_peak.new_empty(teacher.below.shape)
     for start, end in _columns(vocabulary, teacher.block):
@@ -106,13 +107,13 @@ def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
     return whole.topk(min(k, vocabulary), dim=1, sorted=True).values[:, -1].contiguous()
 
 
-def row_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None) -> RowDivergence:
-    """From what `divergence_sums` found: [4, R]."""
+def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None) -> TokenDivergence:
+    """The divergence from `sums` [4, R], the result of `divergence_sums`."""
     first, second, student_rest, teacher_rest = sums
     rest = None
     beta = settings.beta
     if threshold is not None:
-        tiny = torch.finfo(sums.dtype).tiny  # an empty rest adds 0, and divides nothing by 0
+        tiny = torch.finfo(sums.dtype).tiny  # so that an empty rest adds 0 and does not divide by 0
         s, t = student_rest.clamp(min=tiny), teacher_rest.clamp(min=tiny)
         if settings.kind == "forward-kl":
             first = first + t * (t / s).log()
@@ -127,15 +128,15 @@ def row_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None)
             first, second = first + s * ratio, second + t * (t / mixed).log()
             rest = (1 - beta) * (ratio - first)
     value = (1 - beta) * first + beta * second if settings.kind == "jsd" else first
-    return RowDivergence(value=value, mean=first.contiguous(), rest=rest, threshold=threshold)
+    return TokenDivergence(value=value, mean=first.contiguous(), rest=rest, threshold=threshold)
 
 
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """[4, R]: the terms of the divergence, of jsd KL(s | m) and KL(t | m); and what student and teacher give the rest.
+    """[4, R]: the divergence (jsd: KL(s | m) and KL(t | m)), and the probability of the rest under student and teacher.
 
-    With a threshold the terms are those of the k tokens alone.
+    With a threshold the first two sums cover only the k tokens.
     """
     vocabulary = student.below.shape[1]
     sums = student.block_peak.new_zeros(4, len(student.below))
@@ -163,15 +164,15 @@ def divergence_gradient(
     student: StoredLogits,
     teacher: StoredLogits,
     settings: Divergence,
-    row: RowDivergence,
+    token: TokenDivergence,
     factor: Tensor,
     head: BlockedHead,
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Write `factor` [R] times the gradient by the student's raw logits into `out` [R, V].
+    """Write `factor` [R] times the gradient with respect to the student's raw logits into `out` [R, V].
 
-    `out` may be the memory of what the student stored. `head` is the student's.
+    `out` may be the memory of the student's stored logits. `head` is the student's.
     """
     vocabulary = student.below.shape[1]
     scale = (factor * inverse_temperature * head.logit_scale)[:, None]
@@ -182,13 +183,13 @@ def divergence_gradient(
         if settings.kind == "forward-kl":
             gradient = s - log_t.exp()
         elif settings.kind == "reverse-kl":
-            gradient = s * ((log_s - log_t) - row.mean[:, None])
+            gradient = s * ((log_s - log_t) - token.mean[:, None])
         else:
             log_m = _log_mixture(log_s, log_t, settings.beta)
-            gradient = (1 - settings.beta) * s * ((log_s - log_m) - row.mean[:, None])
-        if row.threshold is not None:
-            assert row.rest is not None
-            gradient = torch.where(below < row.threshold[:, None], s * row.rest[:, None], gradient)
+            gradient = (1 - settings.beta) * s * ((log_s - log_m) - token.mean[:, None])
+        if token.threshold is not None:
+            assert token.rest is not None
+            gradient = torch.where(below < token.threshold[:, None], s * token.rest[:, None], gradient)
         gradient = gradient * scale
         if head.softcap is not None:
             logits = student.below_peak(start, end) + student.softmax.peak[:, None]
@@ -197,7 +198,7 @@ def divergence_gradient(
 
 
 def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """log(βt + (1−β)s), also where both are too small to be numbers."""
+    """log(βt + (1−β)s), also if both underflow."""
     tiny = torch.finfo(log_s.dtype).tiny
     return (beta * log_t.exp() + (1 - beta) * log_s.exp()).clamp(min=tiny).log()
 

@@ -1,15 +1,15 @@
-"""The elementwise work on a tile of logits, in plain torch; `triton_elementwise` does each function in one launch.
+"""The elementwise work on a tile of logits, in plain torch; `triton_elementwise` runs each function in one kernel.
 
-    raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R rows by W columns from column `first` on
+    raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from `first` on
     logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
 
-The vocabulary is cut into K blocks of `block` columns. A row leaves three numbers in each block, and they merge
-exactly, in any order, whatever the size of the logits, because all exponents are taken relative to a maximum:
+The vocabulary is divided into K blocks of `block` columns. Each token has three numbers per block. They merge exactly,
+in any order, whatever the size of the logits, because all exponents are relative to a maximum:
 
     peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
 
-Where the gradient is formed later from the same logits, they are kept as x − peak. In bfloat16 training that is
-float16: what carries probability is near 0 then, so that it errs less than bfloat16 logits do, in the same bytes.
+If the gradient is computed later from the same logits, they are stored as x − peak. In bfloat16 training they are
+stored as float16: values that carry probability are near 0, so this is more precise than bfloat16 logits of equal size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch import Tensor
 from padfree.batch import LmHead
 
 FLOOR = -1e30
-"""Logits are at least this, so that a bias of -inf (a vocabulary entry that does not exist) gives 0, not NaN."""
+"""Lower bound of logits, so that a bias of -inf (a vocabulary entry that does not exist) gives 0, not NaN."""
 
 FLOAT16_FLOOR = -65504.0
-"""The least float16. exp() of anything near it is 0 already."""
+"""The lowest float16. exp() of anything near it is already 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockedHead(LmHead):
-    """A head whose vocabulary is cut into blocks."""
+    """A head whose vocabulary is divided into blocks."""
 
     block: int  # columns per block, a power of two
 
@@ -41,13 +41,13 @@ class BlockedHead(LmHead):
         return -(-len(self.weight) // self.block)
 
     def sums_bytes(self, *, entropy: bool, itemsize: int) -> int:
-        """What the `BlockSums` of one row take."""
+        """Bytes of the `BlockSums` of one token."""
         return self.num_blocks * (3 if entropy else 2) * itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledRows:
-    """What the elementwise work must know of each row of hidden that is scored."""
+    """What the elementwise work needs to know about each scored token."""
 
     labels: Tensor  # [R] int64
     inverse_temperature: Tensor  # [R]
@@ -58,16 +58,16 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """The sums of every block of every row, and the logit of its label. Columns of [R, K] are contiguous."""
+    """The sums of every block of every token, and the logit of its label. Columns of [R, K] are contiguous."""
 
     peak: Tensor  # [R, K]
     total: Tensor  # [R, K]
-    moment: Tensor | None  # [R, K]; without it no entropy
-    target: Tensor  # [R], NaN until the label's column was seen: a label outside the vocabulary stays NaN
+    moment: Tensor | None  # [R, K]; None if no entropy is wanted
+    target: Tensor  # [R], NaN until the label's column is computed: a label outside the vocabulary stays NaN
 
     @staticmethod
     def empty(num_rows: int, num_blocks: int, like: Tensor, *, entropy: bool) -> BlockSums:
-        # In memory all rows of a block lie together: that is how tiles write them.
+        # All tokens of a block are adjacent in memory, because tiles write them this way.
         peak = like.new_empty(num_blocks, num_rows).T
         return BlockSums(
             peak=peak,
@@ -87,7 +87,7 @@ class BlockSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Softmax:
-    """A row's softmax: log p = (x − peak) − log_total. Two numbers, since their sum loses digits of large logits."""
+    """The softmax of each token: log p = (x − peak) − log_total. The sum of both would lose digits of large logits."""
 
     peak: Tensor  # [R]
     log_total: Tensor  # [R]
@@ -114,7 +114,7 @@ class Softmax:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Upstream:
-    """The gradient of the loss by each row's log-probability and entropy."""
+    """The gradient of the loss with respect to each token's log-probability and entropy."""
 
     logprobs: Tensor  # [R]
     entropy: Tensor | None  # [R]
@@ -133,12 +133,12 @@ class Upstream:
 
 def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
     there = [part for part in parts if part is not None]
-    assert len(there) in (0, len(parts)), "some chunks have an entropy and others none"
+    assert len(there) in (0, len(parts)), "only some chunks have an entropy"
     return torch.cat(there) if there else None
 
 
 class Elementwise(Protocol):
-    """The elementwise work. Two modules have it: this one and `triton_elementwise`."""
+    """The interface of the elementwise work, which this module and `triton_elementwise` implement."""
 
     def reduce_tile(
         self,
@@ -178,7 +178,7 @@ class Elementwise(Protocol):
 
 
 class LogitMatmuls(Protocol):
-    """A matmul and the elementwise work on it. `tiles.TiledMatmuls` has it, and the module `matmuls`."""
+    """The interface of a matmul with its elementwise work. `tiles.TiledMatmuls` and module `matmuls` implement it."""
 
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
@@ -200,7 +200,7 @@ class LogitMatmuls(Protocol):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Write the sums of the tile's blocks, and x - peak into `stored` [R, W] if given. `raw_logits` is overwritten.
+    """Write the sums of the tile's blocks, and x - peak into `stored` [R, W] if given. Overwrites `raw_logits`.
 
     `first` is a multiple of the block size.
     """
@@ -224,7 +224,7 @@ def reduce_tile(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """Over the blocks."""
+    """Merge the sums over the blocks."""
     peak = sums.peak.amax(1)
     shift = sums.peak - peak[:, None]
     share = shift.exp()
@@ -245,7 +245,7 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient by the raw logits of a tile into `out` [R, W]. `raw_logits` is overwritten."""
+    """Write the gradient with respect to the raw logits of a tile into `out` [R, W]. Overwrites `raw_logits`."""
     logits = _logits_(raw_logits, first, head, rows)
     log_p = (logits - softmax.peak[:, None]).sub_(softmax.log_total[:, None])
     _gradient(log_p, logits, first, head, rows, softmax, upstream, out)
@@ -260,7 +260,7 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """The same from all columns of what `reduce_tile` stored [R, V]; `peak` [R, K]. `out` may be the same memory."""
+    """The same from all columns that `reduce_tile` stored [R, V]; `peak` [R, K]. `out` may share its memory."""
     for index, start in enumerate(range(0, stored.shape[1], head.block)):
         end = min(start + head.block, stored.shape[1])
         below = stored[:, start:end].to(peak.dtype)
@@ -270,7 +270,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """Multiply all values, which are contiguous, by `factor` []."""
+    """Multiply contiguous `values` by `factor` [] in place."""
     values.mul_(factor)
 
 
@@ -287,7 +287,7 @@ def _gradient(
     """d loss / d x_j = g·[j = label] − p_j·(g + h·(log p_j + entropy)), g and h upstream; then back through x."""
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:
-        assert softmax.entropy is not None, "a gradient of the entropy needs the entropy"
+        assert softmax.entropy is not None, "the gradient of the entropy needs the entropy"
         pull = pull + upstream.entropy[:, None] * (log_p + softmax.entropy[:, None])
     gradient = log_p.exp().mul_(pull).neg_()
     num_columns = gradient.shape[1]
@@ -302,7 +302,7 @@ def _gradient(
 
 
 def _logits_(raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows) -> Tensor:
-    """The logits [R, W], written over the raw_logits."""
+    """The logits [R, W], written over `raw_logits`."""
     if head.bias is not None:
         raw_logits.add_(head.bias[first : first + raw_logits.shape[1]])
     if head.softcap is None:

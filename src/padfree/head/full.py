@@ -1,9 +1,9 @@
-"""The definition of right: all logits at once, plain torch, differentiated by autograd.
+"""The reference implementation: all logits at once, in plain torch, differentiated by autograd.
 
     hidden [M, D], weight [V, D] -> logits [M, V] -> log-probability of the label [M], entropy [M]
-    the same of two models                        -> divergence [M] of one from the other
+    the same of two models                        -> divergence [M] between them
 
-Everything else in this folder computes the same numbers without the [M, V].
+Everything else in this folder computes the same numbers without storing [M, V].
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from padfree.head.divergence import Divergence
 def full_scores(
     hidden: Tensor, head: LmHead, labels: Tensor, inverse_temperature: Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [M] and entropies [M] of rows that all have a label; float32, or float64 for float64."""
+    """Log-probabilities [M] and entropies [M] of labelled tokens; float32, or float64 for float64."""
     log_p = full_log_softmax(hidden, head, inverse_temperature)
     logprobs = log_p.gather(1, labels[:, None])[:, 0]
     if not entropy:
         return logprobs, None
-    # xlogy-like: an entry that does not exist (bias -inf) adds 0, not NaN
+    # as in xlogy, a vocabulary entry that does not exist (bias -inf) adds 0, not NaN
     return logprobs, -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(1)
 
 
@@ -42,7 +42,7 @@ def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) 
 
 
 def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> Tensor:
-    """[M] from log-probabilities [M, V] of both."""
+    """[M] from the log-probabilities [M, V] of both models."""
     if settings.top_k is not None and settings.top_k < student.shape[1]:
         least = teacher.topk(settings.top_k, dim=1).values[:, -1:]
         student, teacher = (_with_rest(log_p, teacher < least) for log_p in (student, teacher))
@@ -56,12 +56,12 @@ def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> T
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """[M] Σ p (log p − log q); an entry that p does not have adds 0."""
+    """[M] Σ p (log p − log q); an entry with p = 0 adds 0."""
     there = log_p > -torch.inf
     return (log_p.exp() * (log_p.masked_fill(~there, 0.0) - log_q.masked_fill(~there, 0.0))).sum(1)
 
 
 def _with_rest(log_p: Tensor, is_rest: Tensor) -> Tensor:
-    """[M, V + 1]: entries of the rest become -inf, and one more holds what they have together."""
+    """[M, V + 1]: entries of the rest become -inf, and one more entry holds their total."""
     rest = log_p.masked_fill(~is_rest, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_p.masked_fill(is_rest, -torch.inf), rest], dim=1)

@@ -1,16 +1,16 @@
-"""Loss and gradient in one go: three matmuls, the least there are.
+"""Loss and gradient in one pass with three matmuls, the minimum.
 
-    for each chunk of C rows      logits [C, V]  ->  logprobs, entropy [C]
-                                                 ->  token_loss  ->  its gradient by logprobs and entropy [C]
-                                  gradient of the logits, in their place  ->  gradients of hidden and weight
+    for each chunk of C tokens    logits [C, V]  ->  logprobs, entropy [C]
+                                                 ->  token_loss  ->  its gradient w.r.t. logprobs and entropy [C]
+                                  gradient of the logits, in the same memory  ->  gradients of hidden and weight
 
-For losses in which each token's term depends on its own log-probability and entropy only: SFT and every policy loss
-with a ratio per token. Their gradient by the logits is known as soon as a row's logits are, so the logits need not be
-computed again as in `score`. A loss over whole sequences (GSPO) must use `score`.
+For losses in which each token's term depends only on its own log-probability and entropy: SFT and every policy loss
+with a ratio per token. The gradient with respect to a token's logits is known as soon as the logits are, so the logits
+need not be computed again as in `score`. A loss over whole sequences (GSPO) must use `score`.
 
-The gradients are ready when `fused_loss` returns and are handed out by `backward()`, which multiplies them by the
-gradient of whatever was computed from the loss. That factor is exact where it is a power of two; any other rounds a
-bfloat16 gradient a second time, so factors belong into `token_loss`.
+The gradients are ready when `fused_loss` returns. `backward()` returns them, multiplied by the incoming gradient of the
+loss. This factor is exact if it is a power of two; any other factor rounds a bfloat16 gradient a second time, so put
+factors into `token_loss`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from padfree.head.scores import Backend, Call, as_head, full_logits_scores, prep
 from padfree.head.tiles import tiled_softmax
 
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-"""(logprobs [c], entropy [c] or None, rows [c]) -> loss [c]."""
+"""(logprobs [c], entropy [c] or None, positions [c]) -> loss [c]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FusedLoss:
-    """The loss, to be differentiated, and what it was computed from, which carries no gradient."""
+    """The differentiable loss, and the scores it was computed from, without gradient."""
 
     loss: Tensor  # [] the sum of all tokens' losses
-    logprobs: Tensor  # [N] float32, 0 where there is no label
+    logprobs: Tensor  # [N] float32, 0 for tokens without a label
     entropy: Tensor | None  # [N] likewise
 
 
@@ -59,19 +59,19 @@ def fused_loss(
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> FusedLoss:
-    """The sum of `token_loss` over all rows with a label; differentiable in hidden, weight and bias.
+    """The sum of `token_loss` over all labelled tokens; differentiable in hidden, weight and bias.
 
-    token_loss(logprobs [c], entropy [c] or None, rows [c]) gives the loss [c] of some rows; `rows` are their places
-    among the N, to pick advantages[rows] and the like with. Token t of the result may depend on token t of the
-    arguments only. It is called once for each chunk, in order, and never for rows without a label. Tensors it
-    closes over get no gradient.
+    token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the loss [c] of some tokens; `positions` are
+    their indices among the N, for example for advantages[positions]. Element t of the result may depend only on
+    element t of the arguments. It is called once per chunk, in order, and never for tokens without a label. Tensors
+    that it captures get no gradient.
 
-    memory: as for `score`. With "low" a part of the logits is computed twice where that is what the memory allows.
+    memory: as for `score`. With a small budget a part of the logits is computed twice.
     The other arguments are those of `score`.
     """
     if not callable(token_loss):
         raise UserError(
-            "token_loss", "", "give a function of (logprobs, entropy, rows), see make_token_loss", value=token_loss
+            "token_loss", "is not callable", "give a function of (logprobs, entropy, positions)", value=token_loss
         )
     head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
@@ -93,7 +93,7 @@ def fused_loss(
 
 
 class _Terms:
-    """Calls `token_loss` and collects what it returns, chunk by chunk."""
+    """Calls `token_loss` chunk by chunk and collects its results."""
 
     def __init__(self, call: Call, token_loss: TokenLoss) -> None:
         self.call = call
@@ -101,22 +101,26 @@ class _Terms:
         self.losses: list[Tensor] = []
 
     def evaluate(self, logprobs: Tensor, entropy: Tensor | None, start: int) -> Tensor:
-        """The losses of rows `start` on of the M, checked and remembered without their graph."""
+        """The losses of the tokens from `start` on among the M; checked, and stored without their graph."""
         end = start + len(logprobs)
         index = self.call.index
-        rows = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
-        losses: object = self.token_loss(logprobs, entropy, rows)
+        positions = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
+        losses: object = self.token_loss(logprobs, entropy, positions)
         if not isinstance(losses, Tensor):
-            raise UserError("token_loss", f"returned a {type(losses).__name__}", "return a tensor of one loss per row")
+            raise UserError(
+                "token_loss", f"returned a {type(losses).__name__}", "return a tensor with one loss per token"
+            )
         if losses.shape != logprobs.shape:
             raise UserError(
-                "token_loss", f"loss of shape {tuple(losses.shape)} for {len(logprobs)} rows", "return one per row"
+                "token_loss",
+                f"returned shape {tuple(losses.shape)} for {len(logprobs)} tokens",
+                "return one loss per token",
             )
         self.losses.append(losses.detach())
         return losses
 
     def score_gradient(self, softmax: Softmax, start: int) -> Upstream:
-        """The gradient of the losses by the scores of a chunk."""
+        """The gradient of the losses with respect to the scores of a chunk."""
         with torch.enable_grad():
             leaves = [softmax.logprobs.detach().requires_grad_()]
             if softmax.entropy is not None:
@@ -124,15 +128,17 @@ class _Terms:
             losses = self.evaluate(leaves[0], leaves[1] if len(leaves) > 1 else None, start)
             if not losses.requires_grad:
                 raise UserError(
-                    "token_loss", "its result carries no gradient", "compute it from logprobs, not detached"
+                    "token_loss",
+                    "returned a tensor without gradient",
+                    "compute the loss from logprobs without detaching",
                 )
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
-        # The gradient of a sum is one number expanded; kernels want as many as there are rows.
+        # The gradient of a sum is one expanded number; kernels need one number per token in memory.
         logprobs, *entropy = (gradient.contiguous() for gradient in gradients)
         return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
 
     def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(the loss, and the scores as [N])."""
+        """(the loss, and the scores as [N])"""
         call = self.call
         loss = torch.cat(self.losses).sum()
         if call.poison is not None:
@@ -181,16 +187,16 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
-    """The gradients that forward left in `ctx`, times `grad_loss` []. `name`: of the function, for the message."""
+    """The gradients that forward left in `ctx`, times `grad_loss` []. `name` is the function's, for the message."""
     if ctx.gradients is None:
-        raise RuntimeError(f"{name}: backward a second time; give retain_graph=True the first time")
+        raise RuntimeError(f"{name}: backward was called a second time; set retain_graph=True in the first call")
     grad_hidden, grad_weight, grad_bias = ctx.gradients
     if torch._C._autograd._get_current_graph_task_keep_graph():
         grad_hidden, grad_weight, grad_bias = (
             None if gradient is None else gradient.clone() for gradient in ctx.gradients
         )
     else:
-        ctx.gradients = None  # handed over, not copied: they can be larger than all else here together
+        ctx.gradients = None  # returned without a copy, because they can be larger than everything else
     for gradient in (grad_hidden, grad_weight, grad_bias):
         if gradient is not None:
             ctx.elementwise.scale_(gradient, grad_loss)

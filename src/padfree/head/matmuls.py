@@ -1,18 +1,19 @@
-"""Matmuls that end in the elementwise work, so that float32 logits never reach memory.
+"""Matmuls fused with the elementwise work on their result, so that float32 logits are never written to memory.
 
     hidden [R, D] --.                       tile [rows, columns] of one program, in registers
-                     >--  matmul  -------->  peak, total, moment of each row   -> one number each per row and block
-    weight [V, D] --'                       the label's logit                  -> one per row
-                                            x - peak as float16                -> 2 bytes a logit, if it is kept
-                                            or: gradient by the raw logits     -> 2 bytes a logit
+                     >--  matmul  -------->  peak, total, moment of each token  -> one number each per token and block
+    weight [V, D] --'                       the label's logit                   -> one per token
+                                            x - peak as float16                 -> 2 bytes per logit, if it is kept
+                                            or: gradient of the raw logits      -> 2 bytes per logit
 
-A matmul alone writes 4 bytes a logit, and what follows reads them again. Here a tile's numbers are used where the
-tensor cores left them. The block of `elementwise.py` is what a program reduces at once: 256 columns or 128, not 4096.
+A separate matmul would write 4 bytes per logit, which the elementwise work would read again. Here the elementwise work
+uses a tile while it is in registers. The block of `elementwise.py` is the number of columns that a program reduces at
+once: 256 or 128, not 4096.
 
-As many programs as the GPU can hold take tiles in turn. `hidden` and `weight` come by tensor descriptors (TMA), and
-the loads of a program's next tile are under way while it finishes this one. Tiles are taken in bands of `band` row
-tiles: within a band all rows of a column tile first, so that a band of `hidden` and the weights in use stay in the L2
-cache.
+There are as many programs as the GPU can hold, and they take tiles in turn. Tensor descriptors (TMA) load `hidden` and
+`weight`, and the loads of a program's next tile are in flight while it finishes this one. Tiles are taken in bands of
+`band` row tiles: within a band, all row tiles of one column tile come first, so that a band of `hidden` and the weights
+in use stay in the L2 cache.
 
     band of 2 row tiles       0  2  4  6
                               1  3  5  7
@@ -30,46 +31,46 @@ from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softm
 
 
 class MatmulConfiguration(NamedTuple):
-    """How a matmul is cut up; found by measurement (`bench/head_matmuls.py`)."""
+    """The tile sizes of a matmul, found by measurement (`bench/head_matmuls.py`)."""
 
     rows: int = 128  # of a tile
     columns: int = 256  # of a tile
-    depth: int = 64  # of hidden, per step of the loop
+    depth: int = 64  # elements of the hidden dimension per step of the loop
     stages: int = 3  # steps whose operands are in shared memory at a time
     warps: int = 8
     band: int = 16  # row tiles that share the weights in use
-    parts: int = 1  # columns are finished at once, or in two parts, which takes fewer registers
-    resident: int = 1  # programs a multiprocessor holds: one finishes its tile while another multiplies
+    parts: int = 1  # 1: reduce all columns at once; 2: in two halves, which takes fewer registers
+    resident: int = 1  # programs per multiprocessor: one finishes its tile while another multiplies
 
     @property
     def block(self) -> int:
-        """Columns that are reduced at once."""
+        """Number of columns that are reduced at once."""
         return self.columns // self.parts
 
 
 PLAIN = MatmulConfiguration()
-# With a bias or a cap a tile in one part does not fit: it needs more shared memory or registers than there are.
+# With a bias or a cap, a tile in one part needs more shared memory or registers than there are.
 OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
 def choose(head: BlockedHead) -> MatmulConfiguration:
-    """The configuration that was fastest on an H200, or the next one, which fits where that does not."""
+    """The configuration that was fastest on an H200, or the fastest that fits if the head has a bias or a cap."""
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
 
 def unsupported_reason(hidden: Tensor, weight: Tensor, operand_dtype: torch.dtype) -> str | None:
     """Why these matmuls cannot be used, or None if they can."""
     if operand_dtype != torch.bfloat16:
-        return f"{operand_dtype}: only bfloat16 matmuls add up in float32 at full speed"
+        return f"{operand_dtype}: only bfloat16 matmuls accumulate in float32 at full speed"
     if hidden.device.type == "cuda" and torch.cuda.get_device_capability(hidden.device)[0] != 9:
-        return "not a Hopper GPU: earlier ones have no tensor descriptors, on later ones nothing was measured"
+        return "not a Hopper GPU: earlier GPUs have no tensor descriptors, later ones were not measured"
     if hidden.device.type != "cuda" and not _is_interpreted():
         return "not a GPU"
     if hidden.shape[1] % 8:
-        return "D is no multiple of 8: rows would not begin at multiples of 16 bytes"
+        return "D is not a multiple of 8: matrix rows would not be aligned to 16 bytes"
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
-            return f"{name}: its rows are no contiguous numbers that begin at multiples of 16 bytes"
+            return f"{name}: its matrix rows are not contiguous or not aligned to 16 bytes"
     return None
 
 
@@ -81,18 +82,18 @@ def reduce_rows(
     stored: Tensor | None,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Write the sums of all blocks of the rows of `hidden` [R, D], and x - peak of columns [0, K) into `stored` [R, K].
+    """Write the sums of all blocks of `hidden` [R, D] @ weight.T, and x - peak of columns [0, K) into `stored` [R, K].
 
-    What is too far below for float16 is stored as -inf. The rows of `stored` must begin at multiples of 16 bytes.
+    Values below the range of float16 are stored as -inf. The matrix rows of `stored` must be aligned to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from padfree.head import triton_matmuls as kernels
 
     configuration = configuration or _fitting(choose(head), stored)
-    assert head.block == configuration.block, f"sums of {head.block} columns from a matmul of {configuration.block}"
+    assert head.block == configuration.block, f"blocks of {head.block} and {configuration.block} columns"
     num_rows, width = hidden.shape
-    absent = rows.labels  # a pointer for what is absent and not read
+    absent = rows.labels  # a placeholder for absent arguments, which are not read
     kernels.reduce_kernel[_grid(num_rows, len(head.weight), hidden.device, configuration)](
         TensorDescriptor.from_tensor(hidden, [configuration.rows, configuration.depth]),
         TensorDescriptor.from_tensor(head.weight, [configuration.columns, configuration.depth]),
@@ -133,9 +134,9 @@ def gradient_columns(
     out: Tensor,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Write the gradient by the raw logits `hidden` [R, D] @ `weight` [W, D].T, which are columns `first` on, to `out`.
+    """Write the gradient of the raw logits `hidden` [R, D] @ `weight` [W, D].T, columns `first` on, to `out` [R, W].
 
-    The rows of `out` [R, W] must begin at multiples of 16 bytes.
+    The matrix rows of `out` must be aligned to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -174,7 +175,7 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """With a stage less where `_store` writes number by number: that takes shared memory, too, and all is in use."""
+    """One stage less if `_store` writes element by element, which needs shared memory when all of it is in use."""
     return (
         configuration
         if written is None or not _is_cut(written)
@@ -183,7 +184,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Whether the rows end inside of the 16 bytes that a descriptor writes at a time."""
+    """Whether matrix rows end inside the 16 bytes that a descriptor writes at a time."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

@@ -1,18 +1,18 @@
-"""Log-probabilities and entropies of labels, without the logits.
+"""Log-probabilities and entropies of labels, without storing the logits.
 
     hidden [N, D]  weight [V, D]  labels [N]           labels   7  -  3  3  -  9        (- is -100)
-            |  the M rows with a label                 rows     0     2  3     5
+            |  the M labelled tokens                   index    0     2  3     5
             v
-    tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 where there is no label
+    tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 for tokens without a label
 
-Training needs two numbers per row, but the logits they come from are V per row: 37 GiB with what autograd makes of them
-for 16,384 rows and V = 151,936. Here a tile is computed, reduced and forgotten. `score` computes it again for the
-gradient, four matmuls in all; where a token's loss depends on its own scores only, `fused_loss` needs three.
+Training needs two numbers per token, but there are V logits per token: with autograd's intermediate results they take
+37 GiB for 16,384 tokens and V = 151,936. Here a tile is computed, reduced and discarded. `score` computes it again for
+the gradient, four matmuls in all; if a token's loss depends only on its own scores, `fused_loss` needs three.
 
     logits = cap(logit_scale · (hidden @ weight.T + bias)) / temperature        cap(y) = softcap · tanh(y / softcap)
 
-Log-probabilities and entropy are float32, computed from float32 logits, also where hidden and weight are bfloat16
-(and float64 where these are float64).
+Log-probabilities and entropy are float32, computed from float32 logits, even if hidden and weight are bfloat16
+(and float64 if these are float64).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Backend = Literal["auto", "reference", "chunked", "triton"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scores:
-    """What the model thinks of each label; 0 where there is none."""
+    """Log-probability and entropy of each token; 0 for tokens without a label."""
 
     logprobs: Tensor  # [N] float32
-    entropy: Tensor | None = None  # [N] float32, of the whole distribution at that row
+    entropy: Tensor | None = None  # [N] float32, of the whole distribution
 
 
 def score(
@@ -62,23 +62,23 @@ def score(
     memory: Memory = "low",
     backend: Backend = "auto",
 ) -> Scores:
-    """Log-probability of each label, and the entropy if wanted; differentiable in hidden, weight and bias.
+    """Log-probability of each label, and the entropy if requested; differentiable in hidden, weight and bias.
 
-    weight: that of the head, or the whole head of a model, `lm_head_of(model)`, which brings its own bias, softcap and
-    logit_scale. hidden [N, D], weight [V, D] and bias [V] have one dtype: bfloat16, float32 or float64 (autocast
-    changes nothing here). labels [N] are integers, -100 where there is nothing to score: such rows take no part in any
-    matmul, score exactly 0 and get exactly zero gradient. temperature: one number, or [N], not differentiated.
+    weight: the weight of the head, or the whole head of a model, `lm_head_of(model)`, which has its own bias, softcap
+    and logit_scale. hidden [N, D], weight [V, D] and bias [V] have one dtype: bfloat16, float32 or float64 (autocast
+    has no effect here). labels [N] are integers, -100 for tokens that are not scored: they take no part in any matmul,
+    have scores of exactly 0 and get exactly zero gradient. temperature: one number, or [N], not differentiated.
 
-    num_labels: how many rows have a label, if the host knows. Without it a GPU is asked, and the host waits for the
-    answer. A wrong number is refused on the CPU; on a GPU, where nobody waits to see it, all scores are NaN then.
-    A label outside the vocabulary likewise: refused on the CPU, its log-probability NaN on a GPU.
+    num_labels: the number of labelled tokens, if the host knows it. Without it the host must synchronise with the GPU.
+    A wrong number is refused on the CPU; on a GPU, where a check would synchronise, it makes all scores NaN.
+    A label outside the vocabulary is refused on the CPU; on a GPU its log-probability is NaN.
 
-    memory: the most that is held beside the gradients that are returned, "low" (1 GiB), "speed" (4 GiB) or a number of
-    bytes; but never less than a float32 copy of the scored rows of hidden would take.
+    memory: the maximum memory in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a number of
+    bytes; but never less than a float32 copy of the hidden states of the scored tokens.
 
-    backend: "reference" has all logits at once; "chunked" is plain torch on any device, and holds a few tiles of logits
-    (64 MiB each on CUDA) more; "triton" does all elementwise work on a tile in one go, on CUDA, and for bfloat16 on a
-    Hopper GPU within the matmul itself; "auto" takes "triton" on CUDA where it is installed, else "chunked".
+    backend: "reference" stores all logits at once; "chunked" is plain torch on any device, and needs a few more tiles
+    of logits (64 MiB each on CUDA); "triton" runs all elementwise work on a tile in one kernel on CUDA, and for
+    bfloat16 on a Hopper GPU inside the matmul itself; "auto" uses "triton" on CUDA if it is installed, else "chunked".
     """
     head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
@@ -93,32 +93,32 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """The head that a caller gives whole or in parts."""
+    """The head, which a caller gives as an `LmHead` or in parts."""
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     given = {"bias": bias is not None, "softcap": softcap is not None, "logit_scale": logit_scale != 1.0}
     for name, is_given in given.items():
         if is_given:
-            raise UserError(name, "given beside an LmHead, which has its own", "leave it out")
+            raise UserError(name, "cannot be given with an LmHead, which has its own", "leave it out")
     return weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """The checked arguments of `score` or `fused_loss`, apart from those that are differentiated."""
+    """The checked arguments of `score` or `fused_loss`, except the differentiated ones."""
 
     num_tokens: int  # N
-    index: Tensor | None  # [M] int64, the rows with a label; None: all
+    index: Tensor | None  # [M] int64, the labelled tokens; None: all
     rows: LabelledRows  # [M]
     softcap: float | None
     logit_scale: float
     entropy: bool
     budget: int  # bytes
     elementwise: Elementwise | None  # None: the reference
-    poison: Tensor | None  # [] 0, or NaN where the host was wrong about the number of labels; added to every score
+    poison: Tensor | None  # [] 0, or NaN if `num_labels` is wrong; added to every score
 
     def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ScoringTask:
-        """What the passes work on."""
+        """The task that the passes over tiles work on."""
         assert self.elementwise is not None
         sum_bytes = self.rows.inverse_temperature.element_size()
         head = BlockedHead(
@@ -141,7 +141,7 @@ class Call:
         return task if self.elementwise is torch_elementwise else _with_fused_matmuls(task)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[M] -> [N], 0 where there is no label."""
+        """[M] -> [N], 0 for tokens without a label."""
         zeros = values.new_zeros(self.num_tokens)
         if self.poison is not None:
             values, zeros = values + self.poison, zeros + self.poison
@@ -149,14 +149,14 @@ class Call:
 
 
 def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
-    """With matmuls that end in the elementwise work, where those can be used."""
+    """The task with matmuls that are fused with the elementwise work, if they can be used."""
     if matmuls.unsupported_reason(task.hidden, task.head.weight, task.operand_dtype) is not None:
         return task
     return replace(task, head=replace(task.head, block=matmuls.choose(task.head).block), fused=matmuls)
 
 
 def full_logits_scores(hidden: Tensor, head: LmHead, call: Call) -> Scores:
-    """The reference backend."""
+    """The scores by the reference backend."""
     logprobs, entropy = full_scores(
         picked(hidden, call.index), head, call.rows.labels, call.rows.inverse_temperature, entropy=call.entropy
     )
@@ -203,7 +203,7 @@ class _Score(torch.autograd.Function):
 
 
 def picked(values: Tensor, index: Tensor | None) -> Tensor:
-    """The rows of `values` [N, ...] that have a label."""
+    """The elements of `values` [N, ...] of the labelled tokens."""
     return values.contiguous() if index is None else values[index]
 
 
@@ -218,7 +218,7 @@ def prepare(
     memory: Memory,
     backend: Backend,
 ) -> Call:
-    """Check the arguments, and find the rows that have a label."""
+    """Check the arguments, and find the labelled tokens."""
     for name, tensor in (("hidden", hidden), ("weight", head.weight), ("labels", labels), ("bias", head.bias)):
         if tensor is not None:
             need_tensor(name, tensor)
@@ -227,10 +227,10 @@ def prepare(
         need_number("softcap", head.softcap, SMALLEST, LARGEST, "give a number above 0, or None for no cap")
     need_number("logit_scale", head.logit_scale, -LARGEST, LARGEST, "give a finite number")
     if num_labels is not None:
-        need_whole("num_labels", num_labels, 0, f"give the number of labels that are not {IGNORE}")
+        need_whole("num_labels", num_labels, 0, f"give the number of labels other than {IGNORE}")
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     inverse_temperature = _inverse_temperature(temperature, hidden, dtype)
-    index, poison = _labelled_rows(labels, num_labels)
+    index, poison = _labelled_tokens(labels, num_labels)
     rows = LabelledRows(
         labels=picked(labels, index).to(torch.int64), inverse_temperature=picked(inverse_temperature, index)
     )
@@ -251,7 +251,7 @@ def prepare(
 
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        raise UserError("hidden", "", "give bfloat16, float32 or float64", value=hidden.dtype)
+        raise UserError("hidden", "is not supported", "give bfloat16, float32 or float64", value=hidden.dtype)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not len(weight):
         raise UserError(
             "hidden, weight", f"shapes {tuple(hidden.shape)} and {tuple(weight.shape)}", "give [N, D] and [V, D]"
@@ -259,40 +259,50 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
     if labels.shape != hidden.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
         raise UserError(
             "labels",
-            f"{labels.dtype} of shape {tuple(labels.shape)} for {len(hidden)} rows",
-            "give one integer per row",
+            f"{labels.dtype} of shape {tuple(labels.shape)} for {len(hidden)} tokens",
+            "give one integer per token",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UserError(
-            "bias", f"shape {tuple(bias.shape)} for {len(weight)} vocabulary entries", "give one number per entry"
+            "bias",
+            f"shape {tuple(bias.shape)} for {len(weight)} vocabulary entries",
+            "give one number per vocabulary entry",
         )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
-            raise UserError(name, f"{tensor.dtype} while hidden is {hidden.dtype}", "cast one to the other's dtype")
+            raise UserError(name, f"is {tensor.dtype}, but hidden is {hidden.dtype}", "give both one dtype")
     for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
-            raise UserError(name, f"on {tensor.device} while hidden is on {hidden.device}", "move it there")
+            raise UserError(
+                name, f"is on {tensor.device}, but hidden is on {hidden.device}", f"move it to {hidden.device}"
+            )
 
 
 def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N]."""
+    """[N]"""
     if not isinstance(temperature, Tensor):
-        need_number("temperature", temperature, SMALLEST, LARGEST, "give a number above 0, or a tensor of one per row")
+        need_number(
+            "temperature",
+            temperature,
+            SMALLEST,
+            LARGEST,
+            "give a number above 0, or a tensor with one number per token",
+        )
         return hidden.new_full((len(hidden),), 1 / temperature, dtype=dtype)
     need_tensor("temperature", temperature)
     if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
         raise UserError(
             "temperature",
-            f"shape {tuple(temperature.shape)}, requires_grad {temperature.requires_grad}, for {len(hidden)} rows",
-            "give one number, or one per row that needs no gradient",
+            f"shape {tuple(temperature.shape)}, requires_grad {temperature.requires_grad}, for {len(hidden)} tokens",
+            "give one number, or one per token that requires no gradient",
         )
     if temperature.device.type == "cpu" and not (temperature > 0).all():
-        raise UserError("temperature", f"{temperature.min().item()} in a row", "give numbers above 0")
+        raise UserError("temperature", f"is {temperature.min().item()} for a token", "give numbers above 0")
     return temperature.to(dtype).reciprocal()
 
 
-def _labelled_rows(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """(the rows that have a label [M], or None if all have; the poison of a wrong `num_labels`)."""
+def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """(indices [M] of the labelled tokens, or None if all have a label; the poison of a wrong `num_labels`)"""
     labelled = labels != IGNORE
     if num_labels is None:
         index = labelled.nonzero()[:, 0]
@@ -300,12 +310,14 @@ def _labelled_rows(labels: Tensor, num_labels: int | None) -> tuple[Tensor | Non
     count = labelled.sum()
     if not 0 <= num_labels <= len(labels) or (labels.device.type == "cpu" and int(count) != num_labels):
         raise UserError(
-            "num_labels", f"{num_labels} for {len(labels)} labels", f"give the number that are not {IGNORE}"
+            "num_labels",
+            f"{num_labels} is wrong for these {len(labels)} labels",
+            f"give the number other than {IGNORE}",
         )
     poison = torch.where(count == num_labels, 0.0, float("nan"))
     if num_labels == len(labels):
         return None, poison
-    # A stable sort puts the labelled rows first, in order. Unlike nonzero() its size is known to the host.
+    # A stable sort puts the labelled tokens first, in order. Unlike nonzero(), its size is known on the host.
     return (~labelled).to(torch.uint8).argsort(stable=True)[:num_labels], poison
 
 
@@ -313,14 +325,14 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
     outside = (picked_labels < 0) | (picked_labels >= vocabulary)
     if outside.any():
         label = int(picked_labels[outside][0])
-        row = int((labels == label).nonzero()[0, 0])
+        token = int((labels == label).nonzero()[0, 0])
         raise UserError(
-            "labels", f"{label} at row {row} for a vocabulary of {vocabulary}", f"give 0 to {vocabulary - 1}"
+            "labels", f"{label} at token {token} is outside the vocabulary", f"give labels from 0 to {vocabulary - 1}"
         )
 
 
 def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
-    """The elementwise work of a backend; None for the reference."""
+    """The implementation of the elementwise work for a backend; None for the reference."""
     is_cuda = hidden.device.type == "cuda"
     if backend == "auto":
         can = is_cuda and hidden.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
@@ -330,13 +342,15 @@ def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
     if backend == "chunked":
         return torch_elementwise
     if backend != "triton":
-        raise UserError("backend", "", "give 'auto', 'reference', 'chunked' or 'triton'", value=backend)
+        raise UserError("backend", "is unknown", "give 'auto', 'reference', 'chunked' or 'triton'", value=backend)
     if importlib.util.find_spec("triton") is None:
-        raise UserError("backend", "'triton', which is not installed", "install triton or use 'chunked'")
+        raise UserError("backend", "is 'triton', which is not installed", "install triton or use 'chunked'")
     if hidden.dtype == torch.float64:
-        raise UserError("backend", "'triton' with float64", "use 'chunked'")
+        raise UserError("backend", "'triton' does not support float64", "use 'chunked'")
     from padfree.head import triton_elementwise as kernels
 
     if not is_cuda and not kernels.is_interpreted():
-        raise UserError("backend", f"'triton' on {hidden.device.type}", "use 'chunked', or set TRITON_INTERPRET=1")
+        raise UserError(
+            "backend", f"'triton' does not run on {hidden.device.type}", "use 'chunked', or set TRITON_INTERPRET=1"
+        )
     return kernels

@@ -1,14 +1,15 @@
-"""The loops over tiles of logits that `score` is made of, and `fused_loss` too. None of them records a graph.
+"""The loops over tiles of logits that `score` and `fused_loss` use. None of them records an autograd graph.
 
-    tiled_softmax      every tile of [M, V], forgotten at once          -> the softmax of each row
+    tiled_softmax      every tile of [M, V], discarded at once          -> the softmax of each token
     tiled_gradients    every tile again, [M, width] gradients at a time -> the gradients
 
-A tile is a matmul and the elementwise work on it. `TiledMatmuls` does one after the other, on any device. With matmuls
-that end in the elementwise work (`matmuls.py`) no tile of logits is ever in memory.
+A tile is a matmul and the elementwise work on its result. `TiledMatmuls` runs one after the other, on any device. With
+fused matmuls (`matmuls.py`) no tile of logits is ever written to memory.
 
-Precision. Logits, sums and softmax are float32 (float64 for float64 inputs). In bfloat16 training the gradients of
-the logits are bfloat16, being one side of a matmul with bfloat16 on the other; such matmuls add up in float32
-and are rounded once. Only CUDA multiplies bfloat16 fast and into float32; elsewhere the operands are made float32.
+Precision: logits, sums and softmax are float32 (float64 for float64 inputs). In bfloat16 training the gradients of the
+logits are bfloat16, because they are an operand of a matmul with another bfloat16 operand; these matmuls accumulate in
+float32 and round once. Only CUDA has fast bfloat16 matmuls with float32 results; elsewhere operands are converted to
+float32.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from padfree.head.budget import Tile, choose_tile, choose_width, rounded_up
 from padfree.head.elementwise import BlockedHead, BlockSums, Elementwise, LabelledRows, LogitMatmuls, Softmax, Upstream
 
 ROW_NUMBERS = 64
-"""Rows have a multiple of so many numbers: 16-bit ones begin at multiples of 128 bytes then, as matmuls like it."""
+"""Matrix rows are padded to a multiple of this many elements: 16-bit ones are then aligned to 128 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoringTask:
-    """M rows to be scored, and with what."""
+    """M tokens to be scored, and everything needed to score them."""
 
     hidden: Tensor  # [N, D]
-    index: Tensor | None  # [M] the rows of hidden that are scored; None: all of them
+    index: Tensor | None  # [M] the scored tokens of hidden; None: all
     rows: LabelledRows  # [M]
     head: BlockedHead
     elementwise: Elementwise
-    fused: LogitMatmuls | None  # matmuls that end in the elementwise work, where there are any
+    fused: LogitMatmuls | None  # matmuls fused with the elementwise work, if available
     entropy: bool
     budget: int  # bytes
 
@@ -45,21 +46,21 @@ class ScoringTask:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What logits and sums are."""
+        """The dtype of logits and sums."""
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """What is multiplied, and what the gradients of the logits are."""
+        """The dtype of matmul operands and of the gradients of the logits."""
         return self.hidden.dtype if self.hidden.device.type == "cuda" else self.sum_dtype
 
     @property
     def copies_rows(self) -> bool:
-        """Whether `hidden_rows` costs memory."""
+        """Whether `hidden_rows` makes a copy."""
         return self.index is not None or self.hidden.dtype != self.operand_dtype
 
     def hidden_rows(self, start: int, end: int) -> Tensor:
-        """[R, D] rows [start, end) of the M."""
+        """[R, D] hidden states of tokens [start, end) of the M."""
         part = self.hidden[start:end] if self.index is None else self.hidden[self.index[start:end]]
         return part.to(self.operand_dtype)
 
@@ -67,7 +68,7 @@ class ScoringTask:
         return self.head.weight[start:end].to(self.operand_dtype)
 
     def tile(self, num_rows: int) -> Tile:
-        """A tile for so many rows."""
+        """The tile for this many tokens."""
         return choose_tile(
             num_rows,
             len(self.head.weight),
@@ -77,27 +78,27 @@ class ScoringTask:
         )
 
     def tile_bytes(self, num_rows: int) -> int:
-        """What the matmuls of so many rows hold while they are at work."""
+        """Bytes that the matmuls of this many tokens need while they run."""
         tile = self.tile(num_rows)
         return 0 if self.fused is not None else tile.rows * tile.columns * self.sum_dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes while it is reduced: its sums, and its copy if there is one."""
+        """Bytes per token while it is reduced: its sums, and the copy of its hidden state if there is one."""
         copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
     def matmuls(self, num_rows: int) -> LogitMatmuls:
-        """What multiplies and does the elementwise work, with the memory it needs for so many rows."""
+        """The matmuls with their elementwise work, and the memory they need for this many tokens."""
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:
-        """Memory for sums of this shape, not set to anything."""
+        """Uninitialised memory for sums of this shape."""
         return self.hidden.new_empty(shape, dtype=self.sum_dtype)
 
 
 class TiledMatmuls:
-    """A matmul and the elementwise work on it, one tile of logits at a time, in memory for one."""
+    """A matmul followed by the elementwise work, one tile of logits at a time, with memory for one tile."""
 
     def __init__(self, task: ScoringTask, num_rows: int) -> None:
         self.task = task
@@ -107,7 +108,7 @@ class TiledMatmuls:
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
     ) -> None:
-        """Write the sums of the rows of `hidden` [R, D]; keep the logits of columns [0, K) if there is `stored` [R, K].
+        """Write the sums of the tokens `hidden` [R, D]; keep the logits of columns [0, K) if `stored` [R, K] is given.
 
         K is a multiple of the block size, or V.
         """
@@ -138,7 +139,7 @@ class TiledMatmuls:
         upstream: Upstream,
         out: Tensor,
     ) -> None:
-        """Write the gradient by `hidden` [R, D] @ `weight` [W, D].T, which are columns `first` on, to `out` [R, W]."""
+        """Write the gradient of `hidden` [R, D] @ `weight` [W, D].T, columns `first` on, to `out` [R, W]."""
         tile_rows, tile_columns = self.memory.shape
         for row, last_row in parts_of(len(hidden), tile_rows):
             for column, last_column in parts_of(len(weight), tile_columns):
@@ -156,10 +157,10 @@ class TiledMatmuls:
 
 
 def tiled_softmax(task: ScoringTask) -> Softmax:
-    """The softmax of each of the M rows."""
+    """The softmax of each of the M tokens."""
     num_rows = task.num_rows
     matmuls = task.matmuls(num_rows)
-    # Sums of all rows at once take much less than half of the budget, unless there are very many rows.
+    # The sums of all tokens take much less than half of the budget, unless there are very many tokens.
     at_once = max(1, task.budget // 2 // task.row_bytes)
     softmaxes = []
     for start, end in list(parts_of(num_rows, at_once)) or [(0, 0)]:
@@ -181,16 +182,16 @@ def tiled_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """The gradients that come through columns [first_column, V), whose logits are computed for it.
+    """The gradients through columns [first_column, V), whose logits are computed again.
 
-    Writes these rows of `grad_weight` [V, D] and `grad_bias` [V]. `grad_hidden` [M, D] holds sums: it is set if
+    Writes this range of `grad_weight` [V, D] and `grad_bias` [V]. `grad_hidden` [M, D] holds sums: it is set if
     first_column is 0, else added to.
     """
     head, num_rows = task.head, task.num_rows
     hidden = task.hidden_rows(0, num_rows)
     matmuls = task.matmuls(num_rows)
     held = task.tile_bytes(num_rows) + (num_bytes(hidden) if task.copies_rows else 0)
-    if grad_hidden is not None:  # of which the returned one will have its part
+    if grad_hidden is not None:  # the part that exceeds the returned gradient
         held += grad_hidden.numel() * (task.sum_dtype.itemsize - task.hidden.dtype.itemsize)
     width = choose_width(
         num_rows,
@@ -212,7 +213,7 @@ def tiled_gradients(
 
 
 def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
-    """[M, ...] -> [N, ...] in the type of hidden, 0 where there is no label."""
+    """[M, ...] -> [N, ...] in the dtype of hidden, 0 for tokens without a label."""
     values = values.to(task.hidden.dtype)
     if task.index is None:
         return values
@@ -220,7 +221,7 @@ def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
 
 
 def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    """out = left @ right, or out += left @ right, summed in the type of `out`."""
+    """out = left @ right, or out += left @ right, summed in the dtype of `out`."""
     if left.dtype == out.dtype:
         if accumulate:
             torch.addmm(out, left, right, out=out)

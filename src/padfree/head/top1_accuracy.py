@@ -1,8 +1,8 @@
-"""Whether the label is the likeliest token, without stored logits: for evaluation, so there is no gradient.
+"""Top-1 accuracy without storing the logits: for evaluation, without gradients.
 
-    hidden [N, D], labels [N]  ->  [N] float32: 1 where the largest logit is the label's, else 0; 0 without a label
+    hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0; 0 without a label
 
-Soft cap, scale and temperature change no order, so that the matmul and the bias are all that is computed.
+Soft cap, scale and temperature preserve the order of logits, so only the matmul and the bias are computed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 from padfree.batch import IGNORE, LmHead
 
 CHUNK_BYTES = 1 << 27
-"""Of logits that are there at a time."""
+"""Bytes of logits stored at a time."""
 
 
 @torch.no_grad()
 def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
-    """[N] for the hidden states [N, D] that the head scores."""
-    assert head.logit_scale > 0, "a negative scale turns the order round"
+    """[N] whether each label is the most probable token, for hidden states [N, D]."""
+    assert head.logit_scale > 0, "a negative scale reverses the order"
     found = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
-    rows = (labels != IGNORE).nonzero()[:, 0]
-    for chosen in torch.split(rows, max(1, CHUNK_BYTES // (4 * len(head.weight)))):
+    labelled = (labels != IGNORE).nonzero()[:, 0]
+    for chosen in torch.split(labelled, max(1, CHUNK_BYTES // (4 * len(head.weight)))):
         logits = _products(hidden[chosen], head.weight)
         if head.bias is not None:
             logits = logits + head.bias.to(logits.dtype)
@@ -31,7 +31,7 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
 
 
 def _products(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[c, V]; in float32 where a GPU can do that, since neighbours that bfloat16 cannot tell apart are ties."""
+    """[c, V]; in float32 if a GPU supports it, because logits that bfloat16 cannot distinguish would be ties."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return torch.nn.functional.linear(hidden, weight)

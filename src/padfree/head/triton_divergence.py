@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""`divergence.py` as Triton kernels: one reads both models' stored logits for the sums, one for the gradient.
+"""`divergence.py` as Triton kernels: one reads the stored logits of both models for the sums, one for the gradient.
 
-    grid (R rows, spans): a program has `BLOCKS` blocks of `BLOCK` columns of one row of both models in registers
+    grid (R tokens, spans): a program holds `BLOCKS` blocks of `BLOCK` columns of one token of both models in registers
 
-The two models' blocks may differ in size (a head with a bias has smaller ones); `BLOCK` is the smaller of the two, and
-a block's peak is found by the column that it begins at. Partial sums of spans are added up afterwards, in their order.
+The block sizes of the two models may differ (a head with a bias has smaller blocks). `BLOCK` is the smaller one, and
+the first column of a block determines the peak that applies. Partial sums of spans are added afterwards, in order.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.head.divergence import Divergence, RowDivergence, StoredLogits
+from padfree.head.divergence import Divergence, StoredLogits, TokenDivergence
 from padfree.head.elementwise import BlockedHead
 from padfree.head.triton_elementwise import _FLOAT16_FLOOR, _LOG2_E, _cap_slope
 
-# Columns of a row that a program has, and its warps.
+# Columns of one token that a program processes, and its warps.
 SPAN = 4096
 WARPS = 8
 
@@ -33,7 +33,7 @@ PER_ROW = (
     "student_block_peaks", "student_peaks", "student_log_totals", "teacher_block_peaks", "teacher_peaks",
     "teacher_log_totals", "thresholds", "means", "rests", "factors", "inverse_temperature", "sums",
 )  # fmt: skip
-"""Pointers that begin at any row, see `triton_elementwise.PER_ROW`."""
+"""Pointers with arbitrary alignment, see `triton_elementwise.PER_ROW`."""
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _below_peak(
     stored, stride, block_peaks, sums_stride, peaks, row, block, column, num_columns,
     BLOCK: tl.constexpr, OWN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCKS, BLOCK] x - peak of the row."""
+    """[BLOCKS, BLOCK] x - peak of the token."""
     inside = column < num_columns
     below = tl.load(stored + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     below = tl.maximum(below, _FLOAT16_FLOOR, propagate_nan=tl.PropagateNan.ALL)
@@ -98,7 +98,7 @@ def _sums_kernel(
         tl.store(place + 2 * plane, _total(tl.where(is_rest, s, 0.0)))
         tl.store(place + 3 * plane, _total(tl.where(is_rest, t, 0.0)))
     else:
-        is_rest = below != below  # nothing is, but a NaN, which stays one
+        is_rest = below != below  # false except for a NaN, which stays NaN
         tl.store(place + 2 * plane, 0.0)
         tl.store(place + 3 * plane, 0.0)
     if KIND == _FORWARD:
@@ -171,7 +171,7 @@ def divergence_sums(
     _sums_kernel[(num_rows, spans)](
         *_pointers(student),
         *_pointers(teacher),
-        student.softmax.peak if threshold is None else threshold,  # a pointer for what is absent and not read
+        student.softmax.peak if threshold is None else threshold,  # a placeholder if absent, which is not read
         sums,
         num_rows,
         num_columns,
@@ -191,22 +191,22 @@ def divergence_gradient(
     student: StoredLogits,
     teacher: StoredLogits,
     settings: Divergence,
-    row: RowDivergence,
+    token: TokenDivergence,
     factor: Tensor,
     head: BlockedHead,
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """`divergence.divergence_gradient`. In place is safe: a program writes only what it alone has read."""
+    """`divergence.divergence_gradient`. May run in place: a program writes only elements that no other reads."""
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)
     absent = student.softmax.peak
     _gradient_kernel[(num_rows, -(-num_columns // (shape["BLOCK"] * shape["BLOCKS"])))](
         *_pointers(student),
         *_pointers(teacher),
-        absent if row.threshold is None else row.threshold,
-        row.mean,
-        absent if row.rest is None else row.rest,
+        absent if token.threshold is None else token.threshold,
+        token.mean,
+        absent if token.rest is None else token.rest,
         factor,
         inverse_temperature,
         out,
@@ -220,7 +220,7 @@ def divergence_gradient(
         head.logit_scale,
         head.softcap or 1.0,
         KIND=KINDS[settings.kind],
-        HAS_TOP=row.threshold is not None,
+        HAS_TOP=token.threshold is not None,
         HAS_SOFTCAP=head.softcap is not None,
         **shape,
     )

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """`elementwise.py` as Triton kernels: each reads a tile of logits once and writes it at most once.
 
-    grid (R rows, blocks of the tile): a program has the `BLOCK` columns of one row of one block in registers
+    grid (R tokens, blocks of the tile): a program holds the `BLOCK` columns of one block of one token in registers
 
-Nothing is shared between programs, so nothing is atomic and results do not depend on the order they run in. All
-arithmetic is float32. With `TRITON_INTERPRET=1` in the environment before Triton is imported they run on the CPU.
+Programs share nothing, so there are no atomics and results do not depend on the order of execution. All arithmetic is
+float32. If `TRITON_INTERPRET=1` is set before Triton is imported, the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from padfree.head.elementwise import FLOAT16_FLOOR, FLOOR, BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
 
-# Columns of a row that a program turns into gradients, and its warps.
+# Columns of one token that a program turns into gradients, and its warps.
 STORED_SPAN = 4096
 STORED_WARPS = 8
 
@@ -26,7 +26,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter, which was decided when this module was imported."""
+    """Whether these kernels run in Triton's interpreter, which is decided when this module is imported."""
     return not isinstance(_reduce_kernel, triton.JITFunction)
 
 
@@ -34,8 +34,8 @@ PER_ROW = (
     "labels", "inverse_temperature", "block_peaks", "totals", "moments", "targets", "peaks", "log_totals", "logprobs",
     "entropies", "pull_logprobs", "pull_entropies",
 )  # fmt: skip
-"""Pointers that begin at any row. Like numbers of rows they differ from step to step, and a kernel that was compiled
-for multiples of 16 would be compiled once more for the others."""
+"""Pointers with arbitrary alignment. Alignments, like numbers of tokens, differ from step to step, and a kernel that is
+specialised on multiples of 16 would be compiled again for other values."""
 
 
 @triton.jit
@@ -52,13 +52,13 @@ def _logits(
         magnitude = softcap * ((1.0 - small) / (1.0 + small))  # of the tanh; this form cannot overflow
         logits = tl.where(logits < 0.0, -magnitude, magnitude)
     logits *= inverse_temperature
-    # where(), not maximum(): a NaN must stay one
+    # where(), not maximum(): a NaN must stay NaN
     return tl.where(logits < _FLOOR, _FLOOR, logits)
 
 
 @triton.jit
 def _gradient(log_p, pull_logprob, pull_entropy, entropy, HAS_ENTROPY: tl.constexpr):
-    """-p · (g + h · (log p + entropy)): all of the gradient but what comes to the label alone."""
+    """-p · (g + h · (log p + entropy)): the gradient except for the term of the label."""
     pull = pull_logprob
     if HAS_ENTROPY:
         pull = (pull_logprob + pull_entropy * entropy) + pull_entropy * log_p
@@ -116,7 +116,7 @@ def _raw_logits_kernel(
     scale = tl.load(inverse_temperature + row)
     logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     log_p = (logits - tl.load(peaks + row)) - tl.load(log_totals + row)
-    # What pulls at the row carries the factor from raw_logits to logits already.
+    # The upstream gradients already include the factor from raw_logits to logits.
     pull_logprob = tl.load(pull_logprobs + row) * (scale * logit_scale)
     entropy = 0.0
     pull_entropy = 0.0
@@ -214,9 +214,9 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """`elementwise.reduce_tile`, which leaves the raw logits as they are."""
+    """`elementwise.reduce_tile`, but does not overwrite the raw logits."""
     num_rows, num_columns = raw_logits.shape
-    absent = rows.labels  # a pointer for what is absent and not read
+    absent = rows.labels  # a placeholder for absent arguments, which are not read
     _reduce_kernel[_grid(num_rows, num_columns, head)](
         raw_logits,
         rows.labels,
@@ -252,7 +252,7 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """`elementwise.gradient_from_raw_logits`, which leaves the raw logits as they are."""
+    """`elementwise.gradient_from_raw_logits`, but does not overwrite the raw logits."""
     num_rows, num_columns = raw_logits.shape
     absent = rows.labels
     _raw_logits_kernel[_grid(num_rows, num_columns, head)](
@@ -280,7 +280,7 @@ def gradient_from_raw_logits(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """`elementwise.merge`, which reads each sum once or twice and needs no memory besides."""
+    """`elementwise.merge`. Reads each sum once or twice and needs no extra memory."""
     num_rows, num_blocks = sums.peak.shape
     peak, log_total, logprobs = (torch.empty_like(sums.target) for _ in range(3))
     entropy = None if sums.moment is None else torch.empty_like(sums.target)
@@ -313,7 +313,7 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """`elementwise.gradient_from_stored`. In place is safe: a program writes only what it alone has read."""
+    """`elementwise.gradient_from_stored`. May run in place: a program writes only elements that no other reads."""
     num_rows, num_columns = stored.shape
     absent = rows.labels
     blocks = max(1, STORED_SPAN // head.block)
@@ -343,7 +343,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """`elementwise.scale_`, which touches nothing where the factor is 1, as it mostly is, and does not ask the host."""
+    """`elementwise.scale_`. Does nothing if the factor is 1, as usual, and does not synchronise with the host."""
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)

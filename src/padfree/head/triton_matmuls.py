@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The matmuls as Triton kernels: the loop over tiles and steps of D, and what is done with a tile at its end.
+"""The fused matmuls as Triton kernels: the loop over tiles and steps of D, and the elementwise work on each tile.
 
-Out of range is the descriptors' business: they read 0 there and do not write. Only the last columns of the vocabulary
-are masked, in the one tile that has them. But a descriptor cuts what it writes at a multiple of 16 bytes: where the
-columns end elsewhere (five numbers of two bytes), `_store` writes the last tile of a row number by number.
+Tensor descriptors handle the boundaries: they read 0 outside and do not write there. Only the last columns of the
+vocabulary are masked, in the one tile that contains them. But a descriptor ends its writes at a multiple of 16 bytes:
+if the columns end elsewhere (five numbers of two bytes), `_store` writes the last tile element by element.
 
-Numbers of rows differ from step to step. Triton compiles a kernel once more for numbers that 16 divides, which would
-happen in the middle of a run, so it is told not to look at those.
+The number of tokens differs from step to step. Triton compiles a kernel again for numbers divisible by 16, in the
+middle of a run, so these arguments are marked `do_not_specialize`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from padfree.head.elementwise import FLOOR
 from padfree.head.triton_elementwise import _LOG2_E, PER_ROW, _cap_slope, _gradient, _logits
 
 _OUTSIDE = tl.constexpr(2 * FLOOR)
-"""The logit of a column behind the last: less than any other, and finite, so that 0 times it is 0."""
+"""The logit of columns past the last one: lower than any other, and finite, so that 0 times it is 0."""
 
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BAND: tl.constexpr):
-    """(row tile, column tile) of the tile that is taken as number `tile`."""
+    """(row tile, column tile) of the tile with number `tile`."""
     in_band = BAND * column_tiles
     first = tile // in_band * BAND
     height = tl.minimum(row_tiles - first, BAND)
@@ -50,7 +50,7 @@ def _store(
     descriptor, pointer, stride, values, first_row, first, num_rows, num_columns,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write `values` [rows, block] to [num_rows, num_columns]; `IS_CUT`: these columns end inside of 16 bytes."""
+    """Write `values` [rows, block] to [num_rows, num_columns]; `IS_CUT`: these columns end inside 16 bytes."""
     if IS_CUT:
         if first + BLOCK > num_columns:
             row = first_row + tl.arange(0, ROWS)
@@ -70,14 +70,14 @@ def _reduce_part(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What is done with the raw_logits [rows, block] of rows `first_row` on and columns `first` on, for their sums."""
+    """Reduce the raw logits [rows, block] of tokens `first_row` on and columns `first` on to their sums."""
     row = first_row + tl.arange(0, ROWS)
-    row_inside = row < tl.where(first < vocabulary, num_rows, 0)  # half of the last tile may be outside
+    row_inside = row < tl.where(first < vocabulary, num_rows, 0)  # half of the last tile may be outside the vocabulary
     offset = tl.arange(0, BLOCK)
     inside = first + offset < vocabulary
     scale = tl.load(inverse_temperature + row, mask=row_inside, other=1.0)
     logits = _tile_logits(raw_logits, bias, first + offset, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    # Not before: Triton 3.6 does not wait for the tensor cores where a branch hands on `raw_logits` themselves.
+    # After _tile_logits, because Triton 3.6 does not wait for the tensor cores if a branch returns `raw_logits` itself.
     if first + BLOCK > vocabulary:
         logits = tl.where(inside[None, :], logits, _OUTSIDE)
     label = tl.load(labels + row, mask=row_inside, other=-1) - first
@@ -108,7 +108,7 @@ def _gradient_part(
     logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for the gradient by the raw_logits, of columns `first_column` on; `first` counts from there."""
+    """The gradient of the raw logits, for columns `first_column` on; `first` is relative to it."""
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < num_rows
     offset = tl.arange(0, BLOCK)
@@ -128,7 +128,7 @@ def _gradient_part(
     peak = tl.load(peaks + row, mask=row_inside, other=0.0)
     log_total = tl.load(log_totals + row, mask=row_inside, other=0.0)
     log_p = (logits - peak[:, None]) - log_total[:, None]
-    # What pulls at a row carries the factor from raw_logits to logits already.
+    # The upstream gradients already include the factor from raw_logits to logits.
     pull_logprob = tl.load(pull_logprobs + row, mask=row_inside, other=0.0) * (scale * logit_scale)
     pull_entropy = pull_logprob
     entropy = pull_logprob
@@ -151,17 +151,17 @@ def _gradient_part(
 
 @triton.jit
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[rows, columns] of 0, since `done` is never negative.
+    """[rows, columns] of 0, because `done` is never negative.
 
-    The compiler must not see that. A plain 0 it would choose or not at every step, before it knows whether a tile is
-    done, and each step would have to wait for the tensor cores.
+    The compiler must not see that this is constant. It would select a plain 0 at every step, before it knows whether a
+    tile is finished, and each step would have to wait for the tensor cores.
     """
     return tl.full((ROWS, COLUMNS), (done < 0).to(tl.float32), tl.float32)
 
 
 @triton.jit
 def _part(tile, part: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """All of [rows, columns], or its left or right half. It moves nothing: a thread keeps what it has."""
+    """All of [rows, columns], or its left or right half. Moves no data between threads."""
     if PARTS == 1:
         result = tile
     else:
@@ -175,14 +175,14 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One step: the next part of D of this tile, or the first of the next tile. The state after it comes back."""
+    """One step: the next part of D of this tile, or the first of the next tile. Returns the new state."""
     step = tl.where(step == steps - 1, 0, step + 1)
     if step == 0:
         tile += tl.num_programs(0)
         row_tile, column_tile = _place(tile, row_tiles, column_tiles, BAND)
     left = hidden.load([row_tile * ROWS, step * DEPTH])
     right = weight.load([column_tile * COLUMNS, step * DEPTH])
-    if INTERPRETED:  # which cannot multiply bfloat16
+    if INTERPRETED:  # the interpreter cannot multiply bfloat16
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right.T, raw_logits), step, tile, row_tile, column_tile
@@ -204,9 +204,9 @@ def reduce_kernel(
     tile = tl.program_id(0) - tl.num_programs(0)
     row_tile = 0
     column_tile = 0
-    done = tile  # a count of its own for the end of a tile: the loads of the next one run ahead of it
+    done = tile  # a separate counter for finished tiles, because loads run ahead
     raw_logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    # One loop, not a loop in a loop, so that the loads go on from a tile to the next.
+    # One loop instead of two nested ones, so that the loads continue from one tile to the next.
     for _ in range(steps * tl.cdiv(row_tiles * column_tiles - tl.program_id(0), tl.num_programs(0))):
         raw_logits, step, tile, row_tile, column_tile = _multiply(
             hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,

@@ -1,12 +1,12 @@
-"""`torch.compile` of each layer by itself, once for all lengths.
+"""Compile each layer separately with `torch.compile`, once for all lengths.
 
     a layer's graph -> passes before autograd -> marks of what is saved -> autograd -> passes after it -> Inductor
                        `padfree.layers.passes`   `layers.recompute`                  `padfree.layers.passes`
 
-Attention is one operator in the graph (over context ranks: a graph break). In wide layers on a GPU so are RMSNorm,
-QK-norm with RoPE, and SwiGLU, and on Hopper the matmuls around SwiGLU have it as their epilogue. With
-`parallel.kernels = "none"` all of these are left to the compiler. The numbers of tokens and of samples are variables
-from the first batch on; everything else is constant.
+Attention is one operator in the graph (with several context ranks: a graph break). In wide layers on a GPU, RMSNorm,
+QK-norm with RoPE, and SwiGLU are operators too, and on Hopper SwiGLU is the epilogue of the matmuls around it. With
+`parallel.kernels = "none"` all of these are left to the compiler. The numbers of tokens and of samples are dynamic from
+the first batch on; everything else is static.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from padfree.layers.passes import PASSES, GraphPass, Stage, graph_nodes
 from padfree.layers.recompute import Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
-"""The first layers, this fraction of all, save their input alone under `host`: the link to the host has no time for
-more, and when backward comes to them nearly all gradients are in memory already."""
+"""This fraction of the layers, the first ones, save only their input under `host`: the link to the host has no time for
+more, and when backward reaches them nearly all gradients are already in memory."""
 
-LONG_ROW = 8192
-"""Tokens from which on the compiler reduces norms `REDUCED_ROWS` rows at a time: its own choice is half of that."""
+LONG_PACK = 8192
+"""Number of tokens from which the compiler reduces norms `REDUCED_TOKENS` tokens at a time, twice its default."""
 
-REDUCED_ROWS = 32
+REDUCED_TOKENS = 32
 
 WIDE_ROW = 2048
-"""Hidden size from which on a layer takes the GPU longer than its launches take the host."""
+"""Hidden size from which the GPU takes longer for a layer than the host takes for its launches."""
 
 
 def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none", *, operators: bool = True) -> None:
-    """Compile each layer by itself; `operators`: with those of `padfree.layers.ops`, where they pay."""
+    """Compile each layer separately; `operators`: use those of `padfree.layers.ops` if they pay off."""
     layers = list(layers)
     offload = ActivationOffload(len(layers)) if kept == "host" else None
     compilers = {
@@ -51,7 +51,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
     for number, layer in enumerate(layers):
         input_only = kept == "host" and number < HOST_INPUT_ONLY_FRACTION * len(layers)
         layer.compile(backend=compilers["input" if input_only else kept])
-        # What `nn.Module.compile` made, called in a frame around it: inside, it would be compiled.
+        # Wrap the result of `nn.Module.compile` from outside: inside, the wrapper would be compiled too.
         call = _for_any_length(layer._compiled_call_impl)
         if offload is not None:
             call = offload.around(layer, call, number)
@@ -59,7 +59,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
 
 
 def _for_any_length(call: Any) -> Callable[..., Any]:
-    """`call` of a layer; before it is compiled, the sizes that vary from batch to batch are marked."""
+    """Wrap `call` of a layer: mark the sizes that vary from batch to batch as dynamic before it is compiled."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         _mark_variable(args)
@@ -75,7 +75,7 @@ def _for_any_length(call: Any) -> Callable[..., Any]:
 
 
 def _mark_variable(inputs: Iterable[Any]) -> None:
-    """T of hidden states [1, T, D] and positions [1, T], also where they are in tuples."""
+    """Mark T of hidden states [1, T, D] and positions [1, T], also inside tuples."""
     for each in inputs:
         if isinstance(each, Tensor) and each.ndim >= 2 and each.shape[0] == 1:
             _mark(each, 1)
@@ -84,7 +84,7 @@ def _mark_variable(inputs: Iterable[Any]) -> None:
 
 
 def _mark(tensor: Tensor, dim: int) -> None:
-    # cos, sin and cu_seqlens are the same tensors for all layers.
+    # All layers share the same cos, sin and cu_seqlens tensors.
     if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
@@ -105,21 +105,21 @@ def _compiled(
             patches["post_grad_custom_pre_pass"] = InductorPass("after autograd", epilogues=epilogues)
             patches["post_grad_custom_post_pass"] = InductorPass("after inductor", epilogues=epilogues)
         if hidden is not None and hidden.is_cuda:
-            # Without asking how long the row is: each answer would be true of some lengths only, and compiled again.
+            # Do not depend on the length of the pack: such a guard would hold for some lengths only and recompile.
             patches["triton.mix_order_reduction_non_strict_mode"] = True
-            if _size(hidden.shape[1]) >= LONG_ROW:
-                patches["triton.mix_order_reduction_split_size"] = REDUCED_ROWS
+            if _size(hidden.shape[1]) >= LONG_PACK:
+                patches["triton.mix_order_reduction_split_size"] = REDUCED_TOKENS
         backend = partial(backend, config_patches=patches)
     if kept == "none":
         return backend(graph, inputs)
     mark_saved(graph.graph, kept)
-    # The compiler's cache on disk does not look at the marks, and would give us a layer compiled without them.
+    # The compiler's disk cache ignores the marks and would return a layer compiled without them.
     with functorch_config.patch(enable_autograd_cache=False):
         return backend(graph, inputs)
 
 
 class InductorPass(CustomGraphPass):
-    """The passes of one stage after autograd, as Inductor wants them: one callable with a key for its caches."""
+    """The passes of one stage after autograd in Inductor's format: one callable with a cache key."""
 
     def __init__(self, stage: Stage, *, epilogues: bool) -> None:
         self.passes: list[GraphPass] = [
@@ -145,7 +145,7 @@ def _size(size: Any) -> int:
 
 
 def _operators_pay(hidden: Tensor | None) -> bool:
-    """Whether our operators are worth their launches; those of the compiler's kernels cost the host less."""
+    """Whether our operators are worth their launches; the compiler's own kernels take the host less time to launch."""
     return hidden is not None and hidden.is_cuda and _size(hidden.shape[2]) >= WIDE_ROW
 
 

@@ -1,4 +1,4 @@
-"""When the compiler is at work, how often it was, and for how long: a run that seems to hang says what it waits for."""
+"""Watch the compiler: count and time compilations, so that a run that seems to hang can say why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._dynamo.callback import callback_handler
 
 
 class CompilerWatch:
-    """Counts compilations inside its block. `on_start` is called when one begins, forward or backward of a layer."""
+    """Counts compilations inside its block. `on_start` is called when one begins, for forward or backward."""
 
     def __init__(self, on_start: Callable[[], None] | None = None) -> None:
         self.count, self.seconds = 0, 0.0
@@ -32,7 +32,7 @@ class CompilerWatch:
         self.seconds += time.perf_counter() - self._begin
 
     def take(self) -> dict[str, Any]:
-        """How many graphs were compiled since the last call, and how long it took."""
+        """The number of graphs compiled since the last call, and the time it took."""
         found = {"graphs": self.count, "seconds": round(self.seconds, 2)}
         self.count, self.seconds = 0, 0.0
         return found
@@ -40,6 +40,6 @@ class CompilerWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._start in callback_handler.start_callbacks:  # torch._dynamo.reset() takes them away
+        if self._start in callback_handler.start_callbacks:  # torch._dynamo.reset() removes them
             callback_handler.remove_start_callback(self._start)
             callback_handler.remove_end_callback(self._end)

@@ -1,18 +1,18 @@
-"""Activation offload: tensors that layers save for backward wait in host memory.
+"""Activation offload: tensors that layers save for backward are kept in host memory.
 
-    forward     layer 0 ... layer 1 ... layer 2 ... layer 3 ... head     the device computes
-                       copy 0 -> host ........ copy 1 -> host ......     beside it, on a stream of its own
+    forward     layer 0 ... layer 1 ... layer 2 ... layer 3 ... head     compute stream
+                       copy 0 -> host ........ copy 1 -> host ......     copy stream, in parallel
     backward    layer 3 ..... layer 2 ..... layer 1 ..... layer 0
-                              prefetch 1 ....   prefetch 0 ....          one layer ahead of where it is needed
+                              prefetch 1 ....   prefetch 0 ....          one layer ahead of its use
 
-A layer is called under autograd's hooks for saved tensors, which see each tensor that its backward will ask for. The
-first layers are offloaded, because their tensors wait longest: each tensor is copied into pinned memory, and its device
-memory is freed when the copy has ended. Other layers keep theirs on the device, and weights always stay there. Copying
-a layer takes longer than computing one. Layer i is freed when the device comes to layer `LAYERS_PER_COPY` · (i + 1), by
-which time its copy should have ended; the rest is freed when backward begins.
+A layer is called under autograd's saved-tensor hooks, which see each tensor that its backward will need. The first
+layers are offloaded, because their tensors are needed last: each tensor is copied into pinned memory, and its device
+memory is freed when the copy has finished. The tensors of other layers, and all weights, stay on the device. Copying
+a layer takes longer than computing one. Layer i is freed when forward reaches layer `LAYERS_PER_COPY` · (i + 1), by
+which time its copy should have finished; the rest is freed when backward begins.
 
-The host never waits for the device: streams wait for each other by events. Device memory is freed only after the stream
-that allocated it has waited for the copy, so that nothing is overwritten while a copy still reads it.
+The host never synchronises with the device: streams wait for each other through events. Device memory is freed only
+after the stream that allocated it has waited for the copy, so that nothing is overwritten while a copy still reads it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 OFFLOADED_FRACTION = 0.62
-"""Of the layers, so many that a link of 50 GB/s has copied their tensors when backward begins."""
+"""The fraction of layers whose tensors a link of 50 GB/s can copy before backward begins."""
 
 LAYERS_PER_COPY = 1.6
-"""How many layers are computed while the tensors of one are copied: measured with a 4B model on an H200."""
+"""The number of layers computed while the tensors of one are copied, measured with a 4B model on an H200."""
 
 MIN_OFFLOADED_BYTES = 8 << 20
 """Smaller tensors stay on the device."""
@@ -47,16 +47,16 @@ class ActivationOffload:
         min_bytes: int = MIN_OFFLOADED_BYTES,
     ) -> None:
         self.num_offloaded, self.min_bytes = math.ceil(fraction * num_layers), min_bytes
-        # [num_layers] the layers whose device memory is freed when forward comes to each layer.
+        # [num_layers] the layers whose device memory is freed when forward reaches each layer.
         self.freed_at = [
             [i for i in range(self.num_offloaded) if math.ceil(layers_per_copy * (i + 1)) == number]
             for number in range(num_layers)
         ]
-        self.calls: dict[int, _LayerCall] = {}  # the last one of each layer
-        self.streams: tuple[Any, Any] | None = None  # to the host, and to the device
+        self.calls: dict[int, _LayerCall] = {}  # layer -> its latest call
+        self.streams: tuple[Any, Any] | None = None  # for copies to the host and to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """`call` of layer `number`, with its saved tensors offloaded if it is one of the first layers."""
+        """Wrap `call` of layer `number`, with its saved tensors offloaded if it is one of the first layers."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -71,7 +71,7 @@ class ActivationOffload:
         return called
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]], *, to_host: bool) -> Any:
-        """Copy (target, source) pairs when the device comes to this point; the event of the copy's end."""
+        """Copy (target, source) pairs after the work queued so far; return the event that marks the end of the copy."""
         if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
                 target.copy_(source)
@@ -88,7 +88,7 @@ class ActivationOffload:
 
 
 class _OffloadedTensor:
-    """A tensor on the device, its copy in host memory, and how many saved tensors are views of it."""
+    """A tensor on the device, its copy in host memory, and the number of saved tensors that are views of it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
@@ -99,7 +99,7 @@ class _OffloadedTensor:
 
 @dataclass(slots=True, eq=False)
 class _SavedTensor:
-    """What autograd holds in place of a tensor: the tensor itself, or a view of an offloaded one."""
+    """What autograd stores instead of a tensor: the tensor itself, or a view of an offloaded one."""
 
     call: _LayerCall
     tensor: Tensor | None
@@ -116,13 +116,13 @@ class _LayerCall:
     ) -> None:
         self.offload, self.layer, self.previous, self.is_offloaded = offload, layer, previous, is_offloaded
         self.weights: set[int] | None = None
-        self.copied: dict[tuple[int, int], _OffloadedTensor] = {}  # by address and bytes, while still on the device
-        self.on_host: list[_OffloadedTensor] = []  # whose device memory is freed
-        self.event: Any = None  # of the last copy
+        self.copied: dict[tuple[int, int], _OffloadedTensor] = {}  # (address, bytes) -> tensor still on the device
+        self.on_host: list[_OffloadedTensor] = []  # tensors whose device memory is freed
+        self.event: Any = None  # end of the last copy
 
     def pack(self, tensor: Tensor) -> _SavedTensor:
-        """Autograd saves a tensor: begin to copy it to the host, if it is offloaded."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside `vmap`, of which flex makes its masks
+        """Called when autograd saves a tensor: start its copy to the host, if it is offloaded."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside `vmap`, which flex uses for its masks
             return _SavedTensor(self, tensor)
         key = (tensor.data_ptr(), tensor.nbytes)
         offloaded = self.copied.get(key)
@@ -144,7 +144,7 @@ class _LayerCall:
                 offloaded.on_device = None
 
     def prefetch(self) -> None:
-        """Begin to copy back what is on the host alone."""
+        """Start to copy back the tensors that are only on the host."""
         if not self.on_host:
             return
         pairs = []
@@ -155,7 +155,7 @@ class _LayerCall:
         self.on_host = []
 
     def begin_backward(self) -> None:
-        """Backward has come to this layer: wait for its tensors, and prefetch those of the layer before it."""
+        """Called when backward reaches this layer: wait for its tensors, and prefetch those of the layer before it."""
         self.prefetch()
         self._wait()
         self.copied = {}
@@ -165,7 +165,7 @@ class _LayerCall:
             self.previous = None
 
     def _free_earlier(self) -> None:
-        """Free what layers before the previous one still have on the device."""
+        """Free the tensors that layers before the previous one still have on the device."""
         earlier = None if self.previous is None else self.previous.previous
         while earlier is not None:
             earlier.free()
@@ -177,24 +177,24 @@ class _LayerCall:
             self.event = None
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is a large activation, and not a weight or a buffer."""
+        """Whether a saved tensor is a large activation, not a weight or a buffer."""
         if tensor.nbytes < self.offload.min_bytes or not tensor.is_contiguous():
             return False
-        if self.weights is None:  # not before: FSDP2 gathers them when the layer is called
+        if self.weights is None:  # not earlier, because FSDP2 gathers them when the layer is called
             own = (*self.layer.parameters(), *self.layer.buffers())
             self.weights = {weight.untyped_storage().data_ptr() for weight in own}
         return tensor.untyped_storage().data_ptr() not in self.weights
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:
-    """Backward asks for a saved tensor. The device memory of an offloaded one is freed with its last view."""
+    """Called when backward needs a saved tensor. The device memory of an offloaded one is freed with its last view."""
     saved.call.begin_backward()
     if saved.tensor is not None:
         return saved.tensor
     offloaded = saved.offloaded
     assert offloaded is not None
     tensor = offloaded.on_device
-    assert tensor is not None, "backward asks for a tensor more often than forward saved it"
+    assert tensor is not None, "backward used a saved tensor more times than forward saved it"
     offloaded.num_views -= 1
     if not offloaded.num_views:
         offloaded.on_device = None

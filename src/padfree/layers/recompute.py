@@ -1,19 +1,19 @@
-"""What a layer saves for its backward pass; backward computes the rest again.
+"""Which activations a layer saves for its backward pass; backward recomputes the others.
 
     x -> norm -> q k v -> QK-norm, RoPE -> attention -> o -> (+ x) -> norm -> gate, up -> SwiGLU -> down -> (+)
 
-Layers that are not compiled (`recompute_layers`), by PyTorch's activation checkpointing:
+Layers that are not compiled (`recompute_layers`) use PyTorch's activation checkpointing:
 
-    full        x
-    selective   x and the results of matmuls
+    full        saves x
+    selective   saves x and the results of matmuls
 
-Compiled layers (`mark_saved`), by marks in their graph before autograd:
+Compiled layers (`mark_saved`) are marked in their graph before autograd:
 
-    input       x; every matmul but the last one is computed again
-    selective   x and the result of attention
-    host        the results of the matmuls q k v o as well; most of it waits in host memory (`padfree.layers.offload`)
+    input       saves x; every matmul except the last is recomputed
+    selective   saves x and the result of attention
+    host        also saves the results of the matmuls q k v o; most are kept in host memory (`padfree.layers.offload`)
 
-What is computed again is what costs the least time for its bytes.
+Recomputed activations are those that cost the least time per byte.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from padfree.errors import UserError
 from padfree.layers.passes.graph_nodes import MATMULS
 
 Kept = Literal["none", "input", "selective", "host"]
-"""What a compiled layer saves; `none`: what the compiler finds best."""
+"""What a compiled layer saves; `none`: the compiler decides."""
 
 SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-"""The matmuls whose results `selective` saves where layers are not compiled."""
+"""The matmuls whose results `selective` saves if layers are not compiled."""
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
-    """Forget the activations of each layer and compute them again in backward."""
+    """Discard the activations of each layer and recompute them in backward."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_matmuls)
@@ -48,12 +48,12 @@ def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
         if not isinstance(layer, GradientCheckpointingLayer):
             raise UserError(
                 "parallel.checkpointing",
-                f", but {type(layer).__name__} cannot be recomputed",
+                f"is not supported: {type(layer).__name__} cannot be recomputed",
                 "set it to none",
                 value=mode,
             )
         layer.gradient_checkpointing = True
-        # A plain attribute of the class: nn.Module's own setattr is typed for tensors and modules.
+        # nn.Module.__setattr__ is typed for tensors and modules; this is a plain attribute.
         object.__setattr__(layer, "_gradient_checkpointing_func", partial(checkpoint, **options))
 
 
@@ -62,7 +62,7 @@ def _save_matmuls(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def mark_saved(graph: fx.Graph, kept: Kept) -> None:
-    """Mark each node of a compiled layer's graph: its result is saved for backward, or computed again."""
+    """Mark each node of a compiled layer's graph: its result is saved for backward, or recomputed."""
     saved: set[fx.Node] = set()
     if kept != "input":
         saved = {node for node in graph.nodes if _is_attention(node)}
@@ -72,7 +72,7 @@ def mark_saved(graph: fx.Graph, kept: Kept) -> None:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        # Of an operator with several results each one is saved by itself.
+        # Each result of an operator with several results is saved separately.
         source = node.args[0] if node.target is operator.getitem else node
         policy = CheckpointPolicy.MUST_SAVE if source in saved else CheckpointPolicy.PREFER_RECOMPUTE
         node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0

@@ -1,14 +1,15 @@
-"""Losses: pure functions on the tokens of a packed row, aggregated by one weight per token.
+"""Losses: pure functions on the tokens of a pack, aggregated with one weight per token.
 
-segments       sums, means and scans over samples
-weights        every way of averaging as a weight per token
-types          LossInputs, LossOutput
-sft, policy, value, preference      the losses; elementwise: which of them can be fused with the head
-objectives, corrections, kl         parts of policy losses: one file an objective, the user's own among them
-advantages     rewards to advantages
-logits         scores from logits that are already there
+segments                            sums, means and scans over samples
+aggregation                         every way of averaging, as a weight per token
+types                               LossInputs, LossOutput
+nll, policy_loss, value, preference the losses
+chunk_loss                          which losses can be fused with the head
+objectives, corrections, kl         parts of policy losses; one file per objective, also for user-defined ones
+advantages                          rewards to advantages
+logits                              scores from existing logits
 
-The settings of all of them are plain data that need no torch: `padfree.config.loss_settings`.
+Their settings are plain data that do not import torch: `padfree.config.loss_settings`.
 """
 
 from padfree.config.choices import KLEstimator, WeightMode

@@ -1,28 +1,30 @@
 """Every way of averaging a loss is one weight per token, and the loss is `(weights * losses).sum()`.
 
-    mask       [n] per sample   1 1 1 0 | 0 1 1 | 0 0      what is trained, token by token
-    weights    [n] per sample   ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0      token-mean; sum-of-sample-mean gives ½ everywhere
+    mask       [n] per sample   1 1 1 0 | 0 1 1 | 0 0      which tokens are trained
+    weights    [n] per sample   ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0      token-mean; sum-of-sample-mean gives ½ instead of ¼
 
-Entry t weighs the prediction of token t + 1, like the labels, so that the last entry of a sample is 0 and the first
-token, which nothing predicts, weighs nowhere. With nᵢ scored tokens in sample i, N = Σ nᵢ, B samples that have any,
-n_g scored tokens in group g and G groups that have any, a scored token of sample i in group g weighs
+Element t weights the prediction of token t + 1, like the labels. So the last element of a sample is 0, and the first
+token, which no position predicts, has no weight. Let nᵢ be the scored tokens in sample i, N = Σ nᵢ, B the number of
+samples with scored tokens, n_g the scored tokens in group g and G the number of groups with scored tokens. A scored
+token of sample i in group g has the weight
 
     token-mean            1 / N            every token counts the same
-    sample-mean           1 / (B nᵢ)       mean over samples of each one's mean
-    sum-of-sample-mean    1 / nᵢ           sum over samples of each one's mean
-    sample-sum            1 / B            mean over samples of each one's sum
-    constant              1 / c            Dr. GRPO: c = longest response × number of samples, say
-    group-mean            1 / (G n_g)      mean over groups of each one's token mean
+    sample-mean           1 / (B nᵢ)       mean over samples of each sample's mean
+    sum-of-sample-mean    1 / nᵢ           sum over samples of each sample's mean
+    sample-sum            1 / B            mean over samples of each sample's sum
+    constant              1 / c            Dr. GRPO: for example c = longest response × number of samples
+    group-mean            1 / (G n_g)      mean over groups of each group's token mean
 
-which is always 1 / (divisor × size), with a divisor for the whole global batch and a size for the sample. Because the
-weights are made from the masks of the whole global batch, the sum over any split of it is the same number.
+which is always 1 / (divisor × size), with a divisor for the whole global batch and a size for the sample. The weights
+are computed from the masks of the whole global batch, so the sum over any split of it is the same number.
 
-Samples may be parts of one unit: a conversation whose turns became one sample each. Then "sample" above means unit: nᵢ
-counts the scored tokens of all samples of the unit, and B the units. The conversation counts as it would in one sample.
+Several samples may form one unit, such as a conversation whose turns are separate samples. Then "sample" above means
+unit: nᵢ counts the scored tokens of all samples of the unit, and B counts units. The conversation has the same weight
+as if it were one sample.
 
-A sample without scored tokens weighs 0 and is counted nowhere: neither B nor G includes it, so that the weights of the
-others are what they would be without it. To divide by a number that includes such samples, use `constant` (or
-`sum-of-sample-mean` and scale the loss).
+A sample without scored tokens has weight 0 and is not counted: neither B nor G includes it, so that the other weights
+do not depend on it. To divide by a number that includes such samples, use `constant` (or `sum-of-sample-mean` and scale
+the loss).
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ def token_weights(
     """One float32 array [n] per sample of the global batch, for `pack(samples, weights=...)`.
 
     `masks[i]` [n] says which tokens of sample i are trained (`Sample.mask`); `groups[i]` names its group, for
-    `group-mean`; `constant` is the divisor of the mode of that name. Samples of one of the `units` [B] count as one
-    sample; None is a sample by itself.
+    `group-mean`; `constant` is the divisor of mode `constant`. Samples with the same entry in `units` [B] count as one
+    sample; None is a unit by itself.
     """
     scored, lengths = _scored(masks)
     scales = _sample_weights(mode, _counts(scored, lengths), groups, constant, units)
@@ -81,19 +83,21 @@ def batch_weights(
 ) -> Tensor:
     """[T] float32 weights of a packed batch on its device, for code that knows the global counts but has no `Sample`s.
 
-    `divisor` belongs to the whole global batch: N for token-mean, B for sample-mean and sample-sum, 1 for
+    `divisor` is that of the whole global batch: N for token-mean, B for sample-mean and sample-sum, 1 for
     sum-of-sample-mean, c for constant, G for group-mean (`weight_divisor` computes it). `group_counts` [B] holds n_g of
-    each sample's group. `reduce` sums over the ranks that hold parts of the same row.
+    each sample's group. `reduce` sums over the ranks that hold parts of the same pack.
     """
     _check_mode(mode)
-    need_whole("num_samples", num_samples, 0, "give how many samples there are")
+    need_whole("num_samples", num_samples, 0, "give the number of samples")
     if not isinstance(divisor, Tensor):
         need_number("divisor", divisor, SMALLEST, math.inf, "give a positive number, such as weight_divisor(...)")
     scored = checks.index("labels", labels) != IGNORE
     if mode == "group-mean":
         if group_counts is None:
             raise UserError(
-                "group_counts", "None for weights 'group-mean'", "give the scored tokens of each sample's group"
+                "group_counts",
+                "is missing for weights 'group-mean'",
+                "give the number of scored tokens of each sample's group",
             )
         sizes = checks.wide("group_counts", group_counts)
     elif mode in ("sample-mean", "sum-of-sample-mean"):
@@ -111,9 +115,9 @@ def weight_divisor(
     groups: Sequence[Hashable] | None = None,
     constant: float | None = None,
 ) -> float:
-    """What the weights of the whole global batch are divided by, from the scored tokens `counts` [B] of its samples.
+    """The divisor of the weights of the whole global batch, from the scored tokens `counts` [B] of its samples.
 
-    At least 1 where it counts something, so that a batch without scored tokens weighs 0 and divides by nothing.
+    At least 1 if it is a count, so that a batch without scored tokens has weights of 0 and does not divide by 0.
     """
     _check_mode(mode)
     counts = _checked_counts(counts)
@@ -122,7 +126,9 @@ def weight_divisor(
         assert constant is not None
         return float(constant)
     if constant is not None:
-        raise UserError("constant", f"{constant} for weights {mode!r}", "leave it out, or use weights 'constant'")
+        raise UserError(
+            "constant", f"{constant} has no effect with weights {mode!r}", "leave it out, or use weights 'constant'"
+        )
     if mode == "sum-of-sample-mean":
         return 1.0
     if mode == "token-mean":
@@ -134,12 +140,12 @@ def weight_divisor(
 
 
 def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
-    """[B] how many tokens of each sample are scored: the trained ones, except the first."""
+    """[B] number of scored tokens of each sample: the trained tokens, except the first."""
     return _counts(*_scored(masks))
 
 
 def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
-    """[B] the scored tokens of each sample's whole group."""
+    """[B] number of scored tokens in each sample's whole group."""
     counts = _checked_counts(counts)
     group = _group_index(groups, len(counts))
     return np.bincount(group, weights=counts).astype(np.int64)[group]
@@ -157,7 +163,7 @@ def _checked_mask(mask: ArrayLike, index: int) -> NDArray[np.bool_]:
     if array.ndim != 1 or not (array.dtype.kind == "b" or np.isin(array, (0, 1)).all()):
         raise UserError(
             "masks",
-            f"{array.dtype} array of shape {array.shape} at index {index}",
+            f"got a {array.dtype} array of shape {array.shape} at index {index}",
             "give one bool (or 0 and 1) per token",
         )
     return array.astype(np.bool_, copy=False)
@@ -166,12 +172,12 @@ def _checked_mask(mask: ArrayLike, index: int) -> NDArray[np.bool_]:
 def _checked_counts(counts: ArrayLike) -> NDArray[np.int64]:
     array = integer_array(counts, "counts")
     if array.min(initial=0) < 0:
-        raise UserError("counts", f"{array.min()} among them", "give whole numbers of 0 or more")
+        raise UserError("counts", f"{array.min()} is negative", "give integers of 0 or more")
     return array
 
 
 def _counts(scored: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[B] scored positions of each sample."""
+    """[B] number of scored positions of each sample."""
     before: NDArray[np.int64] = np.zeros(len(scored) + 1, dtype=np.int64)
     np.cumsum(scored, out=before[1:])
     ends = np.cumsum(lengths)
@@ -186,7 +192,7 @@ def _sample_weights(
     constant: float | None,
     units: Sequence[Hashable | None] | None,
 ) -> NDArray[np.float64]:
-    """[B] what one scored token of each sample weighs."""
+    """[B] the weight of one scored token of each sample."""
     if units is not None and mode != "group-mean":
         unit = _unit_index(units, len(counts))
         totals = np.bincount(unit, weights=counts, minlength=len(np.unique(unit))).astype(np.int64)
@@ -202,26 +208,28 @@ def _sample_weights(
 
 
 def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray[np.int64]:
-    """[B] groups numbered in the order they first appear; names of any hashable kind."""
+    """[B] groups numbered in the order of first appearance; names may be of any hashable type."""
     if groups is None or len(groups) != num_samples:
         given = None if groups is None else len(groups)
         raise UserError(
-            "groups", f"{given} for {num_samples} samples", "weights 'group-mean' need the group of each sample"
+            "groups", f"{given} for {num_samples} samples", "give the group of each sample for weights 'group-mean'"
         )
     numbers: dict[Hashable, int] = {}
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         if group is None:
-            raise UserError("groups", f"None at index {place}", "weights 'group-mean' need the group of each sample")
+            raise UserError(
+                "groups", f"is None at index {index}", "give the group of each sample for weights 'group-mean'"
+            )
         numbers.setdefault(group, len(numbers))
     return np.fromiter((numbers[group] for group in groups), dtype=np.int64, count=num_samples)
 
 
 def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[np.int64]:
-    """[B] units numbered in the order they first appear; each None is a unit of its own."""
+    """[B] units numbered in the order of first appearance; each None is a unit of its own."""
     if len(units) != num_samples:
         raise UserError("units", f"{len(units)} for {num_samples} samples", "give the unit of each sample, or None")
     numbers: dict[Hashable, int] = {}
-    keys = [("alone", place) if unit is None else ("unit", unit) for place, unit in enumerate(units)]
+    keys = [("alone", index) if unit is None else ("unit", unit) for index, unit in enumerate(units)]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 

@@ -1,7 +1,7 @@
-"""The losses whose gradient can be formed while a chunk of logits exists.
+"""Losses whose gradient can be computed while a chunk of logits exists.
 
-`head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, rows)` for a chunk of c positions that have a
-label, and wants their weighted losses [c] back; `rows` are their places on the token axis.
+`head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for a chunk of c labelled tokens
+and expects their weighted losses [c]; `positions` are their indices on the token axis.
 
     settings                                elementwise
     SFT, clip, CISPO, REINFORCE             yes
@@ -30,11 +30,11 @@ TokenLoss: TypeAlias = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 def compute_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> LossOutput:
-    """The loss that these settings describe, from scores."""
+    """The loss that these settings describe, computed from scores."""
     given: tuple[object, object] = (inputs, settings)
     if not isinstance(given[0], LossInputs) or not isinstance(given[1], TokenLossSettings):
         kinds = " and ".join(type(part).__name__ for part in given)
-        raise UserError("inputs, settings", f"{kinds}", "give LossInputs and one of PolicySettings, SFTSettings")
+        raise UserError("inputs, settings", f"got {kinds}", "give LossInputs and one of PolicySettings, SFTSettings")
     if isinstance(settings, SFTSettings):
         return sft_loss(inputs)
     return policy_loss.policy_loss(inputs, settings, reduce=reduce)
@@ -46,19 +46,19 @@ def needs_entropy(settings: TokenLossSettings) -> bool:
 
 
 def is_elementwise(settings: TokenLossSettings) -> bool:
-    """Whether `make_token_loss` can serve these settings."""
+    """Whether `make_token_loss` supports these settings."""
     return isinstance(settings, SFTSettings) or policy_loss.is_elementwise(settings)
 
 
 def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> TokenLoss:
     """The weighted loss of some of the tokens as a function of their scores; `inputs` need no scores.
 
-    Statistics: `compute_loss` of the scores without gradient gives them.
+    For statistics, call `compute_loss` on the scores without gradient.
     """
     if not is_elementwise(settings):
         raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")
     if isinstance(settings, SFTSettings):
         weights = inputs.weights
-        return lambda logprobs, entropy, rows: -weights[rows] * logprobs
+        return lambda logprobs, entropy, positions: -weights[positions] * logprobs
     terms = policy_loss.policy_terms(inputs, settings, current=None, reduce=reduce)
-    return lambda logprobs, entropy, rows: terms.at(rows).token_loss(settings, logprobs, entropy)
+    return lambda logprobs, entropy, positions: terms.at(positions).token_loss(settings, logprobs, entropy)

@@ -1,22 +1,22 @@
-"""What the sampler's log-probabilities say about how far a token or a sequence may be trusted.
+"""Corrections for tokens or sequences whose log-probabilities differ between the sampler and the trainer.
 
-    trainer   log π_old(token)         as the trainer computes it for the weights the rollout was made with
+    trainer   log π_old(token)         as the trainer computes it with the weights that generated the rollout
     sampler   log μ(token)             as the sampler reported it
-    d         trainer - sampler        0 if the two programs computed the same numbers
+    d         trainer - sampler        0 if both computed the same numbers
 
 A correction is a factor per token, without gradient, on the policy objective (not on the KL or entropy terms); several
-multiply. The token weights stay what they are: a masked token still counts in the denominator, so that the loss does
-not depend on which others are masked.
+corrections multiply. They do not change the token weights: a masked token still counts in the denominator, so that the
+loss of a token does not depend on which others are masked.
 
     token TIS       clamp(exp(d), low, high)                          truncated importance sampling (Yao et al. 2025)
-    sequence TIS    clamp(exp(Σ d), low, high), or of the mean of d where geometric
+    sequence TIS    clamp(exp(Σ d), low, high), or with the mean of d if `geometric`
     IcePop          exp(d) if low <= exp(d) <= high, else 0           (Ling team 2025)
     sequence mask   1 if the sequence's ratio is in [low, high], else 0: `mean` exp(mean d), `sum` exp(Σ d), `token`
                     every single exp(d)
-    OPSM            0 where A < 0 and mean(log π_old - log π) > delta, else 1    off-policy sequence masking: π is the
-                    policy being trained, so that this one also sees how far earlier steps on the batch have moved it
+    OPSM            0 if A < 0 and mean(log π_old - log π) > delta, else 1    off-policy sequence masking: π is the
+                    policy being trained, so this also measures how far earlier steps on the batch have moved it
 
-Means and sums run over the scored tokens of the whole sequence, hence `reduce` under context parallelism.
+Means and sums are over the scored tokens of the whole sequence, so they need `reduce` under context parallelism.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from padfree.losses.types import LossInputs
 
 
 def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:
-    """[T] product of the corrections that look at one token alone."""
+    """[T] product of the corrections that depend on single tokens."""
     ratio = _ratio(trainer - sampler)
     factor = torch.ones_like(ratio)
     for correction in corrections:
@@ -59,10 +59,10 @@ def sequence_factor(
     current: Tensor | None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """[T] product of the corrections that look at whole sequences.
+    """[T] product of the corrections that depend on whole sequences.
 
-    `trainer`, `sampler` and `current` are [T] log-probabilities without gradient; `sampler` may be None without a
-    correction that compares with it, `current` without OPSM.
+    `trainer`, `sampler` and `current` are [T] log-probabilities without gradient. `sampler` may be None if no
+    correction uses it, `current` if there is no OPSM.
     """
     mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
     factor = torch.ones_like(trainer)
@@ -92,7 +92,7 @@ def sequence_factor(
 
 
 def _sequence_ratio(inputs: LossInputs, difference: Tensor, *, mean: bool, reduce: Reduce) -> Tensor:
-    """[B] float64 importance ratio of each whole sequence."""
+    """[B] float64 importance ratio of each sequence."""
     if mean:
         return _ratio(segment_mean(difference, inputs.mask, inputs.sample_index, inputs.num_samples, reduce))
     total = segment_sum(torch.where(inputs.mask, difference, 0.0), inputs.sample_index, inputs.num_samples)

@@ -1,14 +1,14 @@
 """Estimators of the Kullback-Leibler divergence from the log-probabilities of sampled tokens.
 
-With x = log p(token) - log q(token) for a token sampled from p, each estimates KL(p ‖ q):
+With x = log p(token) - log q(token) for a token sampled from p, each estimator estimates KL(p ‖ q):
 
     k1            x                     unbiased, any sign
-    k2            x² / 2                biased, its gradient is that of KL(p ‖ q)
+    k2            x² / 2                biased, but its gradient is that of KL(p ‖ q)
     k3            exp(-x) - 1 + x       unbiased, never negative
-    low_var_kl    k3, kept in [-10, 10]
+    low_var_kl    k3, clamped to [-10, 10]
 
-In the loss p is the policy being trained and q the reference (`PolicySettings.kl_coefficient`). In the reward the same
-numbers, without gradient, are subtracted from the token rewards before advantages are made of them
+In the loss, p is the policy being trained and q the reference (`PolicySettings.kl_coefficient`). In the reward, the
+same numbers without gradient are subtracted from the token rewards before advantages are computed
 (`advantages.token_rewards`).
 """
 
@@ -22,13 +22,13 @@ from padfree.errors import UserError
 from padfree.losses import checks
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are kept in ± this, so that no exponential overflows; e²⁰ is far outside anything a step should use."""
+"""Log-ratios are clamped to ± this, so that no exponential overflows; e²⁰ is far beyond any useful ratio."""
 
 LOW_VARIANCE_BOUND = 10.0
 
 
 def kl_divergence(logprobs: Tensor, base_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """[T] estimate for each token, differentiable in both; float32, or float64 where either is."""
+    """[T] estimate for each token, differentiable in both arguments; float32, or float64 if either is float64."""
     difference = checks.loss_input("logprobs", logprobs) - checks.loss_input("base_logprobs", base_logprobs)
     if estimator == "k1":
         return difference
@@ -39,4 +39,4 @@ def kl_divergence(logprobs: Tensor, base_logprobs: Tensor, estimator: KLEstimato
         if estimator == "k3":
             return divergence
         return divergence.clamp(min=-LOW_VARIANCE_BOUND, max=LOW_VARIANCE_BOUND)
-    raise UserError("kl_estimator", "", "use one of k1, k2, k3, low_var_kl", value=estimator)
+    raise UserError("kl_estimator", "is unknown", "use one of k1, k2, k3, low_var_kl", value=estimator)

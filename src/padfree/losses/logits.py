@@ -1,13 +1,13 @@
-"""Log-probabilities and entropy from logits that are already there.
+"""Log-probabilities and entropy from existing logits.
 
     logits [..., V]  +  labels [...]   ->   logprobs [...], entropy [...]
 
-`padfree.head` avoids the logits altogether; this is for code that has them. Beside the logits only a few rows at a time
-are expanded, and only the log-sum-exp of each row is kept for the backward pass, whose result is the one other [..., V]
-tensor. With z = logits / temperature and p = softmax(z),
+`padfree.head` avoids the logits altogether; this is for code that already has them. Besides the logits only a chunk of
+tokens at a time is expanded, and only the log-sum-exp of each token is kept for the backward pass, whose result is the
+only other [..., V] tensor. With z = logits / temperature and p = softmax(z),
 
-    logprob = z[label] - lse(z)       gradient in z: onehot - p
-    entropy = -Σ p log p              gradient in z: -p (log p + entropy)
+    logprob = z[label] - lse(z)       gradient w.r.t. z: onehot - p
+    entropy = -Σ p log p              gradient w.r.t. z: -p (log p + entropy)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from padfree.errors import UserError
 from padfree.losses import checks
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that are expanded at a time: 64 MiB in float32."""
+"""Number of logits that are expanded at a time: 64 MiB in float32."""
 
 
 def score_logits(
@@ -35,7 +35,7 @@ def score_logits(
     labels = checks.index("labels", labels, logits.shape[-1] if logits.dim() else 0)
     if labels.shape != logits.shape[:-1]:
         raise UserError(
-            "labels", f"shape {tuple(labels.shape)} for logits {tuple(logits.shape)}", "give one label per row"
+            "labels", f"shape {tuple(labels.shape)} for logits {tuple(logits.shape)}", "give one label per token"
         )
     need_number("temperature", temperature, sys.float_info.min, sys.float_info.max, "give a positive number")
     logprobs, entropies = _ScoreLogits.apply(logits, labels, 1.0 / temperature, entropy)  # type: ignore[no-untyped-call]
@@ -47,8 +47,8 @@ class _ScoreLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         logprobs, lse, entropy = (torch.empty(labels.shape, dtype=dtype, device=logits.device) for _ in range(3))
-        for rows, chosen, *out in _chunks(logits, labels, logprobs, lse, entropy):
-            scaled = rows.to(dtype) * scale
+        for chunk, chosen, *out in _chunks(logits, labels, logprobs, lse, entropy):
+            scaled = chunk.to(dtype) * scale
             chunk_logprobs, chunk_lse, chunk_entropy = out
             chunk_lse.copy_(torch.logsumexp(scaled, dim=-1))
             chunk_logprobs.copy_(scaled.gather(-1, chosen[:, None].long()).squeeze(-1) - chunk_lse)
@@ -65,26 +65,26 @@ class _ScoreLogits(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, lse, entropy = ctx.saved_tensors
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for rows, chosen, row_lse, row_entropy, upstream, upstream_entropy, out in _chunks(
+        for chunk, chosen, chunk_lse, chunk_entropy, upstream, upstream_entropy, out in _chunks(
             logits, labels, lse, entropy, grad_logprobs, grad_entropy, grad
         ):
-            logprobs = rows.to(lse.dtype) * ctx.scale - row_lse[:, None]
+            logprobs = chunk.to(lse.dtype) * ctx.scale - chunk_lse[:, None]
             weights = torch.exp(logprobs)
             slopes = -upstream[:, None] * weights
             if ctx.with_entropy:
-                slopes -= upstream_entropy[:, None] * _weighted(weights, logprobs + row_entropy[:, None])
+                slopes -= upstream_entropy[:, None] * _weighted(weights, logprobs + chunk_entropy[:, None])
             slopes.scatter_add_(-1, chosen[:, None].long(), upstream[:, None])
             out.copy_(slopes.mul_(ctx.scale))
         return grad, None, None, None
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """weights · values, with 0 where the weight is 0 and the value minus infinity."""
+    """weights · values, but 0 where the weight is 0 and the value is -inf."""
     return torch.where(weights > 0, weights * values, 0.0)
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of a few rows [c, V] of the logits and of the same rows of the others. Nothing is copied."""
+    """Views of chunks [c, V] of the logits and of the same tokens of the others. Nothing is copied."""
     if logits.dim() == 1:
         yield (logits[None], *(other[None] for other in others))
     elif logits.dim() == 2:

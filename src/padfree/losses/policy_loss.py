@@ -1,14 +1,14 @@
 """Policy losses on packed tokens.
 
-    loss of a token =   its objective           `objectives/`: clip, gspo, cispo, reinforce, or the user's own
+    loss of a token =   its objective           `objectives/`: clip, gspo, cispo, reinforce, or a user-defined one
                       · the corrections         `corrections.py`
                       + kl_coefficient · KL(π ‖ reference)       · π / π_old with `kl_weighting` "ratio"
                       - entropy_coefficient · entropy
 
-Everything is elementwise in (log π, entropy) except objectives that look at whole sequences (GSPO), OPSM, which needs
-the current log-probabilities of a whole sequence, and sequence-level corrections when the current policy is its own old
-one: `is_elementwise`. Those need scores first. The others can be computed, gradient included, while a chunk of logits
-exists: `PolicyTerms.token_loss`.
+Everything is elementwise in (log π, entropy), with three exceptions: objectives over whole sequences (GSPO); OPSM,
+which needs the current log-probabilities of a whole sequence; and sequence-level corrections if the current policy is
+also the old one. `is_elementwise` tells them apart. The exceptions need all scores first. The others can be computed,
+including the gradient, while a chunk of logits exists: `PolicyTerms.token_loss`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
 def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce = no_reduce) -> LossOutput:
-    """The weighted sum over the tokens that are here. `reduce` sums [B] tensors over the context group."""
+    """The weighted sum over the tokens in `inputs`. `reduce` sums [B] tensors over the context group."""
     logprobs = inputs.need("logprobs", "a policy loss")
     entropy = inputs.need("entropy", "entropy_coefficient") if settings.entropy_coefficient else None
     terms = policy_terms(inputs, settings, current=logprobs.detach(), reduce=reduce)
-    row = None if traits(settings.objective).elementwise else inputs
-    parts = _token_losses(settings, terms, logprobs, entropy, row=row, reduce=reduce)
+    pack = None if traits(settings.objective).elementwise else inputs
+    parts = _token_losses(settings, terms, logprobs, entropy, pack=pack, reduce=reduce)
     return weighted_loss(inputs, parts.losses, _statistics(inputs, settings, terms, parts, logprobs.detach()))
 
 
 def is_elementwise(settings: PolicySettings) -> bool:
-    """Whether a token's loss depends on its own log-probability and entropy alone (and on what is known before)."""
+    """Whether a token's loss depends only on its own log-probability and entropy, and on constants."""
     for correction in settings.corrections:
         if isinstance(correction, OPSMSettings):
             return False
@@ -47,7 +47,7 @@ def is_elementwise(settings: PolicySettings) -> bool:
 
 
 def needs_old_logprobs(settings: PolicySettings) -> bool:
-    """Whether the trainer's own log-probabilities from before the update must be computed."""
+    """Whether the trainer must compute its own log-probabilities before the update."""
     if settings.old_policy != "trainer":
         return False
     needed = bool(settings.corrections) or settings.weighs_kl
@@ -56,19 +56,19 @@ def needs_old_logprobs(settings: PolicySettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
-    """What a token's loss depends on besides its log-probability and entropy: [T] each, without gradient."""
+    """What a token's loss depends on in addition to its log-probability and entropy: [T] each, without gradient."""
 
     weights: Tensor
     advantages: Tensor
-    old: Tensor | None  # None: the current policy is the old one, or there is no need for it
+    old: Tensor | None  # None if the current policy is the old one, or if not needed
     sampler: Tensor | None
     ref: Tensor | None
     factor: Tensor | None  # sequence-level corrections
 
-    def at(self, rows: Tensor | slice) -> PolicyTerms:
+    def at(self, positions: Tensor | slice) -> PolicyTerms:
         """The terms of some of the tokens."""
         present = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: values[rows] for name, values in present.items() if values is not None})
+        return replace(self, **{name: values[positions] for name, values in present.items() if values is not None})
 
     def token_loss(self, settings: PolicySettings, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """The weighted loss of each of these tokens."""
@@ -78,9 +78,9 @@ class PolicyTerms:
 def policy_terms(
     inputs: LossInputs, settings: PolicySettings, *, current: Tensor | None, reduce: Reduce = no_reduce
 ) -> PolicyTerms:
-    """Everything but the scores. `current` [T] are the log-probabilities without gradient, where they are known."""
+    """Everything except the scores. `current` [T] holds the log-probabilities without gradient, if they are known."""
     assert current is not None or is_elementwise(settings), "a sequence-level loss needs the scores first"
-    # A user's objective is offered what there is; the others are given what they need.
+    # A user-defined objective gets whatever is available; the others get what they need.
     offered = isinstance(settings.objective, CustomObjective)
     sampler = ref = None
     if settings.needs_sampler_logprobs or (offered and inputs.rollout_logprobs is not None):
@@ -108,7 +108,7 @@ def policy_terms(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Parts:
-    """[T] losses before weighting, and the pieces that statistics are made of."""
+    """[T] losses before weighting, and the parts that statistics are computed from."""
 
     losses: Tensor
     objective: ObjectiveOutput
@@ -121,10 +121,10 @@ def _token_losses(
     logprobs: Tensor,
     entropy: Tensor | None,
     *,
-    row: LossInputs | None = None,
+    pack: LossInputs | None = None,
     reduce: Reduce = no_reduce,
 ) -> _Parts:
-    """Without `row` elementwise: any of the tokens give the same numbers as all of them."""
+    """If `pack` is None the result is elementwise: it may be computed for any subset of the tokens."""
     old = logprobs.detach() if settings.old_policy == "current" else terms.old
     tokens = ObjectiveInputs(
         logprobs=logprobs,
@@ -134,7 +134,7 @@ def _token_losses(
         rollout_logprobs=terms.sampler,
         ref_logprobs=terms.ref,
         entropy=entropy,
-        row=row,
+        pack=pack,
         reduce=reduce,
     )
     objective = run_objective(settings.objective, tokens)
@@ -163,7 +163,7 @@ def _token_losses(
 def _statistics(
     inputs: LossInputs, settings: PolicySettings, terms: PolicyTerms, parts: _Parts, current: Tensor
 ) -> dict[str, Tensor]:
-    """[T] each. What is there is reported, whether the loss uses it or not."""
+    """[T] each. Available quantities are reported whether or not the loss uses them."""
     objective = parts.objective
     found = {name: values.to(current.dtype) for name, values in objective.statistics.items()}
     found["advantage"] = terms.advantages

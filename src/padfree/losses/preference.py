@@ -1,12 +1,12 @@
-"""Losses on pairs of answers, one preferred to the other, that lie on the same packed row.
+"""Losses on pairs of answers, of which one is preferred, in the same pack.
 
     samples    0        1         2        3
-    pairs      [[0, 1], [3, 2]]            [P, 2] (chosen, rejected): sample indices of this row
-    weights    [½, ½]                      [P] 1 / number of pairs in the global batch, say
+    pairs      [[0, 1], [3, 2]]            [P, 2] (chosen, rejected): sample indices in this pack
+    weights    [½, ½]                      [P] for example 1 / number of pairs in the global batch
 
     x of an answer      sigmoid, hinge, ipo   Σ over its tokens of (log π - log π_ref), or their mean (`normalise`)
                         simpo, orpo           the mean of log π, or the sum
-                        reward model          score of the last token of the sample
+                        reward model          score of the sample's last token
     loss of a pair      with Δ = x_chosen - x_rejected and l(d) = -(1 - ε) log σ(d) - ε log σ(-d), ε: label_smoothing
                         sigmoid               l(beta · Δ)
                         hinge                 max(0, 1 - beta · Δ)
@@ -16,10 +16,10 @@
                                               odds(x) = x - log(1 - exp x)
                         reward model          -log σ(Δ - margin)
 
-Under context parallelism a rank holds some tokens of a pair. `reduce` adds up what the pair's loss is made of; each
-rank then returns its share of the loss (its part of the pair's tokens), with exactly the gradient of the whole loss for
-the tokens it holds. Shares add up to 1, so that losses and statistics of all ranks add up as usual.
-Both answers of a pair must be on one row.
+Under context parallelism a rank holds some of the tokens of a pair. `reduce` sums what the pair's loss depends on; each
+rank then returns its share of the loss (its fraction of the pair's tokens), with exactly the gradient of the whole loss
+for its own tokens. Shares sum to 1, so that losses and statistics of all ranks add up as usual.
+Both answers of a pair must be in one pack.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def dpo_loss(
 
 
 def _preference(settings: DPOSettings, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[P] losses of pairs, and their slopes in the x of the chosen and of the rejected answer."""
+    """[P] losses of pairs, and their derivatives with respect to x of the chosen and of the rejected answer."""
     beta, smoothing = settings.beta, settings.label_smoothing
     difference = chosen - rejected
     if settings.variant == "hinge":
@@ -69,11 +69,11 @@ def _preference(settings: DPOSettings, chosen: Tensor, rejected: Tensor) -> tupl
         distance = difference - 0.5 / beta
         return distance.square(), 2.0 * distance, -2.0 * distance
     if settings.variant == "orpo":
-        # log(1 - exp x) by expm1, which keeps its digits where x is close to 0
+        # expm1 keeps log(1 - exp x) accurate if x is close to 0
         odds = difference - torch.log(-torch.expm1(chosen)) + torch.log(-torch.expm1(rejected))
         slope = -beta * torch.sigmoid(-odds)
         losses = beta * softplus(-odds) - chosen
-        # the slope of odds(x) is 1 / (1 - exp x)
+        # the derivative of odds(x) is 1 / (1 - exp x)
         return losses, slope / -torch.expm1(chosen) - 1.0, -slope / -torch.expm1(rejected)
     logits = beta * difference - settings.gamma
     losses = (1.0 - smoothing) * softplus(-logits) + smoothing * softplus(logits)
@@ -101,7 +101,7 @@ def reward_model_loss(
 ) -> LossOutput:
     """Pairwise loss on the scores [T] at `ends` [T] (`sample_ends`), or this rank's share of it.
 
-    `margins` [P] are added to the margin of the settings.
+    `margins` [P] are added to the margin in the settings.
     """
     ends, scores = checks.mask("ends", ends), checks.loss_input("scores", scores)
     checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
@@ -117,34 +117,34 @@ def reward_model_loss(
 
 
 def sample_ends(position_ids: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
-    """[T] bool: the last token of its sample. `lengths` [B] are those of the samples."""
+    """[T] bool: whether a token is the last of its sample. `lengths` [B] are the lengths of the samples."""
     lengths = checks.index("lengths", lengths)
     return checks.index("position_ids", position_ids) == spread(lengths, sample_index) - 1
 
 
 def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
-    """[P, 2] pairs of a row whose samples carry the pair as `group` and a higher `reward` on the chosen answer."""
+    """[P, 2] the pairs of a pack. Both samples of a pair have one `group`; the chosen one has a higher `reward`."""
     given: object = samples
     if not isinstance(given, Sequence) or not all(isinstance(info, SampleInfo) for info in given):
-        raise UserError("samples", f"{type(samples).__name__}", "give those of a batch, batch.samples")
+        raise UserError("samples", f"got a {type(samples).__name__}", "give the samples of a batch, batch.samples")
     groups: dict[str | int | None, list[int]] = {}
-    for place, info in enumerate(samples):
-        groups.setdefault(info.group, []).append(place)
+    for index, info in enumerate(samples):
+        groups.setdefault(info.group, []).append(index)
     pairs = []
-    for group, places in groups.items():
-        if group is None or len(places) != 2:
+    for group, indices in groups.items():
+        if group is None or len(indices) != 2:
             raise UserError(
                 "group",
-                f"on {len(places)} samples of a row",
-                "give both answers of a pair, and no others, one group and keep them on one row",
+                f"is the group of {len(indices)} samples of a pack, but a pair has 2",
+                "give both answers of a pair, and no other sample, one group and keep them in one pack",
                 value=group,
             )
-        first, second = (samples[place].reward for place in places)
+        first, second = (samples[index].reward for index in indices)
         if first is None or second is None or first == second:
             raise UserError(
-                "reward", f"{first} and {second} in group {group!r}", "give the chosen answer the higher reward"
+                "reward", f"is {first} and {second} in group {group!r}", "give the chosen answer the higher reward"
             )
-        pairs.append(places if first > second else places[::-1])
+        pairs.append(indices if first > second else indices[::-1])
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
@@ -161,16 +161,16 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """`local` [B] is this rank's part of what is compared, `held` [B] how many of the tokens it is made of are here.
+    """The loss from `local` [B], this rank's part of x, and `held` [B], the number of this rank's tokens in it.
 
-    Statistics of x are shown times `shown`.
+    Statistics of x are multiplied by `shown`.
     """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):
         raise UserError(
             "pairs",
             f"shape {tuple(pairs.shape)} for {len(pair_weights)} pair_weights",
-            "give (chosen, rejected) for each",
+            "give (chosen, rejected) for each pair",
         )
     totals, all_held = reduce(torch.stack([local.detach(), held], dim=1)).unbind(1)
     if means:
@@ -180,7 +180,7 @@ def _pair_loss(
     share = (held[chosen] + held[rejected]) / (all_held[chosen] + all_held[rejected]).clamp(min=1.0)
     losses, slopes, rejected_slopes = loss(totals[chosen], totals[rejected])
     here, there = local[chosen], local[rejected]
-    # The value is this rank's share; the gradient is that of the whole loss in the tokens that are here.
+    # The value is this rank's share; the gradient is that of the whole loss with respect to this rank's tokens.
     attached = share * losses + slopes * (here - here.detach()) + rejected_slopes * (there - there.detach())
     difference = shown * (totals[chosen] - totals[rejected])
     count = share.sum()

@@ -1,13 +1,13 @@
-"""Sums, means and scans over the samples of a packed row, without a loop over samples.
+"""Sums, means and scans over the samples of a pack, without a loop over samples.
 
     sample_index   [T]   0   0   0 | 1   1 | 2   2        pad: 2 = num_samples
     values         [T]  .5  .3  .2 |.8  .1 | 9   9
     segment_sum    [B]         1.0       .9               the pad is dropped
-    spread         [T] 1.0 1.0 1.0 |.9  .9 | 0   0        and gets 0
+    spread         [T] 1.0 1.0 1.0 |.9  .9 | 0   0        the pad gets 0
 
-`sample_index` need not be sorted and a sample's tokens need not all be here: under context parallelism each rank sums
-the tokens it holds, and `reduce` adds the [B] results up over the ranks that share a row. Sums run in float64, so that
-the order of additions (which differs with the layout, and between runs on a GPU) does not show in float32 results.
+`sample_index` need not be sorted, and the tokens of a sample need not be complete: under context parallelism each rank
+sums the tokens it holds, and `reduce` sums the [B] results over the ranks that share a pack. Sums are in float64, so
+that the order of additions (which differs with the layout, and between runs on a GPU) does not affect float32 results.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from padfree.batch import need_tensor
 from padfree.losses import checks
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that share something. It need not be differentiable: no loss asks it to be."""
+"""Sums a tensor over the ranks that share something. It need not be differentiable."""
 
 
 def no_reduce(values: Tensor) -> Tensor:
-    """The reduction of a process that shares its row with nobody."""
+    """The reduction for a process that shares its pack with no other process."""
     return values
 
 
 def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
-    """[T, ...] values to [B, ...] sums in float64. Entries whose index is `num_samples` (the pad) are dropped."""
-    need_whole("num_samples", num_samples, 0, "give how many samples there are")
+    """[T, ...] values to [B, ...] sums in float64. Elements whose index is `num_samples` (the pad) are dropped."""
+    need_whole("num_samples", num_samples, 0, "give the number of samples")
     values = checks.wide("values", values)
     sums = values.new_zeros((num_samples + 1, *values.shape[1:]))
     return sums.index_add(0, checks.index("sample_index", sample_index, num_samples + 1), values)[:num_samples]
 
 
 def spread(values: Tensor, sample_index: Tensor) -> Tensor:
-    """[B] values to the [T] tokens of their samples, in the type they have; the pad gets 0."""
+    """[B] values to the [T] tokens of their samples, without changing the dtype; the pad gets 0."""
     need_tensor("values", values)
     return torch.cat([values, values.new_zeros(1)])[checks.index("sample_index", sample_index, len(values) + 1)]
 
@@ -47,7 +47,7 @@ def spread(values: Tensor, sample_index: Tensor) -> Tensor:
 def segment_mean(
     values: Tensor, mask: Tensor, sample_index: Tensor, num_samples: int, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """[B] float64 means of [T] values where `mask`, over the whole of each sample; 0 for a sample without any."""
+    """[B] float64 means over the [T] values of each whole sample selected by `mask`; 0 if it selects none."""
     values, mask = checks.wide("values", values), checks.mask("mask", mask)
     sums = torch.stack([torch.where(mask, values, 0.0), mask.double()], dim=1)
     totals, counts = reduce(segment_sum(sums, sample_index, num_samples)).unbind(1)
@@ -55,11 +55,11 @@ def segment_mean(
 
 
 def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Tensor:
-    """[T] solution of `out[t] = values[t] + factors[t] * out[t + 1]`, with nothing behind the end.
+    """[T] solution of `out[t] = values[t] + factors[t] * out[t + 1]`, with 0 after the end.
 
-    Two neighbouring steps are one step of twice the reach, so that log2(T) rounds over the whole row do the work of a
-    loop over T tokens. A factor of 0 ends the recurrence; where it does so every `length` tokens or sooner, log2 of
-    that many rounds are enough.
+    Two neighbouring steps combine into one step of twice the reach, so log2(T) passes over the whole pack replace a
+    loop over T tokens. A factor of 0 ends the recurrence; if there is one at least every `length` tokens,
+    log2(length) passes suffice.
     """
     out, factors = values.double(), factors.double()
     num_tokens = len(values)
@@ -73,7 +73,7 @@ def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Ten
 
 
 def continues(sample_index: Tensor) -> Tensor:
-    """[T] bool: the next token is of the same sample. Needs the row in its own order, not one rank's share of it."""
+    """[T] bool: whether the next token belongs to the same sample. Needs the whole pack in order, not a shard."""
     same = torch.zeros_like(sample_index, dtype=torch.bool)
     same[:-1] = sample_index[1:] == sample_index[:-1]
     return same

@@ -1,12 +1,12 @@
-"""What a loss is given and what it returns.
+"""The input and the output of a loss.
 
-    LossInputs    everything [T], aligned with the labels: entry t speaks of the token that position t predicts
-    LossOutput    loss          scalar: Σ weightₜ · lossₜ over the tokens that are here
-                  token_losses  [T] what was added up, to find the sample to blame for a loss that is not finite
-                  statistics    name -> (sum, count), so that whoever holds all parts can add them up and divide once
+    LossInputs    everything [T], aligned with the labels: element t describes the token that position t predicts
+    LossOutput    loss          scalar: Σ weightₜ · lossₜ over these tokens
+                  token_losses  [T] the summands, to find the sample that makes a loss non-finite
+                  statistics    name -> (sum, count), so that the parts can be added up and divided once
 
-The weights already carry the global normaliser (`weights.py`), hence losses of micro-batches and of ranks add up.
-Nothing here waits for the device: statistics stay tensors.
+The weights already include the global normaliser (`aggregation.py`), so losses of micro-batches and of ranks add up.
+Nothing here synchronises with the device: statistics stay tensors.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ TRAINED = ("logprobs", "entropy", "values")
 
 
 GIVEN_BY = {
-    "ref_logprobs": "give one entry per token (in a run: set reference.path, or give the column 'ref_logprobs')",
-    "rollout_logprobs": "give one entry per token (in a run: the column 'logprobs')",
+    "ref_logprobs": "give one value per token (in a run: set reference.path, or give the column 'ref_logprobs')",
+    "rollout_logprobs": "give one value per token (in a run: the column 'logprobs')",
 }
-"""Where an input comes from that a run is not given by itself."""
+"""How to supply inputs that a run does not compute by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossInputs:
-    """One micro-batch, or one context rank's share of it, as a loss sees it. A loss names the field it misses."""
+    """One micro-batch, or one context rank's shard of it, as a loss sees it. Missing fields raise an error by name."""
 
-    mask: Tensor  # [T] bool: the position has a label
+    mask: Tensor  # [T] bool: whether the position has a label
     weights: Tensor  # [T] float32, 0 where the mask is False
-    sample_index: Tensor  # [T] the sample of each token; the pad's is num_samples
+    sample_index: Tensor  # [T] the sample of each token; num_samples for the pad
     num_samples: int
     logprobs: Tensor | None = None  # [T] of the labels, under the policy being trained
-    entropy: Tensor | None = None  # [T] of its distribution; only asked for where `needs_entropy`
-    old_logprobs: Tensor | None = None  # [T] the trainer's own, before the update
-    rollout_logprobs: Tensor | None = None  # [T] what the sampler reported
+    entropy: Tensor | None = None  # [T] of the policy's distribution; only needed if `needs_entropy`
+    old_logprobs: Tensor | None = None  # [T] the trainer's, before the update
+    rollout_logprobs: Tensor | None = None  # [T] reported by the sampler
     ref_logprobs: Tensor | None = None  # [T]
     advantages: Tensor | None = None  # [T]
     values: Tensor | None = None  # [T] of the value model being trained
     old_values: Tensor | None = None  # [T] of the value model before the update
-    returns: Tensor | None = None  # [T] what the value model is to predict
+    returns: Tensor | None = None  # [T] targets of the value model
 
     def __post_init__(self) -> None:
         checks.mask("mask", self.mask)
@@ -68,7 +68,7 @@ class LossInputs:
         entropy: Tensor | None = None,
         values: Tensor | None = None,
     ) -> LossInputs:
-        """A batch with what came with its rollouts, and with what the trainer has computed for it."""
+        """The inputs from a batch with its rollout arrays, and from what the trainer has computed for it."""
         rollout = batch.rollout
         return LossInputs(
             mask=batch.labels != IGNORE,
@@ -91,18 +91,21 @@ class LossInputs:
         return replace(self, logprobs=logprobs, entropy=entropy)
 
     def need(self, name: str, why: str) -> Tensor:
-        """The field of this name, which the loss cannot do without.
+        """The field of this name, which the loss requires.
 
-        With 0 where there is no label: what stands there (a prompt's log-probability, say) may be anything, even NaN.
-        Without gradient unless it comes from the model being trained: old and reference numbers are constants.
+        Values without a label become 0, because they (a prompt's log-probability, for example) may be anything, even
+        NaN. The result has a gradient only if it comes from the model being trained: old and reference numbers are
+        constants.
         """
         values: Tensor | None = getattr(self, name)
         if values is None:
-            raise UserError(name, f"None, but {why} needs it", f"{GIVEN_BY.get(name, 'give one entry per token')}")
+            raise UserError(
+                name, f"is missing, but {why} needs it", f"{GIVEN_BY.get(name, 'give one value per token')}"
+            )
         values = checks.loss_input(name, values)
         if values.shape != self.mask.shape:
             raise UserError(
-                name, f"shape {tuple(values.shape)} for {len(self.mask)} tokens", "give one entry per token"
+                name, f"shape {tuple(values.shape)} for {len(self.mask)} tokens", "give one value per token"
             )
         values = torch.where(self.mask, values, 0.0)
         return values if name in TRAINED else values.detach()
@@ -110,16 +113,16 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossOutput:
-    """The weighted sum of a loss over the tokens that are here, and statistics that add up."""
+    """The weighted sum of a loss over these tokens, and statistics that can be added up."""
 
     loss: Tensor  # scalar
-    token_losses: Tensor | None = None  # [T] weighted, without gradient; None where pairs, not tokens, have losses
+    token_losses: Tensor | None = None  # [T] weighted, without gradient; None if losses belong to pairs, not tokens
     statistics: Statistics = field(default_factory=dict)
-    pair_statistics: dict[str, Tensor] | None = None  # [P] float64, of losses of pairs: this rank's share, and `count`
+    pair_statistics: dict[str, Tensor] | None = None  # [P] float64, for losses on pairs: this rank's share, and `count`
 
 
 def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, Tensor]) -> LossOutput:
-    """The output for the loss [T] of each token and statistics [T], which are summed over the scored tokens."""
+    """The output for per-token losses [T] and statistics [T], which are summed over the scored tokens."""
     weighted = inputs.weights * losses
     count = inputs.mask.sum()
     shown = {name: torch.where(inputs.mask, values.detach(), 0.0) for name, values in statistics.items()}
@@ -131,7 +134,7 @@ def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, T
 
 
 def merge_statistics(first: Statistics, second: Statistics) -> Statistics:
-    """Statistics of two parts added up. A name that only one part has is kept as it is."""
+    """Add the statistics of two parts. A name that only one part has is kept unchanged."""
     merged = dict(first)
     for name, (total, count) in second.items():
         if name in merged:

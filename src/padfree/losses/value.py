@@ -1,6 +1,6 @@
 """The loss of a value model.
 
-With v its value, v_old what it said before the update and R the return,
+With v the value, v_old the value before the update and R the return, the loss is
 
     ½ max((v - R)², (v_old + clamp(v - v_old, ±clip) - R)²)
 
@@ -16,7 +16,7 @@ from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
 def value_loss(inputs: LossInputs, settings: ValueSettings) -> LossOutput:
-    """The weighted sum over the tokens that are here."""
+    """The weighted sum over the tokens in `inputs`."""
     values = inputs.need("values", "the value loss")
     returns = inputs.need("returns", "the value loss")
     errors = (values - returns).square()

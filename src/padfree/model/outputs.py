@@ -33,7 +33,7 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     need_attached(base)
     hidden = base(**batch.model_inputs()).last_hidden_state
     assert isinstance(hidden, Tensor)
-    return hidden[0] if batch.entries is None else take_copies(hidden[0], batch.entries.rows)
+    return hidden[0] if batch.entries is None else take_copies(hidden[0], batch.entries.positions)
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Which sample goes where, and how samples become one token axis."""
+"""Assign samples to packs and ranks, and lay samples end to end on one token axis."""
 
 from padfree.packing.balance import balance
 from padfree.packing.collate import collate, pack, unpack

@@ -1,15 +1,15 @@
-"""Samples into k parts of nearly equal cost.
+"""Partition samples into k parts of nearly equal cost.
 
     costs 8 7 6 5 4 2    k = 2      ->  8 + 6 + 2 = 16,  7 + 5 + 4 = 16
 
-Deterministic, in two moves:
+The algorithm is deterministic and has two phases:
 
-    greedy    the costliest sample first, each to the part that costs least so far and has room under the cap
-    exchange  costly parts each give a sample to a cheap one, or swap one with it, whatever brings the two closest
-              together; again, until the costliest part is within `TOLERANCE` of the mean or nothing helps
+    greedy    takes samples by falling cost; each goes to the cheapest part whose free tokens suffice under the cap
+    exchange  pairs costly parts with cheap ones; each pair moves or swaps the sample that brings their costs closest.
+              Repeats until the costliest part is within `TOLERANCE` of the mean or no exchange helps
 
-A cap is a cap. Where greedy finds no room for a sample, the start comes from balancing lengths instead of costs, or
-else from `fill`; exchange, which never breaks the cap, then evens out the costs. What cannot be placed is refused.
+The cap is never exceeded. If greedy finds no part for a sample, the start comes from balancing lengths instead of
+costs, or from `fill`; exchange then evens out the costs within the cap. If no start fits, `balance` raises `UserError`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ TOLERANCE = 1e-4
 """Exchange ends when the costliest part is at most this far above the mean, as a fraction of the mean."""
 
 ROUNDS = 64
-"""How often exchange goes over all parts at most."""
+"""The maximum number of rounds that exchange makes over all parts."""
 
 SHIFTS = 8
-"""How many ways to form pairs exchange tries before it gives up."""
+"""The number of ways to form pairs that exchange tries before it stops."""
 
 
 def balance(
@@ -48,20 +48,20 @@ def balance(
     """k arrays of sample indices, ascending, every sample once, with nearly equal sums of `costs` [n].
 
     `cap` is a hard limit on the sum of `lengths` [n] in a part; without `lengths` it limits the sum of `costs`, which
-    must then be integers. `equal_count` lets the numbers of samples of any two parts differ by at most 1.
+    must then be integers. `equal_count` makes the sample counts of any two parts differ by at most 1.
     No part is empty when n >= k; with fewer samples than parts, n parts hold one sample and the others none.
     """
     cost = _checked_costs(costs)
     need_whole("k", k, 1, "give 1 or more parts")
     if equal_count and k > len(cost):
-        raise UserError("k", f"{k} parts of equal count for {len(cost)} samples", f"give k of {len(cost)} or less")
+        raise UserError("k", f"{k} parts of equal count exceed {len(cost)} samples", f"give at most {len(cost)}")
     length = np.zeros(len(cost), np.int64)
     if lengths is not None:
         length = checked_lengths(lengths)
     elif cap is not None:
         length = checked_lengths(costs, "costs")
     if len(length) != len(cost):
-        raise UserError("lengths", f"{len(length)} entries for {len(cost)} costs", "give one per sample")
+        raise UserError("lengths", f"{len(length)} entries for {len(cost)} costs", "give one length per sample")
     if cap is not None:
         _check_cap(length, k, cap)
     limit = int(length.sum()) if cap is None else cap
@@ -69,7 +69,7 @@ def balance(
     if parts is None:
         raise UserError(
             "cap",
-            f"found no way to put {len(cost)} samples, {length.sum()} tokens, into {k} parts of {cap}",
+            f"{len(cost)} samples with {length.sum()} tokens do not fit into {k} parts of {cap} tokens",
             "raise cap or k",
         )
     return parts
@@ -78,12 +78,12 @@ def balance(
 def _checked_costs(costs: ArrayLike) -> Floats:
     array = host_array(costs, "costs")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
-        raise UserError("costs", f"{array.dtype} array of shape {array.shape}", "give a flat list of numbers")
+        raise UserError("costs", f"got a {array.dtype} array of shape {array.shape}", "give a flat list of numbers")
     array = array.astype(np.float64)
     wrong = ~((array >= 0) & (array < np.inf))
     if wrong.any():
         index = int(wrong.argmax())
-        raise UserError("costs", f"{array[index]} for sample {index}", "give finite costs of 0 or more")
+        raise UserError("costs", f"is {array[index]} for sample {index}", "give finite costs of 0 or more")
     return array
 
 
@@ -98,12 +98,12 @@ def _check_cap(length: Indices, k: int, cap: int) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PartitionProblem:
-    """What `partition` solves: the largest `offset[p] + sum of cost` over the parts p is to be small."""
+    """Input of `partition`, which minimises the largest `offset[p] + sum of cost` over the parts p."""
 
     cost: Floats  # [n]
     length: Indices  # [n]
-    cap: int  # on the sum of length in a part
-    offset: Floats  # [k]; what a part costs before it holds anything
+    cap: int  # limit on the sum of length in a part
+    offset: Floats  # [k]; the cost of an empty part
     equal_count: bool = False
 
 
@@ -111,7 +111,7 @@ Parts = list[Indices]
 
 
 def partition(problem: PartitionProblem) -> Parts | None:
-    """The parts, each ascending, or None where no assignment within the cap was found."""
+    """The parts, each ascending, or None if no assignment within the cap was found."""
     parts = _start(problem)
     if parts is None:
         return None
@@ -127,7 +127,7 @@ def sums(values: NDArray[Any], parts: Sequence[Indices]) -> Floats:
 
 
 def _start(problem: PartitionProblem) -> Parts | None:
-    """An assignment within the cap: greedy by cost, else even in length, else by `fill`."""
+    """An assignment within the cap: greedy by cost, else balanced by length, else by `fill`."""
     parts = _greedy(problem)
     if parts is not None:
         return parts
@@ -146,29 +146,29 @@ def _start(problem: PartitionProblem) -> Parts | None:
 
 
 def _greedy(problem: PartitionProblem) -> Parts | None:
-    """The costliest sample first, each to the cheapest part with room; None where a sample finds no room."""
-    # a trifle for each sample, so that samples of cost 0 spread over the parts too
+    """Samples by falling cost, each to the cheapest part where it fits; None if a sample fits nowhere."""
+    # a tiny constant for each sample, so that samples of cost 0 spread over the parts too
     cost = (problem.cost + (1e-9 * problem.cost.max(initial=0.0) or 1.0)).tolist()
     length = problem.length.tolist()
     members: list[list[int]] = [[] for _ in problem.offset]
-    room = [problem.cap] * len(members)
+    free_tokens = [problem.cap] * len(members)
     # with equal counts, `larger` parts may hold one sample more than `count`
     count, larger = divmod(len(cost), len(members)) if problem.equal_count else (len(cost), 0)
     heap = [(load, part) for part, load in enumerate(problem.offset.tolist())]
     heapify(heap)
-    full: list[tuple[int, float, int]] = []  # (-room, load, part): too full for the present sample, largest room first
+    full: list[tuple[int, float, int]] = []  # (-free_tokens, load, part) of parts too full for this sample
     for index in np.argsort(-problem.cost, kind="stable").tolist():
         need = length[index]
         while full and -full[0][0] >= need:
             heappush(heap, heappop(full)[1:])
-        while heap and room[heap[0][1]] < need:
+        while heap and free_tokens[heap[0][1]] < need:
             load, part = heappop(heap)
-            heappush(full, (-room[part], load, part))
+            heappush(full, (-free_tokens[part], load, part))
         if not heap:
             return None
         load, part = heap[0]
         members[part].append(index)
-        room[part] -= need
+        free_tokens[part] -= need
         size = len(members[part])
         if size < count or (size == count and larger):
             heapreplace(heap, (load + cost[index], part))
@@ -184,7 +184,7 @@ def _greedy(problem: PartitionProblem) -> Parts | None:
 
 
 def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
-    """Each empty part gets the cheapest sample of the costliest part that has two or more, if there is one."""
+    """Each empty part takes the cheapest sample of the costliest part that has two or more, if there is one."""
     parts = list(parts)
     cost = sums(problem.cost, parts)
     givers = [(-cost[p], p) for p, part in enumerate(parts) if len(part) > 1]
@@ -193,32 +193,32 @@ def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
         if not givers:
             break
         negative, giver = heappop(givers)
-        place = int(problem.cost[parts[giver]].argmin())
-        parts[empty] = parts[giver][place : place + 1]
-        parts[giver] = np.delete(parts[giver], place)
+        index = int(problem.cost[parts[giver]].argmin())
+        parts[empty] = parts[giver][index : index + 1]
+        parts[giver] = np.delete(parts[giver], index)
         if len(parts[giver]) > 1:
             heappush(givers, (negative + problem.cost[parts[empty][0]], giver))
     return parts
 
 
 def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None) -> Parts:
-    """Let costly and cheap parts swap samples, in pairs, until the costliest is near the mean, or under `goal`.
+    """Swap samples between costly and cheap parts until the costliest is near the mean, or at most `goal`.
 
-    The costliest part meets the cheapest, the next costliest the next cheapest, and so on: k / 2 pairs at once. Their
-    samples are the rows of a matrix [k, m] with an empty place or more behind them; a swap with an empty place is a
-    plain move. Where no pair can improve, the pairs are formed anew with the cheap half rolled on.
+    The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on: k / 2 pairs at
+    once. The samples of a part are one matrix row of `slots` [k, m], followed by at least one empty slot; a swap with
+    an empty slot is a plain move. If no pair can improve, new pairs are formed by rolling the cheap half.
     """
     k, empty = len(parts), len(problem.cost)
     movable, fixed = _split_large(parts, equal=problem.equal_count)
     sizes = np.array([len(part) for part in movable])
-    places = np.full((k, sizes.max() + (not problem.equal_count)), empty)
-    places[np.arange(places.shape[1]) < sizes[:, None]] = np.concatenate(movable)
+    slots = np.full((k, sizes.max() + (not problem.equal_count)), empty)
+    slots[np.arange(slots.shape[1]) < sizes[:, None]] = np.concatenate(movable)
     cost, length = np.append(problem.cost, 0.0), np.append(problem.length, 0)
     fixed_load, fixed_used = problem.offset + sums(problem.cost, fixed), sums(problem.length, fixed)
     slack = TOLERANCE * problem.cost.sum() / k
     shift = 0
     for _ in range(ROUNDS):
-        load, used = fixed_load + cost[places].sum(1), fixed_used + length[places].sum(1)
+        load, used = fixed_load + cost[slots].sum(1), fixed_used + length[slots].sum(1)
         order = np.argsort(load, kind="stable")
         if load[order[-1]] <= (load.mean() + slack if goal is None else goal) or shift >= min(k // 2, SHIFTS):
             break
@@ -227,7 +227,7 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
         apart = gap > slack / 2
         costly, cheap, gap = costly[apart], cheap[apart], gap[apart]
 
-        given, back = places[costly], places[cheap]  # [pairs, m]
+        given, back = slots[costly], slots[cheap]  # [pairs, m]
         # swapping samples whose costs differ by exactly `gap` would make the two parts equal
         missed = np.abs(cost[given][:, :, None] - cost[back][:, None, :] - gap[:, None, None])  # [pairs, m, m]
         if problem.cap < length.sum():
@@ -238,20 +238,20 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
         only = (given < empty).sum(1) == 1
         missed += np.where(only[:, None] & (back == empty), np.inf, 0.0)[:, None, :]
 
-        flat = missed.reshape(len(gap), places.shape[1] ** 2)
+        flat = missed.reshape(len(gap), slots.shape[1] ** 2)
         best = flat.argmin(1)
         gain = gap - flat[np.arange(len(gap)), best]
         pairs = np.flatnonzero(gain > slack / 16)
-        row, column = np.divmod(best[pairs], places.shape[1])
-        here, there = (costly[pairs], row), (cheap[pairs], column)
-        places[here], places[there] = places[there], places[here]
+        given_slot, back_slot = np.divmod(best[pairs], slots.shape[1])
+        here, there = (costly[pairs], given_slot), (cheap[pairs], back_slot)
+        slots[here], slots[there] = slots[there], slots[here]
         shift = 0 if gain[pairs].sum() > slack else shift + 1
-    return [np.append(rest, row[row < empty]) for rest, row in zip(fixed, places, strict=True)]
+    return [np.append(rest, part[part < empty]) for rest, part in zip(fixed, slots, strict=True)]
 
 
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
-    """What exchange may move and what stays: of large parts it moves every i-th sample only, so that a round compares
-    2 million pairs at most. With equal counts all parts move the same number, so that there is no empty place.
+    """The samples that exchange may move, and the others. Of a large part only every i-th sample is movable, so that a
+    round compares at most 2 million pairs. With equal counts every part has the same number, so no slot is empty.
     """
     limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
     movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]

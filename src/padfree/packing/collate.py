@@ -1,4 +1,4 @@
-"""Samples to packed batches: `pack`, and back: `unpack`.
+"""Turn samples into packed batches with `pack`, and packed values back with `unpack`.
 
     samples   [1 2 3 4 5] [10 11 12] [20 21 22 23 24 25 26]
     pack      input_ids     1 2 3 4 5 10 11 12 20 21 22 23 24 25 26
@@ -6,11 +6,11 @@
               labels        2 3 4 5 -  11 12 - 21 22 23 24 25 26  -
               cu_seqlens    0 5 8 15
 
-What belongs to the prediction of a token (its label, its weight, its advantage) is stored at the position that
-predicts it, one place before the token (`at_predictions`).
+Values that belong to the prediction of a token (its label, weight and advantage) are stored at the position that
+predicts it, one position before the token (`at_predictions`).
 
-Each pack keeps its samples in the order they were given, and `batch.samples[i].index` is the place of sample i in the
-list that was packed, so that results can always be put back.
+Each pack keeps its samples in the order they were given. `batch.samples[i].index` is the index of sample i in the
+list that was packed, so that results can always be restored to this order.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def pack(
 ) -> list[PackedBatch]:
     """Lay samples end to end in as few packs as possible, or in `num_packs` packs of nearly equal cost.
 
-    `max_tokens` is a hard cap, the pad included; a sample longer than it is refused. With `num_packs` and `cost`
-    (a `CostModel`, or any function of lengths) the packs are balanced by cost, else by tokens. `multiple_of` pads each
-    pack. `weights` holds one [n] array per sample, entry t weighing the prediction of token t + 1 (`token_weights`
-    makes them); without it every scored token of all packs together weighs the same and the weights add up to 1.
-    No samples give no packs.
+    `max_tokens` is a hard cap that includes the pad; a sample longer than it is refused. With `num_packs` and `cost`
+    (a `CostModel`, or any function of lengths) the packs are balanced by cost, otherwise by tokens. `multiple_of` pads
+    each pack. `weights` holds one [n] array per sample; element t is the weight of the prediction of token t + 1
+    (see `token_weights`). Without it every scored token has the same weight and the weights of all packs sum to 1.
+    An empty list of samples gives an empty list of packs.
     """
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
-        raise UserError("samples", f"{type(samples).__name__}", "give a list of padfree.Sample")
+        raise UserError("samples", f"got a {type(samples).__name__}", "give a list of padfree.Sample")
     if weights is not None:
         weights = [number_array(array, f"weights of sample {index}") for index, array in enumerate(weights)]
     _check_packable(samples, max_tokens, num_packs, multiple_of, weights)
@@ -81,7 +81,7 @@ def pack(
 
 
 def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Per-sample views of [T, ...] values, in the order the samples had before `pack`. The pad is left out.
+    """Split [T, ...] values into one view per sample, in the order the samples had before `pack`, without the pad.
 
     Takes one batch and one tensor, or the list that `pack` returned and one tensor per batch.
     """
@@ -90,11 +90,11 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
     given: tuple[object, object] = (batches, values)
     if not all(isinstance(part, Iterable) for part in given):
         raise UserError(
-            "batches", f"{type(batches).__name__}", "give what padfree.pack returned, and one tensor for each"
+            "batches", f"got a {type(batches).__name__}", "give the list padfree.pack returned, and a tensor for each"
         )
     batches, values = list(batches), list(values)
     if not all(isinstance(batch, PackedBatch) for batch in batches):
-        raise UserError("batches", "not all are packed batches", "give what padfree.pack returned")
+        raise UserError("batches", "holds other objects than PackedBatch", "give the list that padfree.pack returned")
     if len(batches) != len(values):
         raise UserError("values", f"{len(values)} tensors for {len(batches)} batches", "give one tensor per batch")
     found = [
@@ -112,21 +112,21 @@ def collate(
     share_prefixes: SharePrefixes = False,
     cost: CostModel | None = None,
 ) -> PackedBatch:
-    """All of these samples in one pack, without a cap.
+    """Lay all samples end to end in one pack, without a cap.
 
-    `share_prefixes`: tokens that samples have in common from the first on are there once (`Entries`); "auto" looks at
-    samples of the same `group` and shares where that pays, by this `cost`; True shares whatever is the same.
+    With `share_prefixes`, tokens of a prefix that samples have in common are stored once (`Entries`). "auto" compares
+    samples of the same `group` and shares a prefix if `cost` says it pays off; True shares every common prefix.
     """
     packs = pack(samples, weights=weights)
     if not packs:
-        raise UserError("samples", "empty list", "give at least one sample")
+        raise UserError("samples", "is empty", "give at least one sample")
     if share_prefixes is False:
         return packs[0]
     return with_shared_prefixes(packs[0], samples, prefixes_of(samples, share_prefixes, cost))
 
 
 def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
-    """What these samples share, as the setting wants it; roots only if it is False."""
+    """The prefix tree of these samples under this setting; only roots if the setting is False."""
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
     tokens = [sample.tokens for sample in samples]
@@ -138,12 +138,12 @@ def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: 
 
 
 def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: PrefixTree) -> PackedBatch:
-    """The row of these samples with the nodes of `tree`; `batch` is the one without. The same if nothing is shared."""
+    """`batch` with its samples stored as the nodes of `tree`; returned unchanged if nothing is shared."""
     if not tree.is_shared:
         return batch
     assert batch.entries is None
     assert not batch.pad_length
-    # A scored token is predicted by the one before it in its sample.
+    # The token before a scored token in its sample predicts it.
     predictions = np.flatnonzero(batch.labels.numpy() != IGNORE)
     chosen = torch.from_numpy(predictions)
     tokens = [samples[i].tokens[a:b] for i, a, b in zip(tree.sample, tree.begin, tree.end, strict=True)]
@@ -155,7 +155,7 @@ def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: Pr
         **{field: getattr(batch, field)[chosen] for field in PackedBatch.LABEL_FIELDS},
         segments=Segments.from_lengths(tree.lengths, parents=tree.parents),
         rollout=None if batch.rollout is None else batch.rollout.map(lambda values: values[chosen]),
-        entries=Entries(rows=tree.token_rows()[predictions], tokens=predictions + 1),
+        entries=Entries(positions=tree.token_positions()[predictions], tokens=predictions + 1),
     )
 
 
@@ -172,24 +172,34 @@ def _check_packable(
     if max_tokens is not None:
         need_whole("max_tokens", max_tokens, 1, f"give a positive multiple of multiple_of={multiple_of}")
     if num_packs is not None and len(samples) and num_packs > len(samples):
-        raise UserError("num_packs", f"{num_packs} for {len(samples)} samples", "give at most one pack per sample")
+        raise UserError(
+            "num_packs", f"{num_packs} exceeds the {len(samples)} samples", "give at most one pack per sample"
+        )
     if max_tokens is not None and max_tokens % multiple_of:
-        raise UserError("max_tokens", "", f"give a positive multiple of multiple_of={multiple_of}", value=max_tokens)
+        raise UserError(
+            "max_tokens",
+            f"is not divisible by {multiple_of}",
+            f"give a positive multiple of multiple_of={multiple_of}",
+            value=max_tokens,
+        )
     seen: dict[Any, int] = {}
     for index, sample in enumerate(samples):
         if not isinstance(sample, Sample):
             raise UserError(
-                "samples", f"{type(sample).__name__} at index {index}", "make it a padfree.Sample(tokens=...)"
+                "samples", f"got a {type(sample).__name__} at index {index}", "give padfree.Sample(tokens=...)"
             )
         if sample.uid is not None and seen.setdefault(sample.uid, index) != index:
             raise UserError(
-                "uid", f"at index {seen[sample.uid]} and at index {index}", "give each its own", value=sample.uid
+                "uid",
+                f"occurs at index {seen[sample.uid]} and {index}",
+                "give each sample its own uid",
+                value=sample.uid,
             )
         if max_tokens is not None and len(sample) > max_tokens:
             raise UserError(
                 "max_tokens",
                 f"{max_tokens} is less than the {len(sample)} tokens of sample {_label(sample, index)}",
-                "raise it, or shorten the sample with .truncated()",
+                "raise max_tokens, or shorten the sample with .truncated()",
             )
     if weights is None:
         return
@@ -200,10 +210,14 @@ def _check_packable(
             raise UserError(
                 f"weights of sample {_label(sample, index)}",
                 f"shape {np.shape(array)} for {len(sample)} tokens",
-                "give one entry per token",
+                "give one weight per token",
             )
         if not np.isfinite(array).all():
-            raise UserError(f"weights of sample {_label(sample, index)}", "not finite", "give finite numbers")
+            raise UserError(
+                f"weights of sample {_label(sample, index)}",
+                "contains a number that is not finite",
+                "give finite numbers",
+            )
 
 
 def _label(sample: Sample, index: int) -> str:
@@ -213,7 +227,7 @@ def _label(sample: Sample, index: int) -> str:
 def _partition(
     lengths: NDArray[np.int64], max_tokens: int | None, num_packs: int | None, cost: Cost | None
 ) -> Sequence[NDArray[Any]]:
-    """Which samples go together: index arrays, ascending."""
+    """The samples of each pack: index arrays, ascending."""
     if max_tokens is None and (num_packs is None or num_packs == 1):
         return [np.arange(len(lengths))]
     if num_packs is None:
@@ -231,8 +245,8 @@ def _collate(
     offsets, num_tokens = segments.offsets, segments.num_tokens
 
     def joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-        row = np.empty(num_tokens, dtype=dtype)
-        return np.concatenate(arrays, out=row, casting="same_kind")
+        out = np.empty(num_tokens, dtype=dtype)
+        return np.concatenate(arrays, out=out, casting="same_kind")
 
     lengths = segments.lengths
     input_ids = joined([sample.tokens for sample in chosen], np.int64)

@@ -1,21 +1,22 @@
-"""A step plan in which each row is as wide as its cost wants: short rows on one rank, long samples over many.
+"""Plan a step in which each pack is as wide as its cost requires: short packs on one rank, long samples over many.
 
     wave         rank  0    1    2    3    4    5    6    7        all ranks run wave j at the same time
     0                  [ one sample of 60k    ][ 31k   ][ s ][ s ]   widths 4, 2, 1, 1
     1                  [ s ][ s ][ s ][ s ][ s ][ s ][ s ][ s ]      s: short samples, packed
 
-Every rank runs one micro-batch in each wave, alone or with its neighbours. The widths of the rows of a group divide
-each other, so that rows of any widths stand side by side, each where a process group of its width begins.
+The width of a pack is the number of ranks that share it. In each wave every rank runs one micro-batch, alone or with
+its neighbours. Each width divides the next larger one, so that packs of any widths fit side by side, and each starts
+where a process group of its width starts.
 
-1. Waves: as few as the tokens need. Their level is what a rank would cost if all had the same.
-2. A sample gets the least width at which a rank holds its part (`max_tokens`) and does not cost more than the level;
-   for its cost alone it is not cut into parts of less than `FEWEST_TOKENS`.
-3. What wide rows have left is filled with short samples, the others are spread over the ranks that are left, evenly.
-4. Rows go to waves by what they cost a rank, the costliest first.
+1. Start with as few waves as the tokens need. The level is the cost per rank and wave if all were equal.
+2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
+   alone never cuts a sample into parts of fewer than `FEWEST_TOKENS` tokens.
+3. Short samples fill what is left of wide packs; the others are spread evenly over the remaining ranks.
+4. Packs go to waves by their cost per rank, the costliest first.
 
-Widths are rounded up to what there is. Where that takes more ranks than there are, the level is raised for wide rows;
-where tokens find no room, there is one wave more. Of the plans that are found the cheapest one counts, and a wave must
-be worth its while: weights are gathered for each.
+Widths are rounded up to available ones. If that needs too many ranks, the level is raised for wide packs; if tokens do
+not fit, a wave is added. The cheapest of the plans found is used. Each wave has a cost of its own (`WAVE`), because
+the weights are gathered once per wave.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices
 
 RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""How far the level is raised for wide rows, one after the other."""
+"""Factors by which the level is raised for wide packs, tried in this order."""
 
 MORE_WAVES = 6
-"""So many more waves than the tokens need are tried, as long as the ranks wait for each other."""
+"""This many waves more than the tokens need are tried, as long as the plan is uneven."""
 
 WAVE = 0.01
-"""What a wave costs by itself, as a fraction of the step."""
+"""The cost of one wave by itself, as a fraction of the step."""
 
 FEWEST_TOKENS = 512
-"""Of a rank, below which its matmuls take no less time."""
+"""Tokens per rank below which matmuls do not get faster."""
 
 EVEN = 1.02
-"""A plan whose ranks wait no longer than this is taken at once."""
+"""A plan with at most this imbalance is accepted at once."""
 
 
 def context_sizes(largest: int) -> tuple[int, ...]:
-    """Widths of rows among so many ranks, each a divisor of the next: 8 -> 1 2 4 8, 12 -> 1 3 6 12."""
+    """Widths of packs on `largest` ranks, each a divisor of the next: 8 -> 1 2 4 8, 12 -> 1 3 6 12."""
     found = [largest]
     while found[-1] > 1:
         factor = next(number for number in range(2, found[-1] + 1) if found[-1] % number == 0)
@@ -57,11 +58,11 @@ def context_sizes(largest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class WidePlan:
-    """Who runs what: rows that several ranks share stand in the list of each of them."""
+    """The packs of each rank. A pack that several ranks share appears in the list of each of them."""
 
     micro_batches: tuple[tuple[Indices, ...], ...]  # [ranks][J]
     widths: Indices  # [ranks, J]
-    cost: Floats  # [ranks, J] of one rank
+    cost: Floats  # [ranks, J] of the rank's part
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -73,7 +74,7 @@ class _SizedPack:
 def plan_wide(
     length: Indices, cost: Floats, candidates: Indices, *, ranks: int, max_tokens: int, sizes: Sequence[int]
 ) -> WidePlan:
-    """The plan of samples `candidates`, of these lengths [n] and costs [n]. One that fits no width has the largest."""
+    """Plan the samples `candidates`; lengths and costs are [n]. A sample that fits no width gets the largest."""
     tokens, total = int(length[candidates].sum()), float(cost[candidates].sum())
     fewest = max(1, -(-tokens // (ranks * max_tokens)))
     best: WidePlan | None = None
@@ -115,56 +116,56 @@ def _attempt(
     left = ranks * waves - int(width[width > 1].sum())
     if left < 0 or (not left and len(narrow)):
         return None
-    rows = [_SizedPack(size, [sample]) for size, sample in zip(width[width > 1].tolist(), wide.tolist(), strict=True)]
-    narrow = _fill_wide(rows, narrow, length, cost, max_tokens, level)
+    packs = [_SizedPack(size, [sample]) for size, sample in zip(width[width > 1].tolist(), wide.tolist(), strict=True)]
+    narrow = _fill_wide(packs, narrow, length, cost, max_tokens, level)
     if len(narrow):
         parts = partition(PartitionProblem(cost[narrow], length[narrow], max_tokens, np.zeros(left)))
         if parts is None:
             return None
-        rows += [_SizedPack(1, narrow[part].tolist()) for part in parts]
+        packs += [_SizedPack(1, narrow[part].tolist()) for part in parts]
     else:
-        rows += [_SizedPack(1, [])] * left
-    return _arranged(rows, cost, ranks, waves)
+        packs += [_SizedPack(1, [])] * left
+    return _arranged(packs, cost, ranks, waves)
 
 
 def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int], level: float) -> Indices:
-    """[n] the least width at which a rank holds its part of a sample and costs no more than the level."""
+    """[n] the smallest width at which each rank's part of a sample fits and costs at most the level."""
     size = np.array(sizes)
     by_cost = np.minimum(cost / level if level else 0.0, np.maximum(length // FEWEST_TOKENS, 1))
     needed = np.maximum(length / max_tokens, by_cost)
-    place = np.searchsorted(size, needed * (1 - 1e-12), side="left")  # the least that is not below
-    # a sample that costs more than the level even on all ranks has all of them
-    found: Indices = size[np.minimum(place, len(size) - 1)]
+    index = np.searchsorted(size, needed * (1 - 1e-12), side="left")  # the first width that suffices
+    # a sample that costs more than the level even on all ranks gets all of them
+    found: Indices = size[np.minimum(index, len(size) - 1)]
     return found
 
 
 def _fill_wide(
-    rows: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
+    packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Give wide rows short samples, the costliest that fits first, up to the level; the samples that are left."""
+    """Add short samples to wide packs up to the level, the costliest that fits first; return the remaining samples."""
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()
-    for row in rows:
-        room = row.width * level - float(cost[row.samples].sum())
-        tokens = row.width * max_tokens - int(length[row.samples].sum())
-        place = bisect_right(costs, room)
-        while place and costs:
-            place -= 1
-            if length[waiting[place]] > tokens:
+    for pack in packs:
+        free_cost = pack.width * level - float(cost[pack.samples].sum())
+        tokens = pack.width * max_tokens - int(length[pack.samples].sum())
+        index = bisect_right(costs, free_cost)
+        while index and costs:
+            index -= 1
+            if length[waiting[index]] > tokens:
                 continue
-            room, tokens = room - costs[place], tokens - int(length[waiting[place]])
-            row.samples.append(waiting.pop(place))
-            costs.pop(place)
-            place = min(place, bisect_right(costs, room))
+            free_cost, tokens = free_cost - costs[index], tokens - int(length[waiting[index]])
+            pack.samples.append(waiting.pop(index))
+            costs.pop(index)
+            index = min(index, bisect_right(costs, free_cost))
     return np.array(sorted(waiting), dtype=np.int64)
 
 
-def _arranged(rows: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
-    """Rows to waves and ranks. Wide ones first: what is free of a wave then is always a multiple of the next width."""
-    each = np.array([float(cost[row.samples].sum()) / row.width for row in rows])
-    width = np.array([row.width for row in rows])
+def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
+    """Assign packs to waves and ranks, wide packs first: the free ranks of a wave stay a multiple of the next width."""
+    each = np.array([float(cost[pack.samples].sum()) / pack.width for pack in packs])
+    width = np.array([pack.width for pack in packs])
     by_cost = np.argsort(-each, kind="stable")
-    wanted = np.empty(len(rows), dtype=np.int64)
+    wanted = np.empty(len(packs), dtype=np.int64)
     wanted[by_cost] = (np.cumsum(width[by_cost]) - width[by_cost]) // ranks
     free = np.full(waves, ranks)
     members: list[list[int]] = [[] for _ in range(waves)]
@@ -173,15 +174,15 @@ def _arranged(rows: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) 
         wave = int(open_waves[np.argmin(np.abs(open_waves - wanted[index]))])
         members[wave].append(index)
         free[wave] -= width[index]
-    assert not free.any(), "rows and ranks do not match"
+    assert not free.any(), "packs and ranks do not match"
     table = np.empty((ranks, waves), dtype=np.int64)
     for wave, chosen in enumerate(members):
-        # Every second wave goes through the ranks of its narrow rows backwards, so that the sums of ranks stay close.
+        # Every second wave assigns its narrow packs to ranks in reverse, so that total costs per rank stay close.
         ordered = sorted(chosen, key=lambda index: (-width[index], each[index] if wave % 2 else -each[index]))
         table[:, wave] = np.repeat(ordered, width[ordered])
-    samples = [np.array(sorted(row.samples), dtype=np.int64) for row in rows]
+    samples = [np.array(sorted(pack.samples), dtype=np.int64) for pack in packs]
     return WidePlan(
-        micro_batches=tuple(tuple(samples[index] for index in line) for line in table.tolist()),
+        micro_batches=tuple(tuple(samples[index] for index in of_rank) for of_rank in table.tolist()),
         widths=width[table],
         cost=each[table],
     )

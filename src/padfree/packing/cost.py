@@ -1,12 +1,12 @@
-"""What a sample costs: linear · n + quadratic · n², a constant for each micro-batch, and one for each step.
+"""The cost of a sample: linear · n + quadratic · n², plus a constant for each micro-batch and one for each step.
 
     tokens of a sample        100        1000        8000
-    matrix products           100 a      1000 a      8000 a       every weight meets every token once
-    attention             10,000 b  1,000,000 b  64,000,000 b     every token meets every token before it
+    matmuls                   100 a      1000 a      8000 a       every weight is applied to every token once
+    attention             10,000 b  1,000,000 b  64,000,000 b     every token attends to every token before it
 
-Equal numbers of tokens are therefore not equal amounts of work once samples are long. The two factors come from the
-model's configuration (`from_config`, in FLOPs of forward and backward), or from times measured on the device (`fit`),
-kept in a JSON file. Only ratios matter to packing, so FLOPs and seconds serve equally well.
+Equal numbers of tokens are therefore not equal amounts of work if samples are long. The two factors come from the
+model's config (`from_config`, in FLOPs of forward and backward), or from times measured on the device (`fit`) and
+stored in a JSON file. Packing uses only ratios, so FLOPs and seconds serve equally well.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from padfree.sizes import ModelSizes
 Floats = NDArray[np.float64]
 
 FORWARD_AND_BACKWARD = 3
-"""The backward pass costs twice the forward pass: one product for the input's gradient, one for the weight's."""
+"""The backward pass costs twice the forward pass: one matmul for the input's gradient, one for the weight's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """cost of a sample of n tokens = linear · n + quadratic · n²; a micro-batch costs `constant` on top, and a step
-    (the optimizer's part of it) `step`."""
+    """The cost of a sample of n tokens is linear · n + quadratic · n². A micro-batch costs `constant` more, and a step
+    `step` more (its optimizer update)."""
 
     linear: float
     quadratic: float = 0.0
@@ -60,17 +60,17 @@ class CostModel:
     def from_config(config: Any) -> CostModel:
         """FLOPs of forward and backward of an HF causal language model, from its config (object or dict).
 
-        Counted: the weights of all matmuls that one token meets (of a mixture the router, the shared experts and the
-        experts that it is sent to), the output head, and causal attention itself. A layer with a sliding window is
-        counted as if every token saw a full window: linear, a little too much for samples shorter than the window. A
-        mixer (gated delta net, Mamba, short convolution, lightning attention) costs its linear layers and its state,
-        every token the same.
+        Counts the weights of all matmuls applied to one token (for a mixture of experts: the router, the shared
+        experts and the experts the token is routed to), the output head, and causal attention. A layer with a sliding
+        window counts as if every token saw a full window: linear, slightly too much for samples shorter than the
+        window. A mixer (gated delta net, Mamba, short convolution, lightning attention) costs its linear layers and its
+        state update, the same for every token.
         """
 
         sizes = ModelSizes.of(config)
         full, windowed = sizes.attention, sizes.windowed_attention
         in_windows = sizes.windowed_layers * sizes.window * (windowed.query + windowed.output)
-        # a weight is one multiplication and one addition per token; causal attention has n² / 2 pairs
+        # each weight takes one multiplication and one addition per token; causal attention has n² / 2 pairs
         return CostModel(
             linear=FORWARD_AND_BACKWARD * (2.0 * (sizes.weights + in_windows) + sizes.state_flops),
             quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * (full.query + full.output),
@@ -78,16 +78,16 @@ class CostModel:
 
     @staticmethod
     def fit(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> CostModel:
-        """The model closest to measured times: `lengths[i]` are the lengths of all samples of micro-batch i (or one
-        number), `seconds[i]` is what it took. Least squares of the relative error, no coefficient below 0.
+        """Fit the model to measured times. `lengths[i]` holds the lengths of all samples of micro-batch i (or is one
+        number), `seconds[i]` is its time. Least squares of the relative error, with coefficients of at least 0.
         """
         time = number_array(seconds, "seconds").astype(np.float64)
         if time.ndim != 1 or len(time) != len(lengths) or not len(time):
             raise UserError(
-                "seconds", f"shape {time.shape} for {len(lengths)} measurements", "give one per micro-batch"
+                "seconds", f"shape {time.shape} for {len(lengths)} measurements", "give one time per micro-batch"
             )
         if not ((time > 0) & (time < np.inf)).all():
-            raise UserError("seconds", f"{time.min()} to {time.max()}", "give finite times above 0")
+            raise UserError("seconds", f"range from {time.min()} to {time.max()}", "give finite times above 0")
         batches = [np.atleast_1d(number_array(batch, "lengths").astype(np.float64)) for batch in lengths]
         features = np.array([[batch.sum(), (batch * batch).sum(), 1.0] for batch in batches])
         linear, quadratic, constant = _nonnegative_least_squares(features / time[:, None], np.ones(len(time))).tolist()
@@ -101,12 +101,12 @@ class CostModel:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         names = [*CostModel.__dataclass_fields__]
         if not isinstance(values, dict) or not {"linear"} <= set(values) <= set(names):
-            raise UserError(f"{path}", "not a cost model", f"write it with CostModel.to_json ({', '.join(names)})")
+            raise UserError(f"{path}", "is not a cost model", f"write it with CostModel.to_json ({', '.join(names)})")
         return CostModel(**values)
 
 
 def _nonnegative_least_squares(features: Floats, target: Floats) -> Floats:
-    """The coefficients of 0 or more with the least squared error: the best over all subsets of the columns."""
+    """The coefficients of at least 0 with the smallest squared error: the best over all subsets of the columns."""
     scale: Floats = np.maximum(np.abs(features).max(0), np.finfo(np.float64).tiny)
     scaled = features / scale
     width = features.shape[1]

@@ -1,21 +1,21 @@
-"""Samples in the order they are read, and the way back to any point of it.
+"""Read samples in a reproducible order, and return to any point of it.
 
     source       a b c d           anything with `len` and `[i]`
-    position     0 1 2 3 | 4 5 6 7     counts over all epochs
+    position     0 1 2 3 | 4 5 6 7     counts samples over all epochs
     in order     a b c d | a b c d
-    shuffled     c a d b | b c a d     one order per epoch, from (seed, epoch) alone
+    shuffled     c a d b | b c a d     one order per epoch, which depends only on (seed, epoch)
 
-A source may have parts with weights: how many times an epoch shows each sample of the part. The part is an endless
-sequence of passes over its samples in one order, and epoch e shows places floor(e w n) to floor((e + 1) w n) of it:
+A source may have parts with weights. The weight is the number of times that an epoch shows each sample of the part. A
+part of n samples is repeated endlessly in one order, and epoch e shows items floor(e w n) to floor((e + 1) w n):
 
     part of 5, weight 0.5, order 3 0 4 1 2     epoch 0: 3 0      epoch 1: 4 1 2      epoch 2: 3 0   ...
     part of 2, weight 2                        epoch 0: 0 0 1 1  ...
 
-So after any number of epochs the counts of two samples of a part differ by one at most, and E epochs show floor(E w n)
-samples. All of it follows from seed, epoch, sizes and weights alone. With weight 1 an epoch is the part in its own
+After any number of epochs the counts of two samples of a part differ by at most one, and E epochs show floor(E w n)
+samples. The order depends only on seed, epoch, sizes and weights. With weight 1 an epoch shows the part in its own
 order.
 
-An iterable without `len` and `[i]` is read once, in order. To go back to a position it is read from its start.
+An iterable without `len` and `[i]` is read once, in order. To return to a position, it is read again from its start.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from padfree.packing.fill import Indices
 T = TypeVar("T")
 
 PART_SEED = 0x9E3779B97F4A7C15
-"""Sets the order inside a part apart from the orders of epochs."""
+"""Makes the order inside a part differ from the orders of epochs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePart:
-    """Neighbouring samples of a source, and how many times an epoch shows each."""
+    """A range of consecutive samples of a source, and how many times an epoch shows each of them."""
 
     size: int
     weight: Fraction
 
     def shown(self, epochs: int) -> int:
-        """Samples that so many epochs show."""
+        """Number of samples that the first `epochs` epochs show."""
         return math.floor(epochs * self.weight * self.size)
 
 
 class EpochOrder:
-    """Which samples each epoch shows, in which order. `parts` are the whole source, one after the other."""
+    """The samples that each epoch shows, in order. `parts`, one after the other, make up the whole source."""
 
     def __init__(self, parts: Sequence[SourcePart], *, shuffle: bool, seed: int) -> None:
         self.parts, self.shuffle, self.seed = tuple(parts), shuffle, seed
         self._inside: dict[int, Indices] = {}  # by part
 
     def start(self, epoch: int) -> int:
-        """Samples shown before this epoch."""
+        """Number of samples shown before this epoch."""
         return sum(part.shown(epoch) for part in self.parts)
 
     def epoch_at(self, position: int) -> int:
-        """The epoch of a position among all samples shown. Epochs may be empty, this one is not."""
+        """The epoch that contains this position. Epochs may be empty; this one is not."""
         low, high = 0, 1
         while self.start(high) <= position:
             low, high = high, 2 * high
@@ -74,13 +74,13 @@ class EpochOrder:
         return low
 
     def __call__(self, epoch: int) -> Indices:
-        """[n] places in the source."""
+        """[n] indices into the source."""
         first, found = 0, []
         for number, part in enumerate(self.parts):
-            places = np.arange(part.shown(epoch), part.shown(epoch + 1)) % max(part.size, 1)
+            items = np.arange(part.shown(epoch), part.shown(epoch + 1)) % max(part.size, 1)
             if part.weight.denominator > 1:
-                places = self._order_inside(number)[places]
-            found.append(first + np.sort(places, kind="stable"))
+                items = self._order_inside(number)[items]
+            found.append(first + np.sort(items, kind="stable"))
             first += part.size
         chosen = np.concatenate([np.zeros(0, dtype=np.int64), *found])
         return chosen[shuffled(len(chosen), self.seed, epoch)] if self.shuffle else chosen
@@ -94,7 +94,7 @@ class EpochOrder:
 
 
 class EpochReader(Generic[T]):
-    """A source read in order: `position` samples so far, over all epochs. The next one can be looked at first."""
+    """Reads a source in order. `position` counts the samples read, over all epochs; `peek` shows the next one."""
 
     def __init__(
         self,
@@ -110,15 +110,15 @@ class EpochReader(Generic[T]):
         if self.length is None and (shuffle or epochs != 1):
             raise UserError(
                 "source",
-                f"an iterable without len and [i], with shuffle={shuffle} and epochs={epochs}",
+                f"is an iterable without len and [i], but shuffle={shuffle} and epochs={epochs}",
                 "give a sequence, or shuffle and repeat the iterable itself",
             )
         if epochs is not None:
-            need_whole("epochs", epochs, 1, "give 1 or more, or None for no end")
-        need_whole("seed", seed, 0, "give a whole number of 0 or more")
+            need_whole("epochs", epochs, 1, "give 1 or more, or None for an endless stream")
+        need_whole("seed", seed, 0, "give an integer of 0 or more")
         if not 0 <= seed < 1 << 64:
-            raise UserError("seed", "", "give 0 or more, below 2**64", value=seed)
-        # Weights of 1 are the plain order, so that a mixture of them goes on from a state without parts.
+            raise UserError("seed", "is too large", "give an integer below 2**64", value=seed)
+        # If all weights are 1, the order is the plain one, so that a state saved without parts can be resumed.
         self.parts = None if parts is None or all(part.weight == 1 for part in parts) else tuple(parts)
         if self.parts is not None:
             assert sum(part.size for part in self.parts) == self.length
@@ -128,8 +128,8 @@ class EpochReader(Generic[T]):
         self.source, self.shuffle, self.seed, self.epochs = source, shuffle, seed, epochs
         self.position = 0
         self._iterator: Iterator[T] | None = None
-        self._next: list[T] = []  # of an iterable, the sample that was looked at
-        self._epoch: tuple[int, Indices] | None = None  # where an epoch begins, and the order of its samples
+        self._next: list[T] = []  # of an iterable: the next sample, if it was read ahead
+        self._epoch: tuple[int, Indices] | None = None  # first position of the cached epoch, and its order
 
     def settings(self) -> dict[str, Any]:
         parts = None if self.parts is None else [[part.size, str(part.weight)] for part in self.parts]
@@ -153,7 +153,7 @@ class EpochReader(Generic[T]):
 
     @property
     def round(self) -> int:
-        """So many neighbouring positions show every sample."""
+        """A number of consecutive positions that is sure to show every sample."""
         if self.parts is None:
             return self.length or 0
         return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))
@@ -166,14 +166,14 @@ class EpochReader(Generic[T]):
         return self.position == begin + len(order)
 
     def index(self, position: int) -> int:
-        """The place in the source of the sample that is read at this position."""
+        """The index in the source of the sample at this position."""
         if self.length is None:
             return position
         begin, order = self._epoch_at(position)
         return int(order[position - begin])
 
     def _epoch_at(self, position: int) -> tuple[int, Indices]:
-        """Where the epoch of a position begins, and its order."""
+        """The first position of the epoch that contains `position`, and the order of its samples."""
         known = self._epoch
         if known is None or not known[0] <= position < known[0] + len(known[1]):
             epoch = self.order.epoch_at(position)
@@ -181,7 +181,7 @@ class EpochReader(Generic[T]):
         return known
 
     def peek(self) -> T:
-        """The next sample; only before the end."""
+        """The next sample. Call it only if `ended` is False."""
         return self._at(self.position) if self.length is not None else self._next[0]
 
     def _at(self, position: int) -> T:
@@ -193,13 +193,15 @@ class EpochReader(Generic[T]):
         self._next = []
 
     def restore(self, position: int, wanted: list[int]) -> list[tuple[int, T]]:
-        """Go to this position, and read the samples of the `wanted` earlier positions again."""
+        """Move to this position, and read the samples of the `wanted` earlier positions again."""
         if self.length is not None:
             self.position = position
             return [(earlier, self._at(earlier)) for earlier in wanted]
         fresh = iter(self.source)
         if fresh is self._iterator:
-            raise UserError("source", "a one-pass iterator that was read already", "load the state into a new batcher")
+            raise UserError(
+                "source", "is a one-pass iterator that was already read", "load the state into a new batcher"
+            )
         self._iterator, self._next, self.position = fresh, [], 0
         keep, found = set(wanted), []
         while self.position < position and not self.ended:
@@ -208,15 +210,15 @@ class EpochReader(Generic[T]):
             self.advance()
         if self.position < position:
             raise UserError(
-                "source", f"it ends after {self.position} samples, the state is at {position}", "give the same source"
+                "source", f"ends after {self.position} samples, but the state is at {position}", "give the same source"
             )
         return found
 
 
 def shuffled(length: int, seed: int, epoch: int) -> Indices:
-    """An order of `length` samples from seed and epoch alone: sorted by a 64-bit hash of (seed, epoch, index).
+    """An order of `length` samples that depends only on seed and epoch: by a 64-bit hash of (seed, epoch, index).
 
-    A resumed run sees the same order, on any version of any library.
+    A resumed run sees the same order, whatever the library versions.
     """
     hashes = np.arange(length, dtype=np.uint64)
     for part in (epoch, seed):
@@ -226,5 +228,5 @@ def shuffled(length: int, seed: int, epoch: int) -> Indices:
 
 
 def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The number of each value in the sequence that splitmix64 begins with from 0."""
+    """The `values`-th outputs of splitmix64 seeded with 0."""
     return splitmix64(values * np.uint64(SPLITMIX64[0]))

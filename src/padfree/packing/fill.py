@@ -1,21 +1,21 @@
-"""Samples into as few bins of a hard capacity as possible.
+"""Pack samples into as few bins of a hard capacity as possible.
 
     lengths   5 3 5 2 2 7     capacity 8
     histogram 7:1  5:2  3:1  2:2
     bins      7 | 5 3 | 5 2 | 2          ->  indices [5] [0 1] [2 3] [4]
 
-This is best-fit decreasing: the longest sample first, each into the fullest bin that still has room for it. It is run
-on the histogram instead of on the samples. Bins with the same room left are interchangeable, so that "12,000 samples
-of length 300 into the 9,000 bins with 650 tokens left, two each" is one step, and the number of steps follows the
-number of distinct lengths: 10 million samples cost hardly more steps than 1 million. Only then are bins and samples
-told apart again, with numpy:
+The algorithm is best-fit decreasing: the longest sample first, each into the fullest bin where it fits. It runs on the
+histogram of lengths, not on the samples. Bins with the same number of free tokens are interchangeable, so "put 12,000
+samples of length 300 into the 9,000 bins with 650 free tokens, two each" is one step. The number of steps therefore
+depends on the number of distinct lengths: 10 million samples take hardly more steps than 1 million. Afterwards numpy
+assigns individual samples to individual bins:
 
-    step      (length, room, per_bin, num_bins), in order
-    slot      bins wait in one queue per room; a slot is a place in a queue. A step takes num_bins slots from the front
-              of the queue of its room and puts as many at the end of the queue of the room that is left.
+    step      (length, free_tokens, per_bin, num_bins), in order
+    slot      bins wait in one queue per number of free tokens; a slot is an index in a queue. A step takes num_bins
+              slots from the front of its queue and appends them to the queue of the free tokens that remain.
     bin       following a slot back through the steps ends at the slot where its bin was opened.
 
-As many bins come out as from best-fit decreasing on single samples, with the same room left in each.
+The result has as many bins as best-fit decreasing on single samples, with the same free tokens in each.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bins(Sequence[Indices]):
-    """A sequence of index arrays in two flat ones: bin b is `indices[offsets[b]:offsets[b + 1]]`, ascending."""
+    """A sequence of index arrays in two flat arrays: bin b is `indices[offsets[b]:offsets[b + 1]]`, ascending."""
 
-    indices: Indices  # [n] every sample once
+    indices: Indices  # [n] each sample once
     offsets: Indices  # [bins + 1]
 
     def __len__(self) -> int:
@@ -68,10 +68,10 @@ class Bins(Sequence[Indices]):
 
 
 def fill(lengths: ArrayLike, capacity: int) -> Bins:
-    """Every sample into a bin of at most `capacity` tokens, as best-fit decreasing does it.
+    """Assign every sample to a bin of at most `capacity` tokens by best-fit decreasing.
 
-    Bins come in the order in which they were opened (the longest sample first). The result behaves as a list of index
-    arrays; millions of bins are still only two arrays. Samples of length 0 join the last bin.
+    Bins are in the order in which they were opened (the longest sample first). The result behaves like a list of index
+    arrays but stores only two arrays, even for millions of bins. Samples of length 0 go into the last bin.
     """
     array = checked_lengths(lengths)
     need_whole("capacity", capacity, 1, "give 1 or more tokens")
@@ -79,7 +79,7 @@ def fill(lengths: ArrayLike, capacity: int) -> Bins:
         index = int(array.argmax())
         raise UserError(
             "lengths",
-            f"sample {index} has {array[index]} tokens, capacity is {capacity}",
+            f"sample {index} has {array[index]} tokens, but capacity is {capacity}",
             f"raise capacity to {array[index]} or cut the sample",
         )
     order, values, counts = _longest_first(array)
@@ -89,16 +89,16 @@ def fill(lengths: ArrayLike, capacity: int) -> Bins:
 
 
 def checked_lengths(lengths: ArrayLike, field: str = "lengths") -> Indices:
-    """Lengths as a flat int64 array, or an error that names the field and the sample."""
+    """Lengths as a flat int64 array. Errors name the field and the sample."""
     array = integer_array(lengths, field)
     if array.min(initial=0) < 0:
         index = int(array.argmin())
-        raise UserError(field, f"{array[index]} for sample {index}", "give lengths of 0 or more")
+        raise UserError(field, f"is {array[index]} for sample {index}", "give lengths of 0 or more")
     return array
 
 
 def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
-    """Sample indices, longest first (ties in input order); the distinct lengths above 0, likewise; their counts."""
+    """Sample indices by falling length (ties in input order), the distinct lengths above 0 (falling), their counts."""
     top = int(lengths.max(initial=0))
     if top <= max(len(lengths), 1 << 16):
         codes, counts = lengths, np.bincount(lengths, minlength=1)
@@ -106,49 +106,49 @@ def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
     else:
         values, codes, counts = np.unique(lengths, return_inverse=True, return_counts=True)
         top = len(values) - 1
-    # 16-bit keys are sorted by radix, several times as fast as wider ones
+    # numpy sorts 16-bit keys by radix, several times as fast as wider keys
     keys = np.subtract(top, codes).astype(np.uint16 if top < 1 << 16 else np.int64)
     there = (counts > 0) & (values > 0)
     return np.argsort(keys, kind="stable"), values[there][::-1].tolist(), counts[there][::-1].tolist()
 
 
 class _Step(NamedTuple):
-    """`num_bins` bins with `room` tokens left take `per_bin` samples each and have `left` tokens left."""
+    """`num_bins` bins with `free_tokens` free tokens take `per_bin` samples each and keep `left` free tokens."""
 
-    room: int
+    free_tokens: int
     left: int
     per_bin: int
     num_bins: int
-    taken: int  # where in the queue of `room` the first of these bins was
-    put: int  # where in the queue of `left` it is now
+    taken: int  # index in the queue of `free_tokens` where the first of these bins was
+    put: int  # index in the queue of `left` where it is now
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
     """The steps that put samples of these lengths, longest first, into the best-fitting bins; the size of each queue.
 
-    The best-fitting bins take as many samples of the present length as go into each, because a bin that just took one
-    is the fullest that can take the next. New bins come from the queue of room `capacity`.
+    A bin takes as many samples of the current length as fit, because a bin that has just taken one is the fullest bin
+    that can take the next. New bins come from the queue of `capacity` free tokens.
     """
     steps: list[_Step] = []
-    rooms: list[int] = []  # of the bins that wait, ascending
-    put: defaultdict[int, int] = defaultdict(int)  # room -> bins that ever joined its queue
-    taken: defaultdict[int, int] = defaultdict(int)  # room -> bins that left it
+    free_sizes: list[int] = []  # free tokens of the waiting bins, ascending, distinct
+    put: defaultdict[int, int] = defaultdict(int)  # free tokens -> bins that ever joined this queue
+    taken: defaultdict[int, int] = defaultdict(int)  # free tokens -> bins that left this queue
     for length, count in zip(values, counts, strict=True):
         while count:
-            place = bisect_left(rooms, length)
-            room = rooms[place] if place < len(rooms) else capacity
-            per_bin = min(room // length, count)
+            index = bisect_left(free_sizes, length)
+            free_tokens = free_sizes[index] if index < len(free_sizes) else capacity
+            per_bin = min(free_tokens // length, count)
             num_bins = count // per_bin
-            if room < capacity:
-                waiting = put[room] - taken[room]
+            if free_tokens < capacity:
+                waiting = put[free_tokens] - taken[free_tokens]
                 num_bins = min(num_bins, waiting)
                 if num_bins == waiting:
-                    del rooms[place]
-            left = room - per_bin * length
+                    del free_sizes[index]
+            left = free_tokens - per_bin * length
             if left >= values[-1] and put[left] == taken[left]:
-                insort(rooms, left)
-            steps.append(_Step(room, left, per_bin, num_bins, taken[room], put[left]))
-            taken[room] += num_bins
+                insort(free_sizes, left)
+            steps.append(_Step(free_tokens, left, per_bin, num_bins, taken[free_tokens], put[left]))
+            taken[free_tokens] += num_bins
             put[left] += num_bins
             count -= per_bin * num_bins
     return steps, {capacity: taken[capacity], **put}
@@ -157,11 +157,11 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
 def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     """The bin of each sample, longest sample first.
 
-    All queues are laid end to end, that of the new bins first. Each slot points to the slot its bin came from, and
-    following the pointers ends among the new bins, which are the bins in the order of opening.
+    All queues are laid end to end, the queue of new bins first. Each slot points to the slot that its bin came from;
+    following the pointers ends in the queue of new bins, whose indices number the bins in the order of opening.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
-    source = np.array([starts[step.room] + step.taken for step in steps], dtype=np.int64)
+    source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)
     target = np.array([starts[step.left] + step.put for step in steps], dtype=np.int64)
     num_bins = np.array([step.num_bins for step in steps], dtype=np.int64)
     per_bin = np.array([step.per_bin for step in steps], dtype=np.int64)
@@ -175,7 +175,7 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
 
 
 def _grouped(order: Indices, bins: Indices) -> Bins:
-    """Samples by bin, ascending inside: one sort of (bin, index) pairs, each packed into one integer, in place."""
+    """Group samples by bin, ascending inside each: one in-place sort of (bin, index) pairs packed into integers."""
     offsets = np.zeros(int(bins.max(initial=-1)) + 2, np.int64)
     np.cumsum(np.bincount(bins), out=offsets[1:])
     shift = len(order).bit_length()

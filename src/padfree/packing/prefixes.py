@@ -1,15 +1,15 @@
-"""Which tokens of a row's samples are the same and need computing once: pure functions on token ids.
+"""Find the prefixes that the samples of a pack share, so that they are computed once: pure functions on token ids.
 
     samples    0: p p p a a      1: p p p b b b      2: p p p b c        of one group
     nodes      0: p p p     1: a a     2: b     3: b b     4: c
     parents    -1            0         0        2          2
     ends       sample 0 ends in node 1, sample 1 in node 3, sample 2 in node 4
 
-Samples of one group are compared from their first token on, so that what they share may end anywhere: behind the
-prompt, in the middle of a response, or at the end of one of them. Equal samples end in the same node.
+Samples of one group are compared from their first token on. A shared prefix may end anywhere: after the prompt, inside
+a response, or at the end of a sample. Equal samples end in the same node.
 
-Sharing is not free. Keys of shared tokens are copied for every node below them, and every node is one more segment for
-the kernels. `SharingCost` says how much that is; what does not pay is left in the samples.
+Sharing has a cost: the keys of shared tokens are copied for every node below them, and every node is one more segment
+for the kernels. `SharingCost` estimates it. A prefix that does not pay off is not shared.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharingCost:
-    """What sharing costs, in tokens that would be computed in the same time.
+    """The cost of sharing, expressed in tokens that could be computed in the same time.
 
-    A key that is copied, forward and backward, moves about 24 KiB in a layer of a 4B model, where a token takes 0.6
-    GFLOP: half a hundredth of the time. A node leaves half a tile of queries empty.
+    Copying one key, forward and backward, moves about 24 KiB in a layer of a 4B model, where a token takes 0.6 GFLOP:
+    half a hundredth of the time. A node leaves half a tile of queries empty.
     """
 
     key: float = 0.01
     node: float = 32.0
 
     def pays(self, model: CostModel, *, num_samples: int, begin: int, end: int, num_keys: int) -> bool:
-        """Whether `num_samples` samples that have `num_keys` tokens together should share those from begin to end."""
+        """Whether `num_samples` samples of `num_keys` tokens in all should share their tokens [begin, end)."""
         pairs = float(end) ** 2 - float(begin) ** 2
         saved = (num_samples - 1) * (model.linear * (end - begin) + model.quadratic * pairs)
         return saved > model.linear * (self.node + self.key * num_keys)
 
 
 FREE = SharingCost(key=0.0, node=0.0)
-"""Share whatever is the same."""
+"""Share every common prefix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefixTree:
-    """The nodes of one row in preorder, and where each of its B samples ends. Made by `find_prefixes`."""
+    """The nodes of one pack in preorder, and the node where each of its B samples ends. Made by `find_prefixes`."""
 
     parents: Indices  # [N], -1 for a root
-    sample: Indices  # [N] a sample that runs through the node
-    begin: Indices  # [N] the node's tokens are sample.tokens[begin:end]; begin is their position as well
+    sample: Indices  # [N] a sample whose path contains the node
+    begin: Indices  # [N] the node's tokens are sample.tokens[begin:end]; begin is also their first position
     end: Indices  # [N]
     last: Indices  # [B] the node where each sample ends; -1 for an empty sample
 
@@ -67,7 +67,7 @@ class PrefixTree:
 
     @property
     def num_tokens(self) -> int:
-        """C, the tokens that are computed."""
+        """C, the number of tokens that are computed."""
         return int(self.lengths.sum())
 
     @property
@@ -76,24 +76,24 @@ class PrefixTree:
         return bool((self.parents >= 0).any()) or len(self.parents) < int((self.last >= 0).sum())
 
     def cost(self, model: CostModel) -> float:
-        """What the nodes cost: each token once, and (query, key) pairs from the beginning of the path."""
+        """The cost of the nodes: each token once, and (query, key) pairs with all keys of the path."""
         pairs = self.end.astype(np.float64) ** 2 - self.begin.astype(np.float64) ** 2
         return float(model.linear * self.num_tokens + model.quadratic * pairs.sum())
 
     @property
     def roots(self) -> Indices:
-        """[B] the root of each sample's path, -1 for an empty sample: samples of different roots share nothing."""
+        """[B] the root of each sample's path, -1 for an empty sample. Samples with different roots share nothing."""
         root = np.arange(len(self.parents))
         for node in np.flatnonzero(self.parents >= 0).tolist():
             root[node] = root[self.parents[node]]
         return np.where(self.last >= 0, np.append(root, -1)[self.last], -1)
 
     def restricted(self, samples: NDArray[Any]) -> PrefixTree:
-        """The tree of some of the samples, which are numbered anew in this order.
+        """The tree of a subset of the samples, renumbered in this order.
 
-        They share what they shared. A node that goes on in one other alone is one with it.
+        They still share what they shared before. A node with a single remaining child is merged with it.
         """
-        through: dict[int, int] = {}  # a sample that runs through each node
+        through: dict[int, int] = {}  # node -> a sample whose path contains it
         last = self.last[np.asarray(samples, dtype=np.int64)].tolist()
         for number, node in enumerate(last):
             while node >= 0 and node not in through:
@@ -105,23 +105,23 @@ class PrefixTree:
             children[parent] = children.get(parent, 0) + 1
         ends = set(last)
         nodes: list[tuple[int, int, int, int]] = []
-        place: dict[int, int] = {-1: -1}
+        new_index: dict[int, int] = {-1: -1}
         for node in sorted(through):
             parent = int(self.parents[node])
             if parent >= 0 and children[parent] == 1 and parent not in ends:
-                place[node] = place[parent]
-                above, _, begin, _ = nodes[place[node]]
-                nodes[place[node]] = (above, through[node], begin, int(self.end[node]))
+                new_index[node] = new_index[parent]
+                above, _, begin, _ = nodes[new_index[node]]
+                nodes[new_index[node]] = (above, through[node], begin, int(self.end[node]))
             else:
-                place[node] = len(nodes)
-                nodes.append((place[parent], through[node], int(self.begin[node]), int(self.end[node])))
-        return _tree(nodes, [place[node] for node in last])
+                new_index[node] = len(nodes)
+                nodes.append((new_index[parent], through[node], int(self.begin[node]), int(self.end[node])))
+        return _tree(nodes, [new_index[node] for node in last])
 
-    def token_rows(self) -> Indices:
-        """[T] where each token of the samples, laid end to end, lies in the row."""
+    def token_positions(self) -> Indices:
+        """[T] the index in the pack of each token of the samples laid end to end."""
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        rows = [path_tokens(self.parents, offsets, node) for node in self.last.tolist()]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *rows])
+        positions = [path_tokens(self.parents, offsets, node) for node in self.last.tolist()]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *positions])
 
 
 def find_prefixes(
@@ -132,9 +132,9 @@ def find_prefixes(
     overhead: SharingCost | None = None,
     across_groups: bool = False,
 ) -> PrefixTree:
-    """The tree of samples with these `tokens` [n] each. Those of one group are compared, None being no group.
+    """The prefix tree of samples with these `tokens` [n] each. Samples of one group are compared; None is no group.
 
-    `across_groups` compares all of them. `cost` and `overhead` decide where sharing pays.
+    `across_groups` compares all samples. `cost` and `overhead` decide which prefixes pay off.
     """
     model, overhead = cost or CostModel.tokens(), overhead or SharingCost()
     families: dict[Hashable, list[int]] = {}
@@ -148,7 +148,7 @@ def find_prefixes(
 
 
 class _Growth:
-    """A tree that grows by one family of samples at a time."""
+    """Builds a tree, one family of samples at a time."""
 
     def __init__(self, tokens: Sequence[NDArray[Any]], model: CostModel, overhead: SharingCost) -> None:
         self.tokens, self.model, self.overhead = tokens, model, overhead
@@ -159,14 +159,14 @@ class _Growth:
         return _tree(self.nodes, self.last)
 
     def add(self, members: list[int]) -> None:
-        """Sorted by their bytes, samples with a common beginning are neighbours, and a prefix comes first."""
+        """Sort by bytes: samples with a common prefix become neighbours, and a sample precedes its extensions."""
         ordered = members
         if len(members) > 1:
             ordered = sorted(members, key=lambda index: self.tokens[index].astype(np.int64, copy=False).tobytes())
         common = [0] + [
             common_length(self.tokens[one], self.tokens[other]) for one, other in itertools.pairwise(ordered)
         ]
-        stack = [(0, len(ordered), 0, -1)]  # members [low, high) of a node, tokens that are in nodes, the node above
+        stack = [(0, len(ordered), 0, -1)]  # members [low, high), tokens already in nodes, the parent node
         while stack:
             low, high, begin, parent = stack.pop()
             if high - low == 1:
@@ -174,7 +174,7 @@ class _Growth:
                 self.last[sample] = self._node(parent, sample, begin, len(self.tokens[sample]))
                 continue
             end = min(common[low + 1 : high])
-            # Those that end here come first. The others are divided where neighbours have no more than this in common.
+            # Samples that end here come first. The others are split where neighbours have only `end` tokens in common.
             ending = low
             while ending < high and len(self.tokens[ordered[ending]]) == end:
                 ending += 1
@@ -194,7 +194,7 @@ class _Growth:
         return self.overhead.pays(self.model, num_samples=len(members), begin=begin, end=end, num_keys=num_keys)
 
     def _node(self, parent: int, sample: int, begin: int, end: int) -> int:
-        """A new node; the one above where it would hold nothing."""
+        """A new node, or the parent if the new node would be empty."""
         if begin == end:
             return parent
         self.nodes.append((parent, sample, begin, end))
@@ -202,14 +202,14 @@ class _Growth:
 
 
 def _tree(nodes: list[tuple[int, int, int, int]], last: list[int]) -> PrefixTree:
-    """Of nodes as (parent, sample, begin, end)."""
+    """Build a tree from (parent, sample, begin, end) tuples."""
     columns = np.array(nodes, dtype=np.int64).reshape(-1, 4).T
     parents, sample, begin, end = (np.ascontiguousarray(column) for column in columns)
     return PrefixTree(parents=parents, sample=sample, begin=begin, end=end, last=np.array(last, dtype=np.int64))
 
 
 def common_length(one: NDArray[Any], other: NDArray[Any]) -> int:
-    """How many tokens from the first on are the same."""
+    """The length of the common prefix."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(np.argmax(different)) if different.any() else length

@@ -1,13 +1,13 @@
-"""A step plan in which samples that share prefixes stay together where that pays.
+"""Plan a step so that samples that share prefixes stay together if that pays off.
 
     samples      0 1 2 3 share a prompt     4 5 share another     6 shares nothing
     families     [0 1 2 3]                  [4 5]                 [6]
-    units        [0 1 2 3] [4 5] [6]        planned as if each were a sample: its tokens, shared ones once, and its cost
+    units        [0 1 2 3] [4 5] [6]        each planned like one sample: its tokens (shared ones once) and its cost
 
-A family that does not fit into a row is divided, and each part computes the prefix anew. All families are divided into
-2, 4, 8, ... parts as long as the ranks wait for each other and the step gets cheaper by it: one group on two ranks is
-two halves. Planning knows the nodes of the whole step; a row takes those of its samples (`PrefixTree.restricted`), so
-that it holds exactly the tokens that were planned.
+A family that does not fit into a pack is divided, and each part computes the prefix again. All families are divided
+into 2, 4, 8, ... parts as long as the ranks are unbalanced and the step gets cheaper: one group on two ranks becomes
+two halves. Planning uses the prefix tree of the whole step; a pack uses the tree restricted to its samples
+(`PrefixTree.restricted`), so that it holds exactly the planned tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from padfree.packing.prefixes import PrefixTree
 from padfree.packing.step_plan import StepPlan, plan_step
 
 BALANCED = 1.02
-"""An imbalance up to this is not worth computing prefixes more often."""
+"""Families are not divided further at an imbalance up to this, because each part computes the prefix again."""
 
 
 def plan_shared_step(
@@ -39,11 +39,11 @@ def plan_shared_step(
     groups: Sequence[Hashable] | None = None,
     contexts: Sequence[int] = (1,),
 ) -> StepPlan:
-    """The plan of one step over samples of these `lengths` [n] that share `prefixes`. See `plan_step`.
+    """Plan one step over samples of these `lengths` [n] that share `prefixes`. See `plan_step`.
 
-    No micro-batch computes more than `max_tokens`. The samples of one of the `groups` [n], where they are given, are
-    never divided. With several `contexts`, families are kept to what one rank holds: a longer sample shares nothing,
-    and its row is as wide as it wants.
+    No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are given, the samples of a group are never
+    divided. With several `contexts`, a family is limited to what one rank holds; a longer sample shares nothing, and
+    its pack is as wide as it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]
@@ -79,11 +79,11 @@ def _whole_groups(groups: Sequence[Hashable]) -> list[Indices]:
 
 
 def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices]:
-    """Samples that share, in the order of the tree, so that neighbours share the most; each of the others by itself."""
+    """Samples that share a root, in tree order, so that neighbours share the most; each other sample by itself."""
     order = np.argsort(prefixes.last, kind="stable")
     root = prefixes.roots[order]
     alone = too_long[order] | (root < 0)
-    # A sample that is longer than a row is a row of its own, whatever it shares.
+    # A sample longer than a pack gets its own pack, whatever it shares.
     key = np.where(alone, len(prefixes.parents) + np.arange(len(order)), root)
     by_key = np.argsort(key, kind="stable")
     borders = np.flatnonzero(np.diff(key[by_key])) + 1
@@ -91,7 +91,7 @@ def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices
 
 
 def _units(prefixes: PrefixTree, family: Indices, parts: int, max_tokens: int) -> list[Indices]:
-    """The family in so many parts, or in more where one does not fit into a row."""
+    """Divide the family into `parts` parts, and into more if one of them does not fit into a pack."""
     units: list[Indices] = []
     todo = [part for part in np.array_split(family, min(parts, len(family))) if len(part)][::-1]
     while todo:
@@ -114,7 +114,7 @@ def _plan(
     model: CostModel,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """The plan of units, with their samples in place of them."""
+    """Plan the units like samples, then replace each unit by its samples."""
     trees = [prefixes.restricted(unit) for unit in units]
     tokens = np.array([tree.num_tokens for tree in trees], dtype=np.int64)
     costs = [tree.cost(model) for tree in trees]
@@ -127,7 +127,7 @@ def _plan(
 
     return replace(
         plan,
-        micro_batches=tuple(tuple(samples(batch) for batch in row) for row in plan.micro_batches),
+        micro_batches=tuple(tuple(samples(batch) for batch in batches) for batches in plan.micro_batches),
         lengths=lengths,
         alone=np.flatnonzero(lengths > max_tokens * contexts[-1]),
         prefixes=prefixes,

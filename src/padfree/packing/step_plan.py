@@ -1,21 +1,21 @@
-"""Which sample runs on which rank, in which micro-batch.
+"""Assign each sample to a rank and a micro-batch.
 
     micro_batches[rank][j]     rank 0   [0 5 9]  [3 7]
                                rank 1   [1 2]    [4 6 8]
                                         j = 0    j = 1          all ranks run micro-batch j at the same time
 
-Ranks wait for each other in every micro-batch, so that a step costs Σⱼ maxᵣ cost[r][j]. The plan is made of slots, one
+Ranks wait for each other in every micro-batch, so a step costs Σⱼ maxᵣ cost[r][j]. The plan consists of slots, one
 for each (rank, j):
 
-1. As few slots as the samples need at `max_tokens`, rounded up to a multiple of the ranks: every rank has the same
-   number of micro-batches, by construction.
-2. The samples are spread over the slots as `balance` does it: nearly equal cost in each, never more than `max_tokens`.
-3. Slots sorted by cost are cut into groups of `ranks`: the costliest run first, at the same time.
+1. Use as few slots as the samples need at `max_tokens`, rounded up to a multiple of the ranks, so that every rank has
+   the same number of micro-batches.
+2. Spread the samples over the slots with `balance`: nearly equal cost in each, never more than `max_tokens`.
+3. Sort the slots by cost and cut them into groups of `ranks`. The costliest group runs first, at the same time.
 
-With several `contexts` a row may be shared by as many ranks: see `padfree.packing.context_sizes`.
+With several `contexts` a pack may be shared by several ranks: see `padfree.packing.context_sizes`.
 
-Where single samples cost more than an average slot, the slots that run beside them are given more to do, up to
-`max_tokens`, and the others less. The plan depends on lengths, ranks, max_tokens and the cost model, on nothing else.
+If a single sample costs more than an average slot, the slots that run at the same time get more work, up to
+`max_tokens`, and the others less. The plan depends only on lengths, ranks, max_tokens and the cost model.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from padfree.packing.prefixes import PrefixTree
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
 GOOD_ENOUGH = 1.002
-"""An imbalance up to this is not worth a second try with uneven slots."""
+"""An imbalance up to this is accepted without a second attempt with uneven slots."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class StepPlan:
     """`micro_batches[rank][j]`: ascending sample indices. Made by `plan_step`.
 
-    With `widths`, `widths[rank, j]` neighbouring ranks share the row of micro-batch j, and have the same samples there.
-    Without, a rank is a data rank, and who shares its rows is another's business.
+    If `widths` is set, `widths[rank, j]` neighbouring ranks share the pack of micro-batch j and list the same samples.
+    Otherwise a rank is a data rank, and the plan does not say how many context ranks share its packs.
 
-    With fewer samples than slots some micro-batches are empty arrays: they exist so that every rank runs the same
-    number of backward passes.
+    With fewer samples than slots some micro-batches are empty arrays, so that every rank still runs the same number of
+    backward passes.
     """
 
     micro_batches: MicroBatches  # [ranks][J]
-    lengths: Indices  # [n] as trained: after truncation; 0 for a dropped sample
+    lengths: Indices  # [n] after truncation; 0 for a dropped sample
     max_tokens: int
-    cost: Floats  # [ranks, J] of one rank
+    cost: Floats  # [ranks, J] of the rank's part
     truncated: Indices  # samples cut to max_tokens
     dropped: Indices  # samples in no micro-batch
-    alone: Indices  # samples longer than max_tokens, each the only one of its micro-batch
-    prefixes: PrefixTree | None = None  # what all samples share; None: nothing
-    computed: Indices | None = None  # [ranks, J] tokens of each micro-batch, shared ones once; None: all of them
-    widths: Indices | None = None  # [ranks, J]; None: each rank has rows of its own
+    alone: Indices  # samples longer than max_tokens, each alone in its micro-batch
+    prefixes: PrefixTree | None = None  # the prefixes that all samples share; None: none
+    computed: Indices | None = None  # [ranks, J] tokens of each micro-batch, shared ones once; None: nothing is shared
+    widths: Indices | None = None  # [ranks, J]; None: no pack is shared between ranks of the plan
 
     @property
     def ranks(self) -> int:
@@ -75,27 +75,27 @@ class StepPlan:
 
     @property
     def tokens(self) -> Indices:
-        """[ranks, J] tokens of the samples of each micro-batch; of a row that ranks share, with the first of them."""
-        rows = [[self.lengths[batch].sum() for batch in row] for row in self.micro_batches]
-        return np.array(rows, dtype=np.int64).reshape(self.ranks, self.num_micro_batches) * self.is_first
+        """[ranks, J] tokens of the samples of each micro-batch. A pack that ranks share counts at the first of them."""
+        tokens = [[self.lengths[batch].sum() for batch in batches] for batches in self.micro_batches]
+        return np.array(tokens, dtype=np.int64).reshape(self.ranks, self.num_micro_batches) * self.is_first
 
     @property
     def is_first(self) -> NDArray[np.bool_]:
-        """[ranks, J] whether a rank is the first, or the only one, of those that share its row."""
+        """[ranks, J] whether a rank is the first, or the only one, of the ranks that share its pack."""
         if self.widths is None:
             return np.ones((self.ranks, self.num_micro_batches), dtype=np.bool_)
         first: NDArray[np.bool_] = np.arange(self.ranks)[:, None] % self.widths == 0
         return first
 
     def packs_of(self, rank: int) -> list[tuple[Indices, int | None]]:
-        """[J] the samples of each row of a rank, and how many ranks share it, where the plan decides that."""
+        """[J] the samples of each pack of a rank, and the number of ranks that share it, or None if not planned."""
         widths = [None] * self.num_micro_batches if self.widths is None else self.widths[rank].tolist()
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
     def padded_tokens(self, context: int = 1) -> int:
-        """Tokens of all rows, pads included: each rank has the same number of its row, and at least one.
+        """Tokens of all packs including pads: every rank of a pack holds the same number of tokens, at least one.
 
-        `context` ranks share a row where the plan does not say it.
+        `context` ranks share a pack if the plan has no `widths`.
         """
         width = np.full_like(self.computed_tokens, context) if self.widths is None else self.widths
         return int((np.maximum(-(-self.computed_tokens // width), 1) * width)[self.is_first].sum())
@@ -107,7 +107,7 @@ class StepPlan:
 
     @property
     def sharing(self) -> float:
-        """ρ: tokens of the samples over those that are computed."""
+        """ρ: tokens of the samples divided by tokens computed."""
         computed = int(self.computed_tokens.sum())
         return int(self.tokens.sum()) / computed if computed else 1.0
 
@@ -118,12 +118,12 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """What the step costs over what it would cost if no rank ever waited; 1 is perfect."""
+        """The cost of the step divided by its cost if no rank ever waited; 1 is perfect."""
         return _imbalance(self.cost)
 
     @property
     def fill(self) -> float:
-        """Tokens over what the micro-batches could hold. Overlong samples on their own count up to max_tokens."""
+        """Tokens divided by the capacity of the micro-batches. An overlong sample counts up to max_tokens."""
         held = np.minimum(self.computed_tokens, self.max_tokens * (1 if self.widths is None else self.widths))
         return float(held.sum() / (held.size * self.max_tokens)) if held.size else 0.0
 
@@ -139,23 +139,24 @@ def plan_step(
     costs: ArrayLike | None = None,
     contexts: Sequence[int] = (1,),
 ) -> StepPlan:
-    """The plan of one step over samples of these `lengths` [n]. Without a cost model, tokens are what counts.
+    """Plan one step over samples of these `lengths` [n]. Without a cost model the cost is the number of tokens.
 
-    With more than one of `contexts`, each a divisor of the next and of `ranks`, the plan chooses for every row how many
-    neighbouring ranks share it. `max_tokens` is what one rank holds.
+    With more than one of `contexts`, each a divisor of the next and of `ranks`, the plan chooses for every pack how
+    many neighbouring ranks share it. `max_tokens` limits the tokens on one rank.
 
-    Samples of one of the `groups` [n] share a micro-batch, and are together what else a sample is here. `costs` [n] are
-    those of the samples, where they do not follow from the lengths.
+    Samples with the same entry in `groups` [n] go into one micro-batch and are planned like one sample. `costs` [n]
+    are the costs of the samples, if they do not follow from the lengths.
 
-    A sample longer than `max_tokens` is an error, or cut to it ("truncate"), left out ("drop"), or given a micro-batch
-    of its own ("alone"); the plan lists such samples. No micro-batch is empty if there are as many samples as slots.
+    A sample longer than `max_tokens` raises an error, is cut ("truncate"), left out ("drop"), or gets its own
+    micro-batch ("alone"); the plan lists these samples. With at least as many samples as slots, no micro-batch is
+    empty.
     """
     length = checked_lengths(lengths).copy()
     for field, value in (("ranks", ranks), ("max_tokens", max_tokens)):
         need_whole(field, value, 1, "give 1 or more")
     check_choice("overlong", overlong, PackOverlong)
     if not len(length):
-        raise UserError("lengths", "no samples", "give one or more for a step")
+        raise UserError("lengths", "is empty", "give one or more samples for a step")
     model = cost or CostModel.tokens()
     if costs is not None:
         assert groups is None
@@ -180,11 +181,15 @@ def _plan_groups(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Whole groups in the place of samples: one is as long, and costs as much, as its samples together."""
+    """Plan whole groups like samples: the length and cost of a group are the sums over its samples."""
     if len(groups) != len(length):
-        raise UserError("groups", f"{len(groups)} for {len(length)} samples", "give the group of each")
+        raise UserError("groups", f"{len(groups)} for {len(length)} samples", "give the group of each sample")
     if overlong == "truncate":
-        raise UserError("overlong", "'truncate' with groups", "use error, drop or alone, or cut the samples beforehand")
+        raise UserError(
+            "overlong",
+            "'truncate' cannot be used with groups",
+            "use error, drop or alone, or cut the samples beforehand",
+        )
     numbers: dict[Hashable, int] = {}
     group = np.array([numbers.setdefault(name, len(numbers)) for name in groups])
     group_length = np.bincount(group, weights=length).astype(np.int64)
@@ -198,7 +203,7 @@ def _plan_groups(
 
     return replace(
         found,
-        micro_batches=tuple(tuple(members(batch) for batch in row) for row in found.micro_batches),
+        micro_batches=tuple(tuple(members(batch) for batch in batches) for batches in found.micro_batches),
         lengths=np.where(np.isin(group, found.dropped), 0, length),
         dropped=members(found.dropped),
         alone=members(found.alone),
@@ -214,14 +219,14 @@ def _plan(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """`length` [n] is changed to what is left of each; `cost` gives what samples of these lengths cost."""
+    """`length` [n] is changed in place to what remains of each sample; `cost` maps lengths to costs."""
     limit = max_tokens * contexts[-1]
     too_long = np.flatnonzero(length > limit)
     if len(too_long) and overlong == "error":
         raise UserError(
             "max_tokens",
-            f"{limit} is less than the {length[too_long[0]]} tokens of sample {too_long[0]} ({len(too_long)} such "
-            "samples)",
+            f"{limit} is less than the {length[too_long[0]]} tokens of sample {too_long[0]} ({len(too_long)} "
+            "samples exceed it)",
             "raise max_tokens or set overlong to truncate, drop or alone",
         )
     truncated, dropped, alone = (
@@ -269,10 +274,10 @@ def _plan(
 
 
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
-    """The samples of `problem` in as few slots as are found: `num_alone` less than a multiple of `ranks`.
+    """The samples of `problem` in few slots. The number of slots plus `num_alone` is a multiple of `ranks`.
 
-    No fewer than the tokens need, no more than `fill` needs, which is enough; in between `partition` may find a way
-    where `fill` finds none.
+    A binary search between the number that the tokens need and the number that `fill` needs, which always suffices;
+    `partition` may succeed with fewer slots than `fill`.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):
@@ -291,33 +296,33 @@ def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Part
         else:
             high, parts = middle, found
     parts = parts or partition(replace(problem, offset=np.zeros(high * ranks - num_alone)))
-    assert parts is not None, "fill found a way"
+    assert parts is not None, "fill proves that an assignment exists"
     return parts
 
 
 def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatches, Floats]:
-    """Slots to (rank, j): the `ranks` costliest are j = 0, the next j = 1, ...; with their costs [ranks, J].
+    """Assign slots to (rank, j): the `ranks` costliest get j = 0, the next j = 1, ...; returns costs [ranks, J] too.
 
-    Every second j goes through the ranks backwards, so that the sums of the ranks stay close too.
+    Every second j assigns the ranks in reverse, so that the total costs of the ranks stay close too.
     """
     cost = sums(sample_cost, slots) if slots else np.zeros(0)
     grid = np.argsort(-cost, kind="stable").reshape(-1, ranks)
     grid[1::2] = grid[1::2, ::-1]
-    return tuple(tuple(slots[slot] for slot in row) for row in grid.T.tolist()), cost[grid.T]
+    return tuple(tuple(slots[slot] for slot in of_rank) for of_rank in grid.T.tolist()), cost[grid.T]
 
 
 def _imbalance(cost: Floats) -> float:
-    """Σⱼ maxᵣ cost[r, j] over the mean of the ranks."""
+    """Σⱼ maxᵣ cost[r, j] divided by the mean cost of a rank."""
     mean = float(cost.sum()) / len(cost)
     return float(cost.max(0).sum()) / mean if mean else 1.0
 
 
 def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
-    """[J] what the slots of micro-batch j should cost: as much as the costliest single sample that must run in it, and
-    the same for all where no single sample stands out.
+    """[J] the target cost of the slots of micro-batch j: the cost of the costliest single sample that must run in it,
+    and the same for all micro-batches if no single sample stands out.
 
-    Costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches are 12 a rank. The 9 makes the first level 9 and leaves 3 for the
-    second: [9 | 3 3 3] and [3 | 3] take 12, where four nearly even slots, [9 | 3 3] and [3 3 | 3], take 15.
+    Costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches are 12 per rank. The 9 makes the first level 9 and leaves 3 for the
+    second: [9 | 3 3 3] and [3 | 3] take 12, whereas four nearly even slots, [9 | 3 3] and [3 3 | 3], take 15.
     """
     single = np.sort(sample_cost)[::-1][::ranks][:num_micro_batches]
     level = np.zeros(num_micro_batches)

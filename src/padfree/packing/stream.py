@@ -1,4 +1,4 @@
-"""Batches out of a stream of samples: by a budget of tokens, or by a fixed number of samples.
+"""Form batches from a stream of samples: by a token budget, or by a fixed number of samples.
 
     budget 32, buffer of 10, sample i has i tokens
 
@@ -6,13 +6,13 @@
              8 9 10 11 12 ... 17                 8 9 10             27
              11 12 13 ... 20                     11 12              23
 
-One rule forms a batch: the buffer is filled until it holds `buffer_size` samples and a budget's worth of tokens; its
-samples are looked at from the oldest to the newest, and each that still fits is taken. The oldest is always taken, so
-that no sample waits for ever. At the end of the source the buffer drains: every sample comes out once.
+One rule forms a batch. The buffer is filled until it holds `buffer_size` samples and at least `budget` tokens. Its
+samples are visited from the oldest to the newest, and each sample that still fits is taken. The oldest is always taken,
+so that no sample waits forever. At the end of the source the buffer drains: every sample is returned once.
 
 A batch depends on the data, the seed and the number of batches before it, never on the number of ranks. The state of a
-stream is a few integers, fit for JSON: how far the source was read and which of its samples wait in the buffer. A
-resumed stream reads those again: by `source[i]`, or, from an iterable, by reading it from the start to that point.
+stream is a few integers, suitable for JSON: how many samples were read, and which of them wait in the buffer. A resumed
+stream reads the waiting samples again, by `source[i]` or by reading an iterable from its start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _Batcher(Generic[T]):
-    """What both kinds share: the source, the counters, and the settings that a state must agree with."""
+    """What both batchers share: the source, the counters, and the settings that a saved state must match."""
 
     SETTINGS: ClassVar[tuple[str, ...]]
 
@@ -41,7 +41,7 @@ class _Batcher(Generic[T]):
         self.indices: list[int] = []
 
     def __iter__(self) -> Self:
-        """The batcher itself: a second loop goes on where the first one stopped."""
+        """The batcher itself: a second loop continues where the first one stopped."""
         return self
 
     def _settings(self) -> dict[str, Any]:
@@ -50,17 +50,17 @@ class _Batcher(Generic[T]):
 
 
 class TokenBudgetBatcher(_Batcher[T]):
-    """Iterates lists of samples of at most `budget` tokens; see the module for the rule.
+    """Yields lists of samples whose lengths sum to at most `budget` tokens; the module docstring gives the rule.
 
     source        anything with `len` and `[i]`, or any iterable (then without shuffle, and epochs = 1)
-    shuffle       another order each epoch, from `seed` alone, the same on every machine
-    epochs        how often the source is read; None is without end. The buffer runs on from one epoch into the next
-    overlong      what happens to a sample longer than `budget`: "error", "truncate", "drop", or "alone" in its batch.
-                  `num_overlong` counts them
-    length        a function of a sample: how many tokens it has (default: `len`)
-    parts         neighbouring samples of the source with how many times an epoch shows each (`padfree.packing.epochs`)
+    shuffle       a different order in each epoch, which depends only on `seed` and is the same on every machine
+    epochs        number of passes over the source; None: endless. The buffer carries over from one epoch to the next
+    overlong      what happens to a sample longer than `budget`: "error", "truncate", "drop", or "alone" in a batch.
+                  `num_overlong` counts these samples
+    length        a function that returns the number of tokens of a sample (default: `len`)
+    parts         ranges of the source and how many times an epoch shows their samples (`padfree.packing.epochs`)
 
-    After each batch, `indices` are the places of its samples in the source, and `step` is the number of batches so far.
+    After each batch, `indices` holds the source indices of its samples, and `step` is the number of batches so far.
     """
 
     SETTINGS = ("budget", "buffer_size", "overlong")
@@ -90,13 +90,13 @@ class TokenBudgetBatcher(_Batcher[T]):
             raise StopIteration
         taken: list[_Waiting[T]] = []
         waiting: list[_Waiting[T]] = []
-        room = self.budget
+        free_tokens = self.budget
         for item in self._buffer:
-            if taken and item.tokens > room:
+            if taken and item.tokens > free_tokens:
                 waiting.append(item)
                 continue
             taken.append(item)
-            room -= item.tokens
+            free_tokens -= item.tokens
         self._buffer = waiting
         self.step += 1
         self.indices = [item.source_index for item in taken]
@@ -114,16 +114,16 @@ class TokenBudgetBatcher(_Batcher[T]):
                 self._buffer.append(item)
                 tokens += item.tokens
             fruitless = 0 if item is not None and item.tokens else fruitless + 1
-            # without this, an endless stream over such a source would never come back
+            # otherwise an endless stream over a source without tokens would never return
             if self._reader.epochs is None and fruitless > self._reader.round:
                 raise UserError(
                     "source",
-                    f"none of its {self._reader.length} samples gives a token (overlong={self.overlong!r})",
-                    "raise budget (in a recipe: batch.tokens) or give other samples",
+                    f"none of its {self._reader.length} samples has a usable token (overlong={self.overlong!r})",
+                    "raise budget (in a recipe: batch.tokens) or give shorter samples that are not empty",
                 )
 
     def _admitted(self, position: int, sample: T, *, again: bool = False) -> _Waiting[T] | None:
-        """The sample with its size, after the overlong policy; None if it is dropped. `again` does not count it."""
+        """Apply the overlong policy; None if the sample is dropped. With `again` it does not count as overlong."""
         tokens = self._length(sample)
         index = self._reader.index(position)
         if tokens <= self.budget:
@@ -131,8 +131,8 @@ class TokenBudgetBatcher(_Batcher[T]):
         if self.overlong == "error":
             raise UserError(
                 "budget",
-                f"{self.budget} is less than sample {index} of the source needs: {tokens} tokens",
-                "raise it or set overlong to truncate, drop or alone (in a recipe: batch.tokens, or "
+                f"{self.budget} is less than the {tokens} tokens of sample {index} of the source",
+                "raise budget or set overlong to truncate, drop or alone (in a recipe: batch.tokens, or "
                 "batch.overlong=alone)",
             )
         self.num_overlong += not again
@@ -144,7 +144,7 @@ class TokenBudgetBatcher(_Batcher[T]):
         return _Waiting(position, index, sample, tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, between two batches. Plain integers, strings and lists."""
+        """The state of the stream between two batches: integers, strings and lists."""
         return {
             "settings": self._settings(),
             "step": self.step,
@@ -154,7 +154,7 @@ class TokenBudgetBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was called, with the same settings and the same data."""
+        """Continue exactly where `state_dict` was called, with the same settings and the same data."""
         _check_settings(state, self._settings())
         samples = self._reader.restore(state["position"], state["buffer"])
         admitted = [self._admitted(position, sample, again=True) for position, sample in samples]
@@ -163,11 +163,11 @@ class TokenBudgetBatcher(_Batcher[T]):
 
 
 class FixedSizeBatcher(_Batcher[T]):
-    """Iterates lists of `batch_size` samples, in order or shuffled; the last of an epoch may be smaller.
+    """Yields lists of `batch_size` samples, in order or shuffled; the last batch of an epoch may be smaller.
 
-    `max_length` is the most tokens a sample may have: longer ones are an error, or cut with `overlong="truncate"` and
-    counted in `num_overlong`.
-    `indices`, `step`, `shuffle`, `seed`, `epochs`, `length`, `parts` and the state are those of `TokenBudgetBatcher`.
+    `max_length` limits the tokens of a sample. A longer sample raises an error, or is cut with `overlong="truncate"`
+    and counted in `num_overlong`.
+    `indices`, `step`, `shuffle`, `seed`, `epochs`, `length`, `parts` and the state work as in `TokenBudgetBatcher`.
     """
 
     SETTINGS = ("batch_size", "max_length", "overlong")
@@ -195,7 +195,7 @@ class FixedSizeBatcher(_Batcher[T]):
 
     def __next__(self) -> list[T]:
         while not self._reader.ended:
-            # what is collected outlives an error, so that no sample is lost by it
+            # collected samples are kept if the next one raises an error
             self._batch.append(self._admitted(self._reader.peek()))
             self._reader.advance()
             if len(self._batch) == self.batch_size or self._reader.at_epoch_end:
@@ -215,15 +215,15 @@ class FixedSizeBatcher(_Batcher[T]):
         if self.overlong == "error":
             raise UserError(
                 "max_length",
-                f"sample {self._reader.index(self._reader.position)} of the source has {tokens} tokens, max_length is "
-                f"{self.max_length}",
-                "raise it or set overlong to truncate",
+                f"{self.max_length} is less than the {tokens} tokens of sample "
+                f"{self._reader.index(self._reader.position)} of the source",
+                "raise max_length or set overlong to truncate",
             )
         self.num_overlong += 1
         return _cut(sample, self.max_length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, between two batches."""
+        """The state of the stream between two batches."""
         return {
             "settings": self._settings(),
             "step": self.step,
@@ -232,7 +232,7 @@ class FixedSizeBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was called, with the same settings and the same data."""
+        """Continue exactly where `state_dict` was called, with the same settings and the same data."""
         _check_settings(state, self._settings())
         self._reader.restore(state["position"], [])
         self._batch, self.indices = [], []
@@ -250,14 +250,14 @@ def _num_tokens(sample: Any) -> int:
     if isinstance(sample, Mapping):
         raise UserError(
             "length",
-            f"a sample is a dict of {', '.join(map(str, sample))}",
-            "give length, such as lambda row: len(row['input_ids'])",
+            f"is not set, and samples are dicts with the keys {', '.join(map(str, sample))}",
+            "give a function, such as lambda row: len(row['input_ids'])",
         )
     return len(sample)
 
 
 def _cut(sample: T, length: int) -> T:
-    """The first `length` tokens: `sample.truncated(length)` where there is such a method, else a slice."""
+    """The first `length` tokens: `sample.truncated(length)` if the sample has this method, else a slice."""
     truncated = getattr(sample, "truncated", None)
     cut: T = truncated(length) if truncated is not None else sample[:length]  # type: ignore[index]
     return cut
@@ -271,11 +271,11 @@ def _check_positive(**values: int) -> None:
 def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     saved = state.get("settings")
     if not isinstance(saved, Mapping):
-        raise UserError("state", "no settings in it", "give what state_dict of a batcher returned")
+        raise UserError("state", "has no settings", "give a dict that state_dict of a batcher returned")
     for name, value in settings.items():
         if saved.get(name) != value:
             raise UserError(
                 name,
-                f"the state was saved with {saved.get(name)!r}, this stream has {value!r}",
-                f"resume with the same {name} or start anew",
+                f"is {value!r}, but the state was saved with {saved.get(name)!r}",
+                f"resume with the saved {name} or start a new run",
             )

@@ -1,4 +1,4 @@
-"""Objectives as a user would write them, named by import path in tests and in the runs they start."""
+"""Objectives as a user would write them; tests and the runs they start refer to them by import path."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def clip(tokens: ObjectiveInputs) -> ObjectiveOutput:
 
 
 def undecorated_clip(tokens: ObjectiveInputs) -> ObjectiveOutput:
-    """The same on whole rows."""
-    assert tokens.row is not None
+    """The same on whole packs."""
+    assert tokens.pack is not None
     return clip(tokens)
 
 
@@ -45,7 +45,7 @@ def reinforce(tokens: ObjectiveInputs) -> Tensor:
 
 @objective(elementwise=True)
 def offered(tokens: ObjectiveInputs) -> ObjectiveOutput:
-    """Looks at everything that there may be."""
+    """Reads every optional field."""
     assert tokens.rollout_logprobs is not None
     assert tokens.ref_logprobs is not None
     moved = tokens.logprobs - tokens.rollout_logprobs

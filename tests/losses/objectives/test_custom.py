@@ -1,4 +1,4 @@
-"""The user's own objective: a copy of a built-in one is that one to the bit, and what it does wrong is one line."""
+"""User-defined objectives: a copy of a built-in one is bit-identical to it, and mistakes are one-line errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_copy_of_a_built_in_objective_is_the_same_to_the_bit(
     mine, theirs = outputs
     assert torch.equal(mine.loss, theirs.loss)
     assert torch.equal(gradient(inputs, mine), gradient(inputs, theirs))
-    # A bare tensor of losses brings no metrics of its own.
+    # A bare tensor of losses has no extra metrics.
     shown = mine.statistics if name == "reinforce" else theirs.statistics
     assert mine.statistics.keys() == shown.keys()
     for key, (total, count) in shown.items():
@@ -79,11 +79,11 @@ def test_a_copy_of_a_built_in_objective_is_the_same_to_the_bit(
 
 def test_a_copy_of_clip_is_fused_alike() -> None:
     inputs = random_inputs(np.random.default_rng(6))
-    rows = torch.nonzero(inputs.mask).flatten()
+    positions = torch.nonzero(inputs.mask).flatten()
     assert inputs.logprobs is not None
-    logprobs = inputs.logprobs[rows]
+    logprobs = inputs.logprobs[positions]
     found = [
-        make_token_loss(inputs, PolicySettings(objective=objective))(logprobs, None, rows)
+        make_token_loss(inputs, PolicySettings(objective=objective))(logprobs, None, positions)
         for objective in (own("clip"), ClipSettings())
     ]
     assert torch.equal(*found)
@@ -162,18 +162,21 @@ def test_a_module_that_is_not_there_and_one_of_python() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return None", "returned NoneType; return a tensor of losses, or an ObjectiveOutput"),
-        ("return tokens.logprobs.sum()", r"returned losses \(\) for \(27,\) log-probabilities; return one entry for"),
+        ("return None", "returned a NoneType; return a tensor of losses, or an ObjectiveOutput"),
+        (
+            "return tokens.logprobs.sum()",
+            r"returned losses of shape \(\) for log-probabilities of shape \(27,\); return one value for",
+        ),
         ("return tokens.logprobs.float()", "returned losses of torch.float32 for log-probabilities of torch.float64;"),
         ("return tokens.advantages", "returned losses without a gradient; compute them from tokens.logprobs"),
         ("return 1 / 0", "raised ZeroDivisionError: division by zero; correct the function"),
         (
             "return ObjectiveOutput(losses=tokens.logprobs, statistics={'a': tokens.logprobs[1:]})",
-            r"returned a \(26,\) for \(27,\) log-probabilities; return one entry for each",
+            r"returned a of shape \(26,\) for log-probabilities of shape \(27,\); return one value for each",
         ),
         (
             "return ObjectiveOutput(losses=tokens.logprobs, statistics={'a': 1.0})",
-            r"returned a float for \(27,\) log-probabilities; return one entry for each",
+            r"returned a of type float for log-probabilities of shape \(27,\); return one value for each",
         ),
     ],
 )
@@ -185,7 +188,7 @@ def test_what_comes_back_is_checked(write: Write, body: str, message: str) -> No
 
 
 def test_the_names_of_metrics_stay_the_same(write: Write) -> None:
-    """Ranks add them up in the order of their names."""
+    """Ranks sum them in the order of their names."""
     path = write(
         "calls = []\n"
         "def mine(tokens):\n"
@@ -195,12 +198,14 @@ def test_the_names_of_metrics_stay_the_same(write: Write) -> None:
     inputs = scored(9)
     settings = PolicySettings(objective=CustomObjective(path=path))
     policy_loss(inputs, settings)
-    with pytest.raises(ValueError, match=r"returned a2, losses, and a1, losses before; return the same names every"):
+    with pytest.raises(
+        ValueError, match=r"returned a2, losses, but earlier a1, losses; return the same names in every"
+    ):
         policy_loss(inputs, settings)
 
 
 def test_an_elementwise_objective_sees_no_sequence(write: Write) -> None:
     path = write("@objective(elementwise=True)\ndef mine(tokens):\n    return tokens.sequence_mean(tokens.logprobs)\n")
     inputs = scored(9)
-    with pytest.raises(ValueError, match="elementwise, but it asks for the mean over a sequence; leave elementwise=T"):
+    with pytest.raises(ValueError, match="is elementwise, but it uses the mean over a sequence; remove elementwise=T"):
         policy_loss(inputs, PolicySettings(objective=CustomObjective(path=path)))

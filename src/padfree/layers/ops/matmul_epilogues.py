@@ -1,4 +1,4 @@
-"""Matmuls with epilogues: SwiGLU, its backward or an add, computed before the result is written.
+"""Matmuls with an epilogue: SwiGLU, its backward or an add, computed before the result is written to memory.
 
     matmul_add                a [T, K], b [K, N], c [T, N]           -> a·b + c
     matmul_swiglu             a [T, K], b [K, N], gate [T, N]        -> up = a·b, act = silu(gate) · up
@@ -7,8 +7,8 @@
 
 b may be row-major or column-major. The arithmetic is float32, and results are rounded once.
 
-On Hopper these are matmuls of `quack-kernels` with epilogues of ours (`quack_matmul_epilogues`), elsewhere plain torch.
-`passes.matmul_epilogues` puts them into compiled layers.
+On Hopper these are matmuls of `quack-kernels` with our epilogues (`quack_matmul_epilogues`), elsewhere plain torch.
+`passes.matmul_epilogues` inserts them into compiled layers.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _matmul_swiglu_backward_overwriting(a: Tensor, b: Tensor, gate: Tensor, up: 
 
 def _backward_into(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     if not is_supported(a, b):
-        for place, result in zip((dgate, dup), swiglu_backward(a @ b, gate, up), strict=True):
-            place.copy_(result)
+        for target, result in zip((dgate, dup), swiglu_backward(a @ b, gate, up), strict=True):
+            target.copy_(result)
         return
     from padfree.layers.ops import quack_matmul_epilogues as kernels
 

@@ -1,4 +1,4 @@
-"""Which type the operators compute in, and whether a Triton kernel does it."""
+"""The dtype that the operators compute in, and whether they use a Triton kernel."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def wide_type(tensor: Tensor) -> torch.dtype:
-    """The type that arithmetic is done in; results are rounded to the tensor's own."""
+    """The dtype of the arithmetic; results are rounded to the dtype of the tensor."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether Triton kernels compute it, or plain torch."""
+    """Whether Triton kernels are used instead of plain torch."""
     return tensor.is_cuda and tensor.dtype != torch.float64

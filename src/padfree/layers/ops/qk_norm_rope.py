@@ -8,8 +8,8 @@
 
 The arithmetic is float32, and y is rounded once. The heads of a token share cos and sin, which get no gradient.
 
-On a GPU these are Triton kernels (`triton_qk_norm_rope`), elsewhere plain torch. `passes.qk_norm_rope` puts them into
-compiled layers.
+On a GPU these are Triton kernels (`triton_qk_norm_rope`), elsewhere plain torch. `passes.qk_norm_rope` inserts them
+into compiled layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ torch.library.define(
 
 
 def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """In plain torch."""
+    """The reference in plain torch."""
     wide = x.to(wide_type(x))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normal = weight * (wide * rstd)
@@ -46,7 +46,7 @@ def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 def qk_norm_rope_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """In plain torch."""
+    """The reference in plain torch."""
     dy = dy.to(wide_type(x))
     low, high = (dy * sin[..., None, :]).chunk(2, dim=-1)
     dnormal = dy * cos[..., None, :] + torch.cat((high, -low), dim=-1)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Matmuls with epilogues on Hopper, made with `quack-kernels` (Python that compiles its kernels on first use).
 
-The epilogue of a tile runs while another group of warps computes the next tile (`pingpong`), so that what it reads and
-writes costs little. Tiles: the fastest of 18 (for the sum, of 5) at [14918, 2560] and 9,728 columns on a hot H200.
+The epilogue of a tile runs while another warp group computes the next tile (`pingpong`), so that its memory traffic
+costs little. The tiles were the fastest of 18 (for the add: of 5) at [14918, 2560] and 9,728 columns on a hot H200.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quack.epilogue.frontend import gemm_epilogue
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-# Kernels are kept on disk: those made from another version of this file must not be taken.
+# Compiled kernels are cached on disk; this makes the cache depend on the source of this folder.
 EXTRA_SOURCE_DIRS.append(Path(__file__).parent)
 
 WIDE_TILE = GemmConfig(tile_m=128, tile_n=256, pingpong=False, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)
@@ -34,11 +34,11 @@ def swiglu(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, act: Tensor) -> None:
 
 
 def swiglu_backward(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """dgate and dup may be gate and up: a tile is read before it is written, and by nobody else."""
+    """dgate and dup may be gate and up: a tile is read before it is written, and no other tile reads it."""
     _run(_swiglu_backward, BACKWARD_TILE, a, b, gate, {"D": dgate, "dup": dup}, up=up)
 
 
-# What is done with a·b (`acc`) and with the tensor `c` of its shape
+# The epilogues: `acc` is a·b, `c` is a tensor of the same shape
 
 
 @gemm_epilogue()
@@ -66,7 +66,7 @@ def _run(epilogue, tile: GemmConfig, a: Tensor, b: Tensor, c: Tensor, out: dict[
     a, c = a.contiguous(), c.contiguous()
     if 1 not in b.stride():
         b = b.contiguous()
-    # A kernel is compiled for the types and for how b lies in memory. The number of rows is not part of it.
+    # A kernel is compiled for the dtypes and for the memory layout of b, not for the number of tokens.
     key = (epilogue, a.device, a.dtype, b.shape, b.stride(1) == 1)
     if key not in _plans:
         _plans[key] = epilogue.plan(a, b, c, out=out, config=tile, **operands)

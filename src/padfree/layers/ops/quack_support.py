@@ -1,4 +1,4 @@
-"""Where matmuls with epilogues have kernels."""
+"""Which devices and shapes have kernels for matmuls with epilogues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from padfree.warning import PadfreeWarning
 
 OLDEST = (0, 6, 5)
-"""The `quack-kernels` that the epilogues are written for."""
+"""The oldest version of `quack-kernels` that the epilogues work with."""
 
 
 def is_supported(a: Tensor, b: Tensor) -> bool:
@@ -21,7 +21,7 @@ def is_supported(a: Tensor, b: Tensor) -> bool:
 
 
 def is_whole(columns: int | torch.SymInt) -> bool:
-    """Whether so many 16-bit columns are a multiple of 16 bytes, as the kernels read them."""
+    """Whether this many 16-bit columns are a multiple of 16 bytes, as the kernels require."""
     return isinstance(columns, int) and columns % 8 == 0
 
 
@@ -41,8 +41,8 @@ def _is_installed() -> bool:
         return False
     try:
         import padfree.layers.ops.quack_matmul_epilogues  # noqa: F401
-    except (ImportError, TypeError) as error:  # a TypeError where it is not installed among other packages
-        message = f"quack-kernels {found} cannot be used, layers will be slower: {error}"
+    except (ImportError, TypeError) as error:  # a TypeError if it is installed outside site-packages
+        message = f"quack-kernels {found} cannot be used and layers will be slower: {error}"
         warnings.warn(message, PadfreeWarning, stacklevel=2)
         return False
     return True

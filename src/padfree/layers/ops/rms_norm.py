@@ -1,4 +1,4 @@
-"""RMSNorm as operators: each token's hidden states are read once, forward and backward.
+"""RMSNorm as operators that read each token's hidden states once in forward and once in backward.
 
     rms_norm            x [.., D], weight [D]        -> y [.., D], rstd [..]
     add_rms_norm        a, b [.., D], weight [D]     -> y [.., D], a + b [.., D], rstd [..]     the residual stream
@@ -6,14 +6,14 @@
 
     y = weight · x · rstd    rstd = (mean x² + eps)^-½
 
-The arithmetic is float32, and y is rounded to the type of x once. (Most of Hugging Face's modules round x · rstd as
-well. The compiler leaves such roundings out of what it fuses, which is nearer to exact results: so do we.) `dys` are
-the gradients of y from several matmuls; the kernel adds them, and then `residual`, the gradient of the residual stream,
-so that no sum is written to memory by itself. Each of `dys` may have another shape than x, such as [T, D] for
+The arithmetic is float32, and y is rounded to the dtype of x once. (Most Hugging Face modules round x · rstd too. The
+compiler omits these roundings in fused code, which is closer to the exact result, and so do we.) `dys` are the
+gradients of y from several matmuls. The kernel adds them, and then `residual`, the gradient of the residual stream, so
+that no sum is written to memory separately. Each of `dys` may have a different shape than x, such as [T, D] for
 [1, T, D].
 
-On a GPU these are Triton kernels (`triton_rms_norm`), elsewhere plain torch. `passes.rms_norm` puts them into compiled
-layers.
+On a GPU these are Triton kernels (`triton_rms_norm`), elsewhere plain torch. `passes.rms_norm` inserts them into
+compiled layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ torch.library.define(
 )
 
 
-# In plain torch
+# The reference in plain torch
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ def rms_norm_backward(
     return dx.to(x.dtype).contiguous(), dweight.to(weight.dtype)
 
 
-# As operators
+# The operators
 
 
 @torch.library.impl(RMS_NORM, ("cpu", "cuda"))

@@ -1,13 +1,13 @@
-"""SwiGLU as operators. Where activations are recomputed, its backward needs no memory of its own.
+"""SwiGLU as operators. If activations are recomputed, its backward needs no extra memory.
 
     swiglu             gate, up [.., F]            -> act [.., F]            act = silu(gate) · up
     swiglu_backward    dact, gate, up [.., F]      -> dgate, dup [.., F]
     swiglu_backward_   dact, gate, up [.., F]      writes act over dact, dgate over gate, dup over up
 
-Tensors of width F are the largest of a layer. Where activations are recomputed, backward has all six of them at once,
-unless it overwrites what it has read. The arithmetic is float32, and results are rounded once.
+Tensors of width F are the largest of a layer. If activations are recomputed, backward would hold all six of them at
+once, unless it overwrites its inputs. The arithmetic is float32, and results are rounded once.
 
-On a GPU these are Triton kernels (`triton_swiglu`), elsewhere plain torch. `passes.swiglu` puts them into compiled
+On a GPU these are Triton kernels (`triton_swiglu`), elsewhere plain torch. `passes.swiglu` inserts them into compiled
 layers.
 """
 
@@ -27,7 +27,7 @@ torch.library.define(BACKWARD, "(Tensor dact, Tensor gate, Tensor up) -> (Tensor
 torch.library.define(OVERWRITING, "(Tensor(a!) dact, Tensor(b!) gate, Tensor(c!) up) -> ()")
 
 
-# In plain torch
+# The reference in plain torch
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def _silu(gate: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate.to(wide_type(gate)))
 
 
-# As operators
+# The operators
 
 
 @torch.library.impl(SWIGLU, ("cpu", "cuda"))
@@ -71,8 +71,8 @@ def _swiglu_backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
 def _swiglu_backward_overwriting(dact: Tensor, gate: Tensor, up: Tensor) -> None:
     if not has_kernels(gate):
         act, (dgate, dup) = swiglu(gate, up), swiglu_backward(dact, gate, up)
-        for place, result in ((dact, act), (gate, dgate), (up, dup)):
-            place.copy_(result)
+        for target, result in ((dact, act), (gate, dgate), (up, dup)):
+            target.copy_(result)
         return
     from padfree.layers.ops import triton_swiglu as kernels
 

@@ -2,11 +2,10 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """QK-norm and RoPE as Triton kernels.
 
-    a program's rows     [ROWS, d] at a time, every `num_programs · ROWS`-th of the T · H heads
-    a row                its two halves [ROWS, d/2], since RoPE needs both numbers of a pair in one thread
+    a program's heads    [ROWS, d] at a time, every `num_programs · ROWS`-th of the T · H heads
+    a head               its two halves [ROWS, d/2], because RoPE needs both numbers of a pair in one thread
 
-cos and sin are read again for each head: they are in the cache. The gradient of the weight is summed as in
-`triton_rms_norm`.
+cos and sin are read again for each head, from the cache. The gradient of the weight is summed as in `triton_rms_norm`.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration = BACKWARD,
 ) -> tuple[Tensor, Tensor]:
-    """dx [.., T, H, d] and the weight's gradient [d], or nothing."""
+    """dx [.., T, H, d], and the gradient of the weight [d] or an empty tensor."""
     x = x.contiguous()
     num_rows = x.numel() // x.shape[-1]
     dx = torch.empty_like(x)
@@ -91,7 +90,7 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Rows `first` on, the columns of a half, and which numbers exist."""
+    """The indices of heads `first` on, the columns of a half, and a mask of the elements that exist."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows)[:, None] & (column < HALF)

@@ -1,15 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""RMSNorm as Triton kernels: what is read is read once, and gradients of the weight are summed in registers.
+"""RMSNorm as Triton kernels: each input is read once, and the gradient of the weight is summed in registers.
 
-    a program's rows     [ROWS, D] at a time, every `num_programs · ROWS`-th
-    a row                chunks of CHUNK columns, 8 numbers (16 bytes) for each thread:  | 512 | 512 | 512 | 512 | 512 |
+    a program's tokens   [ROWS, D] at a time, every `num_programs · ROWS`-th
+    a token              chunks of CHUNK columns, 8 elements (16 bytes) per thread:  | 512 | 512 | 512 | 512 | 512 |
 
-Numbers of a row stay in registers from the load to the store. A power of two of columns would leave three eighths of
-the threads idle at D = 2560, so a row is a tuple of chunks, and only the last one has a mask, if it needs one.
+The elements of a token stay in registers from the load to the store. Padding D = 2560 to a power of two would leave
+three eighths of the threads idle, so a token is a tuple of chunks, and only the last chunk is masked, if necessary.
 
-The gradient of the weight is a sum over rows. A program adds up its own in float32, and a second kernel adds those of
-all programs, in order: nothing is atomic, and results do not depend on who comes first.
+The gradient of the weight is a sum over tokens. A program sums its own tokens in float32, and a second kernel sums the
+results of all programs in order: there are no atomics, and results do not depend on the order of execution.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import Tensor
 SUMMED_ROWS = 64
 SUMMED_COLUMNS = 32
 SHARED_MEMORY = 96 << 10
-"""Bytes of a program at most: what the smaller GPUs have."""
+"""Maximum bytes per program: what smaller GPUs have."""
 
 
 class LaunchConfiguration(NamedTuple):
-    """How a kernel is cut up; found by measurement (`bench/rms_norm.py`)."""
+    """The launch parameters of a kernel, found by measurement (`bench/rms_norm.py`)."""
 
-    rows: int = 1  # that a program has in registers at a time
+    rows: int = 1  # tokens that a program holds in registers at a time
     warps: int = 2
-    stages: int = 1  # rows whose loads are under way: with 1 those of other programs are, with more the next ones
-    resident: int = 4  # programs for each multiprocessor
+    stages: int = 1  # pipeline depth of the loads; with 1 only loads of other programs overlap
+    resident: int = 4  # programs per multiprocessor
 
     @property
     def chunk(self) -> int:
-        """Columns of a row that are loaded at once: 8 for each thread."""
+        """Columns of a token that are loaded at once: 8 per thread."""
         return 8 * 32 * self.warps // self.rows
 
 
@@ -47,8 +47,8 @@ class Choice(NamedTuple):
 
 
 def choose(width: int, itemsize: int = 2) -> Choice:
-    """At most 40 numbers of a row for each thread going forward, and 32 going back, where the next two rows of all
-    tensors are loaded ahead if shared memory holds them."""
+    """At most 40 elements of a token per thread in forward, and 32 in backward, which loads the next two tokens of all
+    tensors ahead if they fit into shared memory."""
     warps = 1
     while 32 * 40 * warps < width and warps < 16:
         warps *= 2
@@ -65,7 +65,7 @@ def choose(width: int, itemsize: int = 2) -> Choice:
 def forward(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: LaunchConfiguration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [.., D], x + added [.., D] (or nothing), and 1 / rms [..] of each row."""
+    """y [.., D], x + added [.., D] (or an empty tensor), and 1 / rms [..] of each token."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).forward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -97,7 +97,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dx [.., D] and the weight's gradient [D], or nothing."""
+    """dx [.., D], and the gradient of the weight [D] or an empty tensor."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).backward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -125,7 +125,7 @@ def backward(
 
 
 def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
-    """What the programs have summed up [programs, D], added: the gradient of `weight` [D]."""
+    """Sum the partial sums of the programs [programs, D]: the gradient of `weight` [D]."""
     count, width = partial.shape
     total = weight.new_empty(width)
     grid = (triton.cdiv(width, SUMMED_COLUMNS),)
@@ -134,7 +134,7 @@ def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
-    """The kernel has three pointers: what is beyond is added to the last of these, in float32 as there."""
+    """The kernel takes three tensors: further ones are added to the third, in float32 as in the kernel."""
     if len(dys) <= 3:
         return dys
     last = dys[2].float()
@@ -144,7 +144,7 @@ def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
 
 
 def programs(num_rows: int, device: torch.device, configuration: LaunchConfiguration) -> int:
-    """How many are launched: as many as are resident, if there are as many rows."""
+    """The number of programs to launch: as many as are resident, or fewer if there are fewer tokens."""
     held = 3  # in the interpreter
     if device.type == "cuda":
         held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
@@ -163,14 +163,14 @@ def _launch(width: int, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _offset(first, c: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Of the numbers [ROWS, CHUNK] in chunk `c` of rows `first` on."""
+    """The offsets of the elements [ROWS, CHUNK] in chunk `c` of tokens `first` on."""
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     return row[:, None] * D + (c * CHUNK + tl.arange(0, CHUNK))[None, :]
 
 
 @triton.jit
 def _inside(first, c: tl.constexpr, num_rows, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Which of them exist."""
+    """Which of these elements exist."""
     row = first + tl.arange(0, ROWS)
     column = c * CHUNK + tl.arange(0, CHUNK)
     return (row < num_rows)[:, None] & (column < D)[None, :]
@@ -261,7 +261,7 @@ def _backward_kernel(
         dys = ()
         values = ()
         residuals = ()
-        for c in tl.static_range(CHUNKS):  # all loads first, so that they are all under way
+        for c in tl.static_range(CHUNKS):  # all loads first, so that they are all in flight
             dy = _read(dy0, first, c, num_rows, D, CHUNK, ROWS).to(tl.float32)
             if NUM_DY > 1:
                 dy += _read(dy1, first, c, num_rows, D, CHUNK, ROWS).to(tl.float32)

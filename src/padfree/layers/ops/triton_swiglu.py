@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""SwiGLU as Triton kernels: a program computes `BLOCK` numbers, 8 for each thread at a time."""
+"""SwiGLU as Triton kernels: a program computes `BLOCK` elements, 8 per thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward_overwriting(dact: Tensor, gate: Tensor, up: Tensor) -> None:
-    """act, dgate and dup in their places: a number is written by the thread that has read it."""
+    """Write act, dgate and dup over the inputs: the thread that has read an element writes it."""
     assert all(tensor.is_contiguous() for tensor in (dact, gate, up))
     _backward_kernel[_grid(gate)](
         dact, gate, up, gate, up, dact, gate.numel(), HAS_ACT=True, BLOCK=BLOCK, num_warps=WARPS

@@ -1,4 +1,4 @@
-"""The passes over the graphs of a compiled layer, in one ordered list. They put `padfree.layers.ops` into the graphs.
+"""The graph passes of a compiled layer, in one ordered list. They insert `padfree.layers.ops` into the graphs.
 
     the layer's graph                      silu(gate) · up      mean, rsqrt, ·      t · cos + rotate(t) · sin
       │  before autograd
@@ -6,21 +6,21 @@
       │    qk_norm_rope_pass               QK-norm and RoPE of heads           →  qk_norm_rope
       │    swiglu_pass                     silu(gate) · up                     →  swiglu
       ▼
-    autograd: a forward and a backward graph; operators bring their `_backward`, `parallel.checkpointing` decides what
-      │       backward computes again
+    autograd: a forward and a backward graph; operators have a `_backward`, `parallel.checkpointing` decides what is
+      │       recomputed in backward
       │  after autograd (Inductor only), in both graphs
       │    rms_norm_backward_pass          adds around rms_norm_backward       →  its arguments dys and residual
       │    matmul_epilogues_pass           a·b -> swiglu, swiglu_backward, +   →  matmul_swiglu, .._backward, matmul_add
       ▼
     Inductor's own passes
-      │  after Inductor's passes, which expect that nothing is overwritten
+      │  after Inductor's passes, which do not allow in-place operators
       │    swiglu_overwrite_pass           swiglu_backward                     →  swiglu_backward_, in place
       │    matmul_epilogues_overwrite_pass matmul_swiglu_backward              →  matmul_swiglu_backward_, in place
       ▼
     kernels
 
-Later passes look for what earlier ones made: without swiglu there is no matmul_swiglu. A pass takes a graph, changes it
-in place and returns how many places it changed. To add one, write it in a file here and put it into `PASSES`.
+Later passes match the results of earlier ones: without swiglu there is no matmul_swiglu. A pass takes a graph, changes
+it in place and returns the number of changes. To add a pass, write it in a file here and add it to `PASSES`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GraphPass:
 
     stage: Stage
     run: Callable[[fx.Graph], int]
-    needs_epilogues: bool = False  # only where matmuls with epilogues have kernels
+    needs_epilogues: bool = False  # run it only if there are kernels for matmuls with epilogues
 
 
 PASSES: tuple[GraphPass, ...] = (

@@ -1,6 +1,6 @@
-"""What passes ask of the nodes of a layer's graph, and how they replace them.
+"""Queries on the nodes of a layer's graph, and functions that replace nodes.
 
-A node's tensor without data is `meta["example_value"]` before autograd and `meta["val"]` after it.
+The fake tensor of a node is `meta["example_value"]` before autograd and `meta["val"]` after it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MATMULS = (
     torch.matmul,
     operator.matmul,
 )
-"""What a matmul can be in a graph before autograd."""
+"""The functions that are matmuls in a graph before autograd."""
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The types that our kernels compute."""
+"""The dtypes that our kernels support."""
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -31,7 +31,7 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
-    """Whether a node calls this function, or the method of this name, and has so many users (None: any number)."""
+    """Whether a node calls this function, or the method of this name, and has `users` users (None: any number)."""
     if not isinstance(node, fx.Node) or node.target != target:
         return False
     op = "call_method" if isinstance(target, str) else "call_function"
@@ -39,12 +39,12 @@ def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
 
 
 def only_user(node: Any) -> Any:
-    """The one user of a node, or None if there are more or none."""
+    """The only user of a node, or None if it has none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def example(node: Any) -> Tensor | None:
-    """The tensor without data of a node before autograd; None if its result is no tensor."""
+    """The fake tensor of a node before autograd; None if its result is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
@@ -54,7 +54,7 @@ def same_sizes(left: Any, right: Any) -> bool:
 
 
 def is_plain_add(node: fx.Node) -> bool:
-    """Whether a node after autograd adds two different tensors of one type and shape."""
+    """Whether a node after autograd adds two different tensors of one dtype and shape."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
         return False
     total = node.meta["val"]
@@ -63,13 +63,13 @@ def is_plain_add(node: fx.Node) -> bool:
 
 
 def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Give the users of `old` to `new`, and erase what has no user then."""
+    """Make `new` replace `old` for all users, and erase nodes that then have no user."""
     old.replace_all_uses_with(new)
     erase(graph, old)
 
 
 def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """The same; `new` gets the meta of `old`, which nobody computes for it before autograd."""
+    """The same before autograd, where `new` also needs the meta of `old`."""
     new.meta = dict(old.meta)
     replace(graph, old, new)
 

@@ -1,15 +1,15 @@
-"""Matmuls with epilogues in a layer's graphs, after autograd.
+"""Insert matmuls with epilogues into a layer's graphs, after autograd.
 
-`matmul_epilogues_pass`, before the compiler's own passes:
+`matmul_epilogues_pass`, before Inductor's own passes:
 
     swiglu(gate, a·b)                          becomes   matmul_swiglu(a, b, gate)
     swiglu_backward(a·b, gate, up)             becomes   matmul_swiglu_backward(a, b, gate, up)
     a·b + c                                    becomes   matmul_add(a, b, c)
 
-where the matmul has no other user (the first one may: `up` = a·b is a result of matmul_swiglu, too), and where nothing
+if the matmul has no other user (in the first case it may: `up` = a·b is also a result of matmul_swiglu), and if nothing
 else is added.
 
-`matmul_epilogues_overwrite_pass`, behind them, in a backward graph that computes gate and up again:
+`matmul_epilogues_overwrite_pass`, after Inductor's passes, in a backward graph that recomputes gate and up:
 
     matmul_swiglu_backward(a, b, gate, up)     becomes   matmul_swiglu_backward_, which writes over gate and up
 """
@@ -36,7 +36,7 @@ class _Matmul(NamedTuple):
 
 
 def matmul_epilogues_pass(graph: fx.Graph) -> int:
-    """Fuse each matmul with the SwiGLU, the backward of SwiGLU or the add that alone reads its result."""
+    """Fuse each matmul with the SwiGLU, the backward of SwiGLU or the add that is the only reader of its result."""
     count = 0
     for target, fuse in (
         (torch.ops.padfree.swiglu.default, _fuse_swiglu),
@@ -49,7 +49,7 @@ def matmul_epilogues_pass(graph: fx.Graph) -> int:
 
 def _fuse_swiglu(graph: fx.Graph, node: fx.Node) -> bool:
     gate, up = arguments(node)
-    matmul = _matmul_behind(up, None)
+    matmul = _source_matmul(up, None)
     if matmul is None or any(user is not node and user < node for user in up.users):
         return False
     with graph.inserting_before(node):
@@ -61,7 +61,7 @@ def _fuse_swiglu(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _fuse_swiglu_backward(graph: fx.Graph, node: fx.Node) -> bool:
     dact, gate, up = arguments(node)
-    matmul = _matmul_behind(dact, 1)
+    matmul = _source_matmul(dact, 1)
     if matmul is None:
         return False
     with graph.inserting_before(node):
@@ -75,11 +75,11 @@ def _fuse_swiglu_backward(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
     parts = arguments(node)
-    # The compiler rounds a longer sum once, and not each time something is added.
+    # The compiler rounds a longer sum once, not after each add.
     if not is_plain_add(node) or any(each.target is ATEN.add.Tensor for each in (*parts, *node.users)):
         return False
-    found = [(matmul, index) for index, part in enumerate(parts) if (matmul := _matmul_behind(part, 1))]
-    if len(found) != 1:  # of two matmuls, neither is at hand before the other
+    found = [(matmul, index) for index, part in enumerate(parts) if (matmul := _source_matmul(part, 1))]
+    if len(found) != 1:  # with two matmuls, neither result is available as c of the other
         return False
     ((matmul, index),) = found
     with graph.inserting_before(node):
@@ -89,7 +89,7 @@ def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
-    """Write dgate and dup over gate and up, where these are computed in this graph and not read again."""
+    """Write dgate and dup over gate and up, if these are computed in this graph and not read again."""
     count = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.matmul_swiglu_backward.default):
         _, _, gate, up = arguments(node)
@@ -109,7 +109,7 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Whether a matrix is computed in this graph, and read by `node` and by the matmul_swiglu before it alone."""
+    """Whether a matrix is computed in this graph, and read only by `node` and by the matmul_swiglu before it."""
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
     others = [user for user in matrix.users if user is not node and (user.users or user.op != "call_function")]
@@ -119,8 +119,8 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 # The nodes
 
 
-def _matmul_behind(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """The factors, if [T, N] or [1, T, N] is the result of a matmul, perhaps reshaped, and has so many users."""
+def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
+    """The factors, if `node` [T, N] or [1, T, N] is a (reshaped) result of a matmul and has `num_users` users."""
     value = node.meta["val"]
     if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):
         return None
@@ -141,7 +141,7 @@ def _is_matrix_like(value: Tensor) -> bool:
 
 
 def _matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """[T, N] of [T, N] or [1, T, N]."""
+    """[T, N] from [T, N] or [1, T, N]."""
     value = node.meta["val"]
     if value.ndim == 2:
         return node
@@ -155,7 +155,7 @@ def _matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _shaped(graph: fx.Graph, matrix: fx.Node, like: fx.Node) -> fx.Node:
-    """A matrix in the shape of another node's result."""
+    """Reshape a matrix to the shape of another node's result."""
     if like.meta["val"].ndim == 2:
         return matrix
     shaped = graph.call_function(ATEN.unsqueeze.default, (matrix, 0))
@@ -164,7 +164,7 @@ def _shaped(graph: fx.Graph, matrix: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[fx.Node, ...], num_results: int) -> list[fx.Node]:
-    """A call with what the compiler wants to know of it, and its results."""
+    """Insert a call with the metadata that the compiler needs; returns its results."""
     values = tuple(arg.meta["val"] for arg in args)
     call = graph.call_function(target, args)
     call.meta["val"] = target(*values)

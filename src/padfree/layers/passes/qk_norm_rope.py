@@ -1,10 +1,10 @@
-"""QK-norm and RoPE in a layer's graph.
+"""Replace QK-norm and RoPE in a layer's graph.
 
-Before autograd, `qk_norm_rope_pass`, of heads [1, T, H, d] and angles [1, T, d]:
+Before autograd, `qk_norm_rope_pass`, for heads [1, T, H, d] and angles [1, T, d]:
 
     RMSNorm -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin     becomes   qk_norm_rope -> transpose
 
-where nobody else uses what is between. A QK-norm without this rotation is left to the compiler.
+if the intermediate results have no other user. A QK-norm without this rotation is left to the compiler.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 
 
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
-    """The RoPE of [1, H, T, d] that is all a norm of `heads` [1, T, H, d] is used for."""
+    """The RoPE of [1, H, T, d], if it is the only use of a norm of `heads` [1, T, H, d]."""
     turned_heads: Any = only_user(norm.result)
     if not is_call(turned_heads, "transpose", users=3) or turned_heads.args[1:] != (1, 2):
         return None
@@ -70,7 +70,7 @@ def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
 
 
 def _angles(multiplied: fx.Node, factor: fx.Node, heads: Tensor) -> fx.Node | None:
-    """The other factor, cos or sin [1, T, d], before it got a dimension for the heads."""
+    """The other factor, cos or sin [1, T, d], before it is unsqueezed for the heads."""
     others: list[Any] = [arg for arg in multiplied.args if arg is not factor]
     if len(others) != 1 or not is_call(others[0], "unsqueeze", users=None) or others[0].args[1:] != (1,):
         return None

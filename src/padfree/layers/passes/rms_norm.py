@@ -1,14 +1,14 @@
-"""RMSNorm in a layer's graph.
+"""Replace RMSNorm in a layer's graph.
 
 Before autograd, `rms_norm_pass`:
 
     x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
     a + b -> the same, and a + b has another user                                          becomes   add_rms_norm
 
-for rows [1, T, D] whose normalised values go into a matmul, so that they are written to memory anyway. A norm whose
-result is only added to something is left to the compiler, which fuses it with what comes next.
+for hidden states [1, T, D] whose normalised values are input of a matmul, so that they are written to memory anyway. A
+norm whose result is only added to something is left to the compiler, which fuses it with the next operation.
 
-After autograd, `rms_norm_backward_pass` folds the adds around rms_norm_backward into it, where they have no other user:
+After autograd, `rms_norm_backward_pass` folds the adds around rms_norm_backward into it, if they have no other user:
 
     rms_norm_backward([d1 + d2 + d3], ..) + other     becomes   rms_norm_backward([d1, d2, d3], .., residual=other)
 """
@@ -36,7 +36,7 @@ from padfree.layers.passes.graph_nodes import (
 
 RESHAPES = ("view", "reshape", "flatten")
 MAX_SUMMANDS = 3
-"""Gradients of y that the kernel adds up."""
+"""Number of gradients of y that the kernel adds."""
 
 
 # Before autograd
@@ -55,7 +55,7 @@ def rms_norm_pass(graph: fx.Graph) -> int:
     """Replace each RMSNorm before a matmul by rms_norm or add_rms_norm."""
     count = 0
     for node in list(graph.nodes):
-        norm = match_rms_norm(node)  # only now: its x may be the sum of a norm that was just replaced
+        norm = match_rms_norm(node)  # match late: its x may be the sum of a norm that was just replaced
         if norm is None or _num_dims(norm.x) != 3 or not _reaches_matmul(norm.result):
             continue
         count += 1
@@ -89,7 +89,7 @@ def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
 
 
 def _match_weight(x: fx.Node, scaled: fx.Node, eps: float) -> RMSNorm | None:
-    """The multiplication by the weight, with the rounding to x's type before or after it."""
+    """Match the multiplication by the weight, with the rounding to the dtype of x before or after it."""
     (second,) = scaled.users
     rounded_first = is_call(second, "to")
     if not rounded_first and not is_call(second, operator.mul):
@@ -118,7 +118,7 @@ def _num_dims(node: fx.Node) -> int:
 
 
 def _reaches_matmul(node: fx.Node) -> bool:
-    """Whether a result goes into a matmul, perhaps in another shape."""
+    """Whether a result is input of a matmul, possibly reshaped."""
     for user in node.users:
         if user.target in MATMULS:
             return True
@@ -161,7 +161,7 @@ def rms_norm_backward_pass(graph: fx.Graph) -> int:
     for node in nodes:
         _fold_summands(graph, node)
         _fold_residual(graph, node)
-        # The compiler gives each argument the strides of its example in here, and drops those that have none.
+        # The compiler gives each argument the strides of its example here, and drops arguments that have none.
         node.meta["eager_input_vals"] = (fx.map_arg(node.args, lambda arg: arg.meta["val"]), {})
     return len(nodes)
 
@@ -170,7 +170,7 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
     dys, x = arguments(node)[:2]
     summands: list[Any] = list(dys)
     while len(summands) < MAX_SUMMANDS:
-        found = [(index, add) for index, dy in enumerate(summands) if (add := _add_behind(dy, x))]
+        found = [(index, add) for index, dy in enumerate(summands) if (add := _source_add(dy, x))]
         if not found:
             break
         index, add = found[0]
@@ -180,8 +180,8 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
         erase(graph, dy)
 
 
-def _add_behind(node: Any, x: fx.Node) -> fx.Node | None:
-    """The add of which `node` is the only use, perhaps in another shape with as many columns as x."""
+def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
+    """The add whose only use is `node`, possibly through reshapes with as many columns as x."""
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):
         node = node.args[0]
@@ -191,7 +191,7 @@ def _add_behind(node: Any, x: fx.Node) -> fx.Node | None:
 
 
 def _fold_residual(graph: fx.Graph, node: fx.Node) -> None:
-    found = [user for user in node.users if user.args[1] == 0]  # none if only the weight's gradient is asked for
+    found = [user for user in node.users if user.args[1] == 0]  # none if only the weight's gradient is needed
     if arguments(node)[4] is not None or len(found) != 1 or len(found[0].users) != 1:
         return
     (dx,) = found

@@ -1,14 +1,14 @@
-"""SwiGLU in a layer's graph.
+"""Replace SwiGLU in a layer's graph.
 
 Before autograd, `swiglu_pass`:
 
     silu(gate) · up, both of them results of matmuls                                    becomes   swiglu(gate, up)
 
-After autograd, `swiglu_overwrite_pass`, in a backward graph that computes gate and up again:
+After autograd, `swiglu_overwrite_pass`, in a backward graph that recomputes gate and up:
 
     act = swiglu(gate, up)    ...    dgate, dup = swiglu_backward(dact, gate, up)       becomes   swiglu_backward_
 
-swiglu_backward_(dact, gate, up) writes act over dact, dgate over gate and dup over up. What reads act moves behind it.
+swiglu_backward_(dact, gate, up) writes act over dact, dgate over gate and dup over up. Readers of act move after it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def swiglu_pass(graph: fx.Graph) -> int:
 
 
 def swiglu_overwrite_pass(graph: fx.Graph) -> int:
-    """Let the backward of SwiGLU overwrite dact, gate and up, where nobody else reads these."""
+    """Make the backward of SwiGLU overwrite dact, gate and up, if no other node reads them."""
     count = 0
     for backward in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu_backward.default):
         dact, gate, up = backward.args
@@ -82,7 +82,7 @@ def swiglu_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(node: fx.Node, num_users: int) -> bool:
-    """Whether a tensor is computed in this graph, perhaps in another shape, and has so many users."""
+    """Whether a tensor is computed in this graph, possibly reshaped, and has `num_users` users."""
     if len(node.users) != num_users:
         return False
     while node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):
@@ -93,7 +93,7 @@ def _is_free(node: fx.Node, num_users: int) -> bool:
 
 
 def _dependents(graph: fx.Graph, first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """The nodes from `first` to `last` that depend on `first`, in order, `last` among them if it does."""
+    """The nodes from `first` to `last` that depend on `first`, in order, including `last` if it does."""
     found: set[fx.Node] = {first}
     nodes = list(graph.nodes)
     for node in nodes[nodes.index(first) + 1 : nodes.index(last) + 1]:

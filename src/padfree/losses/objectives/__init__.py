@@ -1,13 +1,13 @@
-"""Objectives of policy losses: one file a kind, and the user's own.
+"""Objectives of policy losses: one file per kind, and user-defined ones.
 
-    clip, gspo, cispo, reinforce    built in: the file has the kind for a name, its function takes the settings as well
-    contract                        what an objective is given and returns
-    custom                          the user's own, `loss.kind = "module:function"`
+    clip, gspo, cispo, reinforce    built in: file and function have the name of the kind; the function takes settings
+    contract                        the input and the output of an objective
+    custom                          user-defined objectives, `loss.kind = "module:function"`
 
-An objective says what is done with a token's log-probability and advantage. Corrections, KL and entropy are the same
-for all of them and are added by `padfree.losses.policy_loss`.
+An objective computes a token's loss from its log-probability and advantage. Corrections, KL and entropy are the same
+for all objectives; `padfree.losses.policy_loss` adds them.
 
-To add a kind: a file here with its function, and its settings in `padfree.config.loss` (a line of `LossConfig`).
+To add a kind, add a file here with its function, and its settings in `padfree.config.loss` (a line of `LossConfig`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["ObjectiveInputs", "ObjectiveOutput", "Traits", "load_objective", "ob
 
 
 def traits(settings: Objective) -> Traits:
-    """What the objective of these settings states about itself."""
+    """The traits of the objective that these settings select."""
     if isinstance(settings, CustomObjective):
         return load_objective(settings.path).traits
     return traits_of(_built_in(settings.kind))
 
 
 def run_objective(settings: Objective, tokens: ObjectiveInputs) -> ObjectiveOutput:
-    """The losses of these tokens."""
+    """Compute the losses of these tokens."""
     if isinstance(settings, CustomObjective):
         return load_objective(settings.path)(tokens)
     return _built_in(settings.kind)(tokens, settings)
@@ -40,7 +40,7 @@ def run_objective(settings: Objective, tokens: ObjectiveInputs) -> ObjectiveOutp
 
 @cache
 def _built_in(kind: str) -> Callable[[ObjectiveInputs, Any], ObjectiveOutput]:
-    """The function of this name in the file of this name."""
+    """The function `kind` in the module `kind`."""
     function: Callable[[ObjectiveInputs, Any], ObjectiveOutput] = getattr(
         importlib.import_module(f"{__name__}.{kind}"), kind
     )

@@ -1,4 +1,4 @@
-"""CISPO: every token keeps its gradient, its importance weight is bounded. With r = π / π_old of a token, A its
+"""CISPO: every token keeps its gradient, and its importance weight is clipped. With r = π / π_old of a token, A its
 advantage and sg the identity without gradient:
 
     -sg(clamp(r, 1 - low, 1 + high)) A log π

@@ -1,7 +1,7 @@
 """The clipped ratio of PPO and GRPO. With r = π / π_old of a token and A its advantage:
 
 max(-r A, -clamp(r, 1 - low, 1 + high) A)          high > low is DAPO's clip-higher
-and, with `dual` c, at most -c A where A < 0       dual clip: a bad token that became likely is bounded
+and, with `dual` c, at most -c A if A < 0          dual clip: bounds the loss of a bad token that became likely
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def clip(tokens: ObjectiveInputs, settings: ClipSettings) -> ObjectiveOutput:
 def clipped_ratio(
     log_ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """[T] losses, and where the clip to [1 - low, 1 + high] is what counts; float32, or float64 where either is."""
+    """[T] losses, and whether the clip to [1 - low, 1 + high] is active; float32, or float64 if either input is."""
     ClipSettings(low=low, high=high, dual=dual)  # checks the bounds
     log_ratio, advantages = checks.loss_input("log_ratio", log_ratio), checks.loss_input("advantages", advantages)
     ratio = torch.exp(log_ratio.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))

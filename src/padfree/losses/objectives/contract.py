@@ -1,4 +1,4 @@
-"""What an objective is given and what it returns.
+"""The input and the output of an objective.
 
     tokens.logprobs       [N]  log π of each token, with gradient         ObjectiveInputs
     tokens.old_logprobs   [N]  log π_old
@@ -7,16 +7,16 @@
        log_ratio, clipped [N]  for the metrics
        statistics         [N]  each, more metrics
 
-An objective is a function of these tokens. It knows nothing of samples, of devices, or of how tokens are averaged. A
-decorator says what it needs:
+An objective is a function of these tokens. It does not depend on samples, devices, or how tokens are averaged. A
+decorator states its traits:
 
     @objective(elementwise=True)
     def clip(tokens): ...
 
-    elementwise             a token's loss depends on its own entries alone. The fused head then calls the function for
-                            some tokens at a time, while their logits exist. Without it the function is given all tokens
-                            of the row, with 0 where there is no label.
-    needs_no_old_logprobs   `old_logprobs` may be None: a run does not compute them for this objective alone.
+    elementwise             a token's loss depends only on its own values. The fused head then calls the function for
+                            some tokens at a time, while their logits exist. Without it the function gets all tokens of
+                            the pack, with 0 for tokens without a label.
+    needs_no_old_logprobs   `old_logprobs` may be None: a run does not compute them just for this objective.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from padfree.losses.types import LossInputs
 Function = TypeVar("Function", bound=Callable[..., object])
 
 ATTRIBUTE = "padfree_objective"
-"""Where a function carries its traits."""
+"""The attribute of a function that holds its traits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What an objective states about itself."""
+    """What an objective declares about itself."""
 
     elementwise: bool = False
     needs_no_old_logprobs: bool = False
 
 
 def objective(*, elementwise: bool = False, needs_no_old_logprobs: bool = False) -> Callable[[Function], Function]:
-    """Decorate the function of an objective with what it states about itself."""
+    """Decorate the function of an objective with its traits."""
 
     def decorated(function: Function) -> Function:
         setattr(function, ATTRIBUTE, Traits(elementwise=elementwise, needs_no_old_logprobs=needs_no_old_logprobs))
@@ -56,42 +56,42 @@ def objective(*, elementwise: bool = False, needs_no_old_logprobs: bool = False)
 
 
 def traits_of(function: object) -> Traits:
-    """What the decorator said, or the defaults, which are right for any function."""
+    """The traits from the decorator, or the defaults, which are valid for any function."""
     found: Traits = getattr(function, ATTRIBUTE, Traits())
     return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObjectiveInputs:
-    """Tokens as an objective sees them: [N] each, float32 (float64 where the log-probabilities are)."""
+    """The tokens of an objective: [N] each, float32 (float64 if the log-probabilities are)."""
 
-    logprobs: Tensor  # under the policy being trained: the one input with a gradient
+    logprobs: Tensor  # under the policy being trained, with gradient
     advantages: Tensor
-    weights: Tensor  # what each loss is multiplied by afterwards, the global normaliser included
+    weights: Tensor  # factors applied to the losses afterwards, including the global normaliser
     old_logprobs: Tensor | None  # under the policy that `loss.old_policy` names; None only for `needs_no_old_logprobs`
-    rollout_logprobs: Tensor | None = None  # what the sampler reported, where the run has it
-    ref_logprobs: Tensor | None = None  # of the reference, where the run has it
-    entropy: Tensor | None = None  # with gradient, where `loss.entropy_coefficient` is not 0
-    row: LossInputs | None = None  # the row that these are all tokens of; None for an elementwise objective
+    rollout_logprobs: Tensor | None = None  # reported by the sampler, if available
+    ref_logprobs: Tensor | None = None  # of the reference, if available
+    entropy: Tensor | None = None  # with gradient, if `loss.entropy_coefficient` is not 0
+    pack: LossInputs | None = None  # the pack of which these are all tokens; None for an elementwise objective
     reduce: Reduce = no_reduce
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """[N] on every token the mean of `values` [N] over the scored tokens of its whole sequence, without gradient.
+        """[N] for every token the mean of `values` [N] over the scored tokens of its sequence, without gradient.
 
-        Also where a sequence is divided over context ranks.
+        Also works if context ranks share the sequence.
         """
-        row = self.row
-        if row is None:
+        pack = self.pack
+        if pack is None:
             raise UserError(
-                "objective", "elementwise, but it asks for the mean over a sequence", "leave elementwise=True out"
+                "objective", "is elementwise, but it uses the mean over a sequence", "remove elementwise=True"
             )
-        mean = segment_mean(values.detach(), row.mask, row.sample_index, row.num_samples, self.reduce)
-        return spread(mean, row.sample_index).to(values)
+        mean = segment_mean(values.detach(), pack.mask, pack.sample_index, pack.num_samples, self.reduce)
+        return spread(mean, pack.sample_index).to(values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObjectiveOutput:
-    """The losses of tokens, and what metrics are made of: the same fields and names in every call."""
+    """The losses of tokens, and values for metrics: the same fields and names in every call."""
 
     losses: Tensor  # [N]
     log_ratio: Tensor | None = None  # [N] shown as `ratio` and `approx_kl`

@@ -1,10 +1,10 @@
-"""The user's own objective: `loss.kind = "my_losses:mine"`.
+"""User-defined objectives: `loss.kind = "my_losses:mine"`.
 
     @padfree.losses.objective(elementwise=True)
     def mine(tokens: padfree.losses.ObjectiveInputs) -> Tensor:             or an ObjectiveOutput
         return -tokens.advantages * tokens.logprobs
 
-It is code of its own, so what it raises or returns is checked; the device is not waited for.
+The function is user code, so its exceptions and results are checked, without synchronising with the device.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ USER_OBJECTIVE = UserFunction(
 
 @cache
 def load_objective(path: str) -> UserObjective:
-    """The objective `module:function`, from the installed packages or the current folder; its module is imported."""
+    """Load the objective `module:function` from the installed packages or the current folder."""
     return UserObjective(path=path, function=USER_OBJECTIVE.load(path))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class UserObjective:
-    """A user's function; calling it checks what comes back."""
+    """A user's function; calling it checks its result."""
 
     path: str
     function: Callable[[ObjectiveInputs], Any]
-    _names: tuple[str, ...] | None = field(default=None, init=False)  # what the first call gave metrics for
+    _names: tuple[str, ...] | None = field(default=None, init=False)  # names of the metrics in the first call
 
     @property
     def traits(self) -> Traits:
@@ -48,14 +48,14 @@ class UserObjective:
         try:
             found = self.function(tokens)
         except KeyboardInterrupt:
-            raise  # a signal, outside of a run
-        except BaseException as error:  # SystemExit, too: a loss does not end the run
+            raise  # Ctrl-C outside of a run
+        except BaseException as error:  # also SystemExit: a loss must not end the run
             raise UserError("loss.kind", f"{self.path} raised {shown_error(error)}", "correct the function") from error
         output = ObjectiveOutput(losses=found) if isinstance(found, Tensor) else found
         if not isinstance(output, ObjectiveOutput):
             raise UserError(
                 "loss.kind",
-                f"{self.path} returned {type(found).__name__}",
+                f"{self.path} returned a {type(found).__name__}",
                 "return a tensor of losses, or an ObjectiveOutput",
             )
         self._check(tokens, output)
@@ -67,29 +67,29 @@ class UserObjective:
         present = {name: values for name, values in {**given, **output.statistics}.items() if values is not None}
         for name, values in present.items():
             if not isinstance(values, Tensor) or values.shape != wanted.shape:
-                what = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                what = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"type {type(values).__name__}"
                 raise UserError(
                     "loss.kind",
-                    f"{self.path} returned {name} {what} for {tuple(wanted.shape)} log-probabilities",
-                    "return one entry for each",
+                    f"{self.path} returned {name} of {what} for log-probabilities of shape {tuple(wanted.shape)}",
+                    "return one value for each",
                 )
         if output.losses.dtype != wanted.dtype:
             raise UserError(
                 "loss.kind",
                 f"{self.path} returned losses of {output.losses.dtype} for log-probabilities of {wanted.dtype}",
-                "return the same type",
+                "return the same dtype",
             )
         if torch.is_grad_enabled() and wanted.requires_grad and not output.losses.requires_grad:
             raise UserError(
                 "loss.kind", f"{self.path} returned losses without a gradient", "compute them from tokens.logprobs"
             )
-        # Ranks add up their metrics in the order of their names, so these must be the same in all calls.
+        # Ranks sum their metrics in the order of their names, so the names must be the same in all calls.
         names = tuple(sorted(present))
         if self._names is None:
             self._names = names
         if names != self._names:
             raise UserError(
                 "loss.kind",
-                f"{self.path} returned {', '.join(names)}, and {', '.join(self._names)} before",
-                "return the same names every time",
+                f"{self.path} returned {', '.join(names)}, but earlier {', '.join(self._names)}",
+                "return the same names in every call",
             )

@@ -2,9 +2,9 @@
 
     max(-s A, -clamp(s, 1 - low, 1 + high) A)
 
-It is written s · π / sg(π) token by token, sg being the identity without gradient (GSPO-token in the paper). The value
-is that of s, and so is the gradient of a sequence whose tokens share one advantage and one weight, as all weights of
-`weights.py` do. But each token's gradient is its own, so that context ranks exchange numbers, not gradients.
+It is computed as s · π / sg(π) token by token, with sg the identity without gradient (GSPO-token in the paper). Its
+value is s. Its gradient equals that of s if the tokens of the sequence share one advantage and one weight, as the
+weights of `aggregation.py` do. But each token has its own gradient, so context ranks exchange values, not gradients.
 """
 
 from __future__ import annotations

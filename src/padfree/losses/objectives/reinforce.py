@@ -1,4 +1,4 @@
-"""REINFORCE, the plain policy gradient: -A log π. Old log-probabilities are for the metrics, where there are any."""
+"""REINFORCE, the plain policy gradient: -A log π. Old log-probabilities, if available, are only used for metrics."""
 
 from __future__ import annotations
 
