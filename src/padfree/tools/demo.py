@@ -125,7 +125,7 @@ def run(settings: argparse.Namespace) -> None:
     demo = Demo(Path(settings.folder), console(), SIZES, resume=settings.resume)
     real = None if model is None else RealDemo(demo=demo, model=model, data=settings.data, sizes=REAL_SIZES)
     stages = STAGES if real is None else REAL_STAGES
-    if others := demo.found.keys() - stages.keys():
+    if demo.found.keys() - stages.keys():
         raise UserError(
             "--resume",
             f"{demo.folder} holds a demo {'without' if real is not None else 'with'} --real",
