@@ -128,7 +128,10 @@ def test_a_generation_prompt_that_is_not_how_the_turn_begins_is_refused() -> Non
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
     assert trained_texts(tokenizer, TURNS[:3]) == ["polite</think>  Hello <|im_end|>"]
-    with pytest.raises(RowError, match=r"the text before message 5, .* is not prefix-stable; set data\.turns=auto"):
+    with pytest.raises(
+        RowError,
+        match=r"the text before message 5, .* is not a prefix of the rendered conversation; set data\.turns=auto",
+    ):
         trained_texts(tokenizer, TURNS)
     # the text is the same with markers, and they need no prefix
     tokenizer.chat_template = TEMPLATES["chatml_marked"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
@@ -140,14 +143,14 @@ def test_a_generation_prompt_that_is_not_how_the_turn_begins_is_refused() -> Non
 def test_a_template_without_headers_or_system_role() -> None:
     tokenizer = tiny_tokenizer("no_system")
     assert trained_texts(tokenizer, TURNS[1:]) == [" <think>polite</think>  Hello <|im_end|>", " Four<|im_end|>"]
-    with pytest.raises(RowError, match=r"the chat template refused it: TemplateError: System role not supported"):
+    with pytest.raises(RowError, match=r"the chat template raised an error: TemplateError: System role not supported"):
         trained_texts(tokenizer, TURNS)
 
 
 def test_what_a_template_raises_is_a_bad_row() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + 1 }}{% endfor %}"
-    with pytest.raises(RowError, match="the chat template refused it: TypeError"):
+    with pytest.raises(RowError, match="the chat template raised an error: TypeError"):
         trained_texts(tokenizer, TURNS)
 
 
@@ -172,7 +175,7 @@ def test_arguments_tools_and_another_template_reach_the_template() -> None:
 
 
 def test_no_template_is_refused() -> None:
-    with refused("data.chat_template", "the tokenizer has none"):
+    with refused("data.chat_template", "the tokenizer has no chat template"):
         ChatRenderer(tiny_tokenizer())
 
 
@@ -248,7 +251,8 @@ def test_thoughts_that_no_sample_shows_are_refused() -> None:
     forgetful = tiny_tokenizer("forgetful")
     messages = [TURNS[1], THINKING, QUESTION, TURNS[4]]
     with pytest.raises(
-        RowError, match=r"message 2 \(assistant\): content leaves no trace.*strips the thoughts of earlier"
+        RowError,
+        match=r"message 2 \(assistant\): content is missing from the rendered text.*strips the reasoning of earlier",
     ):
         samples(forgetful, messages, "all", "auto")
     assert len(samples(forgetful, messages, "last", "auto")) == 1  # the first turn is context, as the model sees it
@@ -257,7 +261,9 @@ def test_thoughts_that_no_sample_shows_are_refused() -> None:
 def test_a_turn_that_does_not_begin_with_the_generation_prompt_is_refused_apart() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
-    with pytest.raises(RowError, match="the text before message 5, with the generation prompt, is not how the text"):
+    with pytest.raises(
+        RowError, match="the text before message 5, with the generation prompt, is not a prefix of the text"
+    ):
         samples(tokenizer, TURNS, turns="apart")
     with pytest.raises(RowError, match="the text before message 5"):
         samples(tokenizer, TURNS, turns="auto")

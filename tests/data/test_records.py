@@ -31,16 +31,16 @@ def test_a_line_is_one_object_whatever_ends_it() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b'{"a": 1', r"not JSON at column 8 .*; expected one JSON object"),
-        (b'{"a": 1} {"b": 2}', r"not JSON at column 10 \(Extra data\)"),
-        (b"", r"not JSON at column 1"),
+        (b'{"a": 1', r"is not valid JSON at character 8 .*; expected one JSON object"),
+        (b'{"a": 1} {"b": 2}', r"is not valid JSON at character 10 \(Extra data\)"),
+        (b"", r"is not valid JSON at character 1"),
         (b'{"a": "\xff\xfe"}', r"byte 8 is not UTF-8; expected"),
         (b"\xff\xfe{\x00", r"byte 1 is not UTF-8"),
-        (b"[1, 2]", r"a list of 2 as a row; expected a JSON object"),
-        (b"null", r"null as a row"),
+        (b"[1, 2]", r"the row is a list of 2; expected a JSON object"),
+        (b"null", r"the row is null"),
         (b'"text"', r"'text' as a row"),
         (b"[" * 200_000, r"nested too deeply"),
-        (b'{"a": ' + b"9" * 10_000 + b"}", r"an integer of thousands of digits"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", r"an integer with thousands of digits"),
     ],
 )
 def test_a_malformed_line_says_where_and_what_was_expected(line: bytes, words: str) -> None:

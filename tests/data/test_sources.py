@@ -112,10 +112,10 @@ def test_columns_come_from_the_first_row_that_can_be_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[{]", r"a\.json: not JSON in UTF-8 \(.*\); expected one list of records"),
-        (b'["\xff"]', r"a\.json: not JSON in UTF-8"),
-        (b"", r"a\.json: not JSON in UTF-8"),
-        (b'"text"', r"a\.json: 'text'; expected one list of records"),
+        (b"[{]", r"a\.json: is not valid JSON in UTF-8 \(.*\); give one list of objects"),
+        (b'["\xff"]', r"a\.json: is not valid JSON in UTF-8"),
+        (b"", r"a\.json: is not valid JSON in UTF-8"),
+        (b'"text"', r"a\.json: 'text'; give one list of objects"),
     ],
 )
 def test_json_that_is_no_list_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
@@ -161,7 +161,7 @@ def test_files_are_named_from_their_common_folder(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ([], "nothing given; give a file, a folder or a Hub id"),
+        ([], "is empty; give a file, a folder or a Hub id"),
         ("absent.jsonl", "absent.jsonl does not exist; give a file"),
         ("./absent", "./absent does not exist"),
         ("a/b/c", "a/b/c does not exist"),
@@ -182,7 +182,7 @@ def test_what_is_not_there_is_refused(
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all, by any means")
-    with pytest.raises(ValueError, match=r"a\.parquet: not a Parquet file .*; correct or remove it"):
+    with pytest.raises(ValueError, match=r"a\.parquet: is not a valid Parquet file .*; replace or remove the file"):
         open_sources(tmp_path / "a.parquet")[0].columns()
 
 
@@ -193,7 +193,8 @@ def test_missing_packages_are_named_with_the_cure(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match=r"a\.parquet is Parquet, which needs pyarrow; pip install pyarrow"):
         open_sources(tmp_path / "a.parquet")[0].columns()
     with pytest.raises(
-        ValueError, match=r"openai/gsm8k is not on this disk, so a Hub id, which needs datasets; pip install"
+        ValueError,
+        match=r"openai/gsm8k is not a local path, so it is read as a Hub id, which needs datasets; pip install",
     ):
         open_sources("openai/gsm8k")
 
