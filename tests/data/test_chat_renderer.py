@@ -117,7 +117,7 @@ def test_markers_decide_what_a_turn_is() -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_cures() -> None:
     forgetful = tiny_tokenizer("forgetful")
     with pytest.raises(
-        RowError, match=r"message 3 reads differently once others follow.*data\.turns=auto.*loss_on=last"
+        RowError, match=r"renders message 3 differently once other messages follow.*data\.turns=auto.*loss_on=last"
     ):
         trained_texts(forgetful, TURNS)
     assert trained_texts(forgetful, TURNS, "last") == ["Four<|im_end|>"]
@@ -155,11 +155,11 @@ def test_what_a_template_raises_is_a_bad_row() -> None:
 
 
 def test_conversations_without_a_turn_to_train_on() -> None:
-    with pytest.raises(RowError, match="no message with role 'assistant'"):
+    with pytest.raises(RowError, match="no message has the role 'assistant'"):
         trained_texts(PLAIN, TURNS[:2])
     assert trained_texts(PLAIN, TURNS[:2], "all") != []
     opening = [TURNS[2], TURNS[1], TURNS[4]]
-    with pytest.raises(RowError, match="message 1 is the assistant's: no prefix shows where it begins"):
+    with pytest.raises(RowError, match="message 1 is from the assistant, so the start of its text is unknown"):
         trained_texts(PLAIN, opening)
     assert len(trained_texts(MARKED, opening)) == 2
     assert trained_texts(PLAIN, opening, "last") == ["Four<|im_end|>"]
@@ -182,7 +182,7 @@ def test_no_template_is_refused() -> None:
 def test_several_templates_without_a_default_are_refused() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {"tool_use": TEMPLATES["chatml"], "rag": TEMPLATES["chatml"]}
-    with refused("data.chat_template", r".* no default \(rag, tool_use\)"):
+    with refused("data.chat_template", r".* without a default \(rag, tool_use\)"):
         ChatRenderer(tokenizer)
     ChatRenderer(tokenizer, TEMPLATES["chatml"])
 
@@ -190,7 +190,7 @@ def test_several_templates_without_a_default_are_refused() -> None:
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([], r"'chat' is empty; expected a list of messages"),
+        ([], r"'chat' is empty; give one message or more"),
         (["Hi"], r"chat\[0\] is 'Hi'; expected an object with role and content"),
         ([{"content": "Hi"}], r"chat\[0\]\.role is null; expected a string"),
         ([{"role": 1, "content": "Hi"}], r"chat\[0\]\.role is 1; expected a string"),

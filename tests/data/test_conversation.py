@@ -84,7 +84,7 @@ def test_parts_of_text_are_joined_and_other_parts_refused() -> None:
     parquet = [{"type": "text", "text": "a", "image_url": None}]
     assert read({"role": "user", "content": parquet}).messages[0]["content"] == "a"
     for kind in ("image_url", "image", "input_audio", "video", "file", "thinking", "refusal", "tool_use"):
-        with pytest.raises(RowError, match=rf"messages\[0\]\.content\[1\]\.type is '{kind}'; expected text"):
+        with pytest.raises(RowError, match=rf"messages\[0\]\.content\[1\]\.type is '{kind}'; expected 'text'"):
             read({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: "x"}]})
 
 
@@ -93,10 +93,10 @@ def test_weight_zero_is_not_trained() -> None:
     assert conversation.untrained == {2}
     assert all("weight" not in message for message in conversation.messages)
     for weight in (0.5, 2, -1, True, "0"):
-        with pytest.raises(RowError, match=r"messages\[1\]\.weight is .*; expected 0 \(not trained\) or 1"):
+        with pytest.raises(RowError, match=r"messages\[1\]\.weight is .*; expected 1 to train on the message or 0"):
             read(USER, {**ASSISTANT, "weight": weight})
     assert read({**USER, "weight": 0}, ASSISTANT).untrained == {0}
-    with pytest.raises(RowError, match=r"messages\[0\]\.weight is 1, and the message is of role 'user'"):
+    with pytest.raises(RowError, match=r"messages\[0\]\.weight is 1, but the message has the role 'user'"):
         read({**USER, "weight": 1}, ASSISTANT)
 
 

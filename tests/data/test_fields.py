@@ -114,8 +114,18 @@ def test_a_mapping_renames_and_speaks_for_its_format() -> None:
     ("schema", "first", "mapping", "words"),
     [
         (SFT_SCHEMA, row("prompt"), {}, r"f has \['prompt'\]; expected .*; add the missing columns$"),
-        (SFT_SCHEMA, row("question", "text"), {"question": "prompt"}, r"f has \['question', 'text'\]; expected"),
-        (SFT_SCHEMA, row("prompt", "response"), {"questoin": "prompt"}, r"'questoin' \(for 'prompt'\) is not in f"),
+        (
+            SFT_SCHEMA,
+            row("question", "text"),
+            {"question": "prompt"},
+            r"f has the columns \['question', 'text'\]; expected",
+        ),
+        (
+            SFT_SCHEMA,
+            row("prompt", "response"),
+            {"questoin": "prompt"},
+            r"'questoin' \(mapped to 'prompt'\) is not a column of f",
+        ),
         (
             SFT_SCHEMA,
             row("prompt", "chosen", "rejected"),
@@ -169,7 +179,7 @@ def test_a_mapping_names_known_fields_once() -> None:
     check_mapping({"a": "prompt", "b": "response", "c": "unused", "d": "unused"}, SFT_SCHEMA)
     with pytest.raises(ValueError, match="'a' is mapped to 'promt', which is not a field; use one of messages, prompt"):
         check_mapping({"a": "promt"}, SFT_SCHEMA)
-    with pytest.raises(ValueError, match=r"\['a', 'b'\] are all mapped to 'prompt'; map one"):
+    with pytest.raises(ValueError, match=r"\['a', 'b'\] are all mapped to 'prompt'; map only one"):
         check_mapping({"a": "prompt", "b": "prompt"}, SFT_SCHEMA)
 
 
@@ -205,7 +215,7 @@ def test_a_preferred_format_wins_over_others_but_not_over_its_like() -> None:
 def test_a_column_that_changes_what_rows_mean_is_used_or_refused(
     schema: Schema, first: dict[str, Any], column: str, choices: list[str]
 ) -> None:
-    with refused("data.columns", f"f has {column!r}, which .*") as caught:
+    with refused("data.columns", f"f has a column {column!r}, which .*") as caught:
         resolve(first, {}, schema, "f")
     words = re.findall(r"data\.columns\.\w+=\w+", str(caught.value))
     assert words == [f"data.columns.{column}={choice}" for choice in choices]
@@ -253,7 +263,7 @@ def test_false_and_zero_are_values(value: Any) -> None:
         (
             PROMPT_SCHEMA,
             row("question", "answer", "id"),
-            "prompts (question, answer); other columns, for the reward: id",
+            "prompts (question, answer); passed to the reward: id",
         ),
     ],
 )

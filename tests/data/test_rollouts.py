@@ -141,7 +141,7 @@ NAN = float("nan")
     ("row", "words"),
     [
         (b"{", r"is not valid JSON at character 2"),
-        ({"tokens": [5], "response_length": 1}, r"no 'reward'; expected a number"),
+        ({"tokens": [5], "response_length": 1}, r"'reward' is missing; expected a number"),
         ({**ROW, "reward": None}, r"'reward' is null; expected a number"),
         ({**ROW, "reward": "1"}, r"'reward' is '1'; expected a finite number"),
         ({**ROW, "reward": NAN}, r"'reward' is nan; expected a finite number"),
@@ -155,11 +155,11 @@ NAN = float("nan")
         ({**ROW, "tokens": None}, r"'tokens' is null; expected a list of token ids"),
         ({**ROW, "response_length": 6}, r"'response_length' is 6; expected an integer from 0 to 5"),
         ({**ROW, "response_length": "3"}, r"'response_length' is '3'; expected an integer"),
-        ({"tokens": [5, 6], "reward": 1}, r"neither 'response_length' nor 'loss_mask'; expected one"),
+        ({"tokens": [5, 6], "reward": 1}, r"'response_length' and 'loss_mask' are both missing"),
         ({"tokens": [5, 6], "reward": 1, "loss_mask": [1]}, r"'loss_mask' has 1 entries; expected 2"),
         (
             {"tokens": [5], "reward": 1, "loss_mask": [0]},
-            r"'loss_mask' has no 1, .*; expected 'response_length' or 'gro",
+            r"'loss_mask' has no 1, .*; add 'response_length' or 'gro",
         ),
         ({**ROW, "loss_mask": [1, 1]}, r"'loss_mask' has 2 entries; expected 5 .* or 3 "),
         ({**ROW, "loss_mask": [0, 1, 1, 1, 1]}, r"loss_mask is 1 at token 1, which belongs to the prompt"),
@@ -168,7 +168,7 @@ NAN = float("nan")
         ({**ROW, "loss_mask": "111"}, r"'loss_mask' is '111'; expected a list of 0 and 1"),
         (
             {**ROW, "logprobs": [-0.1]},
-            r"'logprobs' has 1 entries; expected 5 \(one a token\) or 3 \(one a token of the r",
+            r"'logprobs' has 1 entries; expected 5 \(one per token\) or 3 \(one per token of the r",
         ),
         ({**ROW, "logprobs": [-0.1, None, -0.2]}, r"logprobs\[1\] is null; expected a log-probability"),
         ({**ROW, "logprobs": [-0.1, NAN, -0.2]}, r"logprobs\[1\] is nan; expected a log-probability"),
@@ -197,7 +197,7 @@ def test_a_bad_row_names_line_field_and_what_was_expected(read: Read, row: Any, 
 
 
 def test_a_mask_cannot_come_with_text(read: Read) -> None:
-    with pytest.raises(ValueError, match="'loss_mask' with text; expected it with token ids only"):
+    with pytest.raises(ValueError, match="'loss_mask' needs token ids, but the row has text"):
         read([{"prompt": "Hi", "response": "Hello", "reward": 1, "loss_mask": [1]}], CHAT)
 
 
@@ -214,9 +214,17 @@ def test_small_positive_log_probabilities_are_rounding(read: Read) -> None:
             {"on_bad_row": "skip"},
             r"none of 1 rows can be used; the first, r\.jsonl:1: is not valid JSON",
         ),
-        ([{"reward": 1}], {}, r"columns: r\.jsonl has \['reward'\]; expected 'tokens', or 'prompt_tokens' and"),
+        (
+            [{"reward": 1}],
+            {},
+            r"columns: r\.jsonl has the columns \['reward'\]; expected 'tokens', or 'prompt_tokens' and",
+        ),
         ([{**ROW, "prompt_tokens": [], "response_tokens": []}], {}, r"can be read in 2 ways; set data"),
-        ([ROW], {"columns": {"rewrd": "reward"}}, r"columns: 'rewrd' \(for 'reward'\) is not in r\.jsonl"),
+        (
+            [ROW],
+            {"columns": {"rewrd": "reward"}},
+            r"columns: 'rewrd' \(mapped to 'reward'\) is not a column of r\.jsonl",
+        ),
         ([ROW], {"columns": {"reward": "score"}}, r"'score', which is not a field"),
         (
             [ROW],
@@ -285,7 +293,7 @@ def test_a_row_without_a_group_among_grouped_ones_is_a_bad_row(read: Read) -> No
         ValueError, match=r"^r\.jsonl line 3: has no group, but r\.jsonl line 1 has one; give every row a gr"
     ):
         read(rows)
-    with pytest.raises(ValueError, match=r"^r\.jsonl line 1: no group, but r\.jsonl line 2 has one"):
+    with pytest.raises(ValueError, match=r"^r\.jsonl line 1: has no group, but r\.jsonl line 2 has one"):
         read([ROW, {**ROW, "group": 0}])
     found = read(rows, on_bad_row="skip")
     assert [sample.uid for sample in found.samples] == ["r.jsonl:1", "r.jsonl:2"]

@@ -70,7 +70,7 @@ def test_damage_is_named_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no metadata\.json; delete the folder"):
         read_metadata(tmp_path)
     (tmp_path / "metadata.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(ValueError, match="has format 0, not 2; tokenise the data again"):
+    with pytest.raises(ValueError, match="has format 0, but this version reads format 2; delete"):
         read_metadata(tmp_path)
 
 

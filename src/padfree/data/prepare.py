@@ -273,7 +273,7 @@ def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, re
     plain = not renders_chat or (fields.kind == "implicit" and not is_messages(first.get(fields["chosen"])))
     how = ""
     if fields.kind in ("pair", "prompted", "continued", "implicit"):
-        how = "; as plain text" if plain else "; rendered with the chat template"
+        how = "; as plain text" if plain else "; through the chat template"
     idle = []
     if settings.system is not None and (plain or fields.kind in ("text", "tokens")):
         idle.append("data.system")
