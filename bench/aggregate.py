@@ -1,12 +1,12 @@
-"""Aggregating token losses: one weighted sum against a Python loop over samples.
+"""Aggregate token losses: one weighted sum compared with a Python loop over samples.
 
-    loop        Σᵢ mean over sample i of its scored tokens: split by lengths, one masked mean each, sum
-    weighted    (weights * losses).sum(), the weights made once per global batch
+    loop        Σᵢ mean over the scored tokens of sample i: split by lengths, one masked mean each, sum
+    weighted    (weights * losses).sum(); the weights are computed once per global batch
 
-The same number of tokens is cut into 64 to 4,096 samples. `make` is what the weights cost, once per step: on the host
-from the masks of all samples (`token_weights`), or on the device from labels (`batch_weights`). `compat` is
-`padfree.compat.slime.sum_of_sample_mean`, which keeps the loop's signature (lists of masks) and makes its weights anew
-in every call. Times are medians of single calls, each waited for; every result is checked against float64.
+The same number of tokens is divided into 64 to 4,096 samples. `make` is the time to compute the weights, once per step:
+on the host from the masks of all samples (`token_weights`), or on the device from labels (`batch_weights`). `compat` is
+`padfree.compat.slime.sum_of_sample_mean`, which keeps the loop's signature (lists of masks) and computes its weights in
+every call. Times are medians of single synchronised calls. Every result is checked against float64.
 
     PYTHONPATH=src python bench/aggregate.py --device cpu
 """
@@ -78,7 +78,7 @@ def measure(num_samples: int, num_tokens: int, device: torch.device) -> dict[str
     rng = np.random.default_rng(0)
     cuts = np.sort(rng.choice(np.arange(1, num_tokens), num_samples - 1, replace=False))
     lengths = np.diff(cuts, prepend=0, append=num_tokens)
-    # Entry t of a packed row belongs to the prediction of token t + 1: the last of a sample is never scored.
+    # Entry t of a pack belongs to the prediction of token t + 1, so the last entry of a sample is never scored.
     masks = [rng.random(length) < 0.8 for length in lengths]
     weights = token_weights("sum-of-sample-mean", masks)
     scored = [np.append(mask[1:], False) for mask in masks]

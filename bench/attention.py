@@ -1,17 +1,18 @@
-"""Packed attention against what stands beside it.
+"""Packed attention compared with alternatives.
 
-    model     CPU    forward and backward of a 4-layer Qwen3 on a packed row: padfree, HF's own packed row (`sdpa`, a
-                     dense [T, T] mask from the restarts of position_ids), and a padded batch
-    kernels   CUDA   padfree's backends on packed rows against padded batches, TFLOP/s counted on the real tokens'
-                     causal work: 4·H·d·Σn²/2 forward, 3.5 times that forward and backward; errors against float32
-    wrapper   CUDA   what `varlen_attention` costs over calling the same kernel directly
-    context   CUDA   8 context ranks of a 128k row, played one after the other: the slowest rank's attention over one
-                     eighth of the whole row's; copies that bring keys together are in it, the wire is not
+    model     CPU    forward and backward of a 4-layer Qwen3 on a pack: padfree, HF's own packing (`sdpa`, a dense [T,
+    T]
+                     mask from restarting position_ids), and a padded batch
+    kernels   CUDA   padfree's backends on packs compared with padded batches; TFLOP/s count the causal work of real
+                     tokens: 4·H·d·Σn²/2 forward, 3.5 times that forward and backward; errors relative to float32
+    wrapper   CUDA   the overhead of `varlen_attention` over calling the same kernel directly
+    context   CUDA   8 context ranks of a pack of 128k tokens, simulated one after the other: the attention time of the
+                     slowest rank over an eighth of that of the whole pack; includes copying keys, not communication
 
     PYTHONPATH=src python bench/attention.py --device cpu
     PYTHONPATH=src python bench/attention.py --device cuda --section kernels --json attention.json
 
-Times are medians after a warm-up; what is compared stands in one run.
+Times are medians after a warm-up; all alternatives are measured in one run.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(SECTIONS), default="cpu")
     parser.add_argument("--section", choices=[name for names in SECTIONS.values() for name in names])
-    parser.add_argument("--tokens", type=int, default=MODEL_TOKENS, help="of the model section")
-    parser.add_argument("--row", type=int, default=ROW, help="tokens of the context section's row")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="of the context section")
-    parser.add_argument("--repeats", type=int, default=3, help="of the model section; CUDA sections repeat 20 times")
+    parser.add_argument("--tokens", type=int, default=MODEL_TOKENS, help="tokens in the model section")
+    parser.add_argument("--row", type=int, default=ROW, help="tokens of the pack in the context section")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="layouts of the context section")
+    parser.add_argument("--repeats", type=int, default=3, help="in the model section; CUDA sections repeat 20 times")
     parser.add_argument("--json", help="write the results to this file")
     arguments = parser.parse_args()
     sections = SECTIONS[arguments.device] if arguments.section is None else (arguments.section,)
@@ -89,7 +90,7 @@ def installed(name: str) -> str:
 
 
 def table(rows: list[Row]) -> None:
-    """Aligned columns; a row may lack some of them."""
+    """Print aligned columns. A line of the table can lack some of them."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name, "")) for name in names] for row in rows]
     widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
@@ -107,7 +108,7 @@ def _cell(value: Any) -> str:
 
 
 def log_normal(rng: np.random.Generator, total: int, median: int) -> list[int]:
-    """As many documents of log-normal length as it takes to fill `total` tokens."""
+    """Documents of log-normal lengths that fill `total` tokens."""
     lengths: list[int] = []
     while sum(lengths) < total:
         lengths.append(int(np.clip(rng.lognormal(np.log(median), 0.8), 16, total)))
@@ -124,8 +125,8 @@ def length_mixes() -> dict[str, list[int]]:
     }
 
 
-def long_rows(total: int) -> dict[str, list[int]]:
-    """The same three mixes, filling one row of `total` tokens."""
+def long_packs(total: int) -> dict[str, list[int]]:
+    """The same three length mixes, each filling one pack of `total` tokens."""
     rng = np.random.default_rng(0)
     return {
         "log-normal": log_normal(rng, total, 1024),
@@ -193,14 +194,14 @@ def model_section(num_tokens: int, repeats: int) -> Row:
     table(rows)
     wasted = 1 - batch.num_tokens / ids.numel()
     print(f"{batch.num_tokens} tokens, {len(lengths)} samples of 64 to 512; the padded batch is {wasted:.0%} padding")
-    print(f"padfree against HF's packed row: {rows[1]['ratio']:.2f} times as fast (goal: at least {GOALS['model']})")
+    print(f"padfree is {rows[1]['ratio']:.2f} times as fast as HF's packing (goal: at least {GOALS['model']})")
     return {"tokens": batch.num_tokens, "samples": len(lengths), "wasted": wasted, "rows": rows}
 
 
 def train_time(
     forward: Callable[[], Tensor], model: torch.nn.Module, labels: Tensor, repeats: int
 ) -> tuple[float, Tensor, float]:
-    """Seconds of a forward and backward, the logits [T, V] and the norm of all gradients."""
+    """Seconds of forward and backward, the logits [T, V], and the norm of all gradients."""
     logits = torch.empty(0)
 
     def both() -> None:
@@ -217,7 +218,7 @@ def train_time(
 
 
 class Inputs:
-    """bfloat16 tensors of a packed row on the device."""
+    """bfloat16 tensors of a pack on the device."""
 
     def __init__(self, mix: str, lengths: list[int]) -> None:
         torch.manual_seed(0)
@@ -237,7 +238,7 @@ class Inputs:
 
 
 def event_times(*functions: Callable[[], Any], repeats: int = 20, calls: int = 1, ahead: bool = False) -> list[float]:
-    """Median milliseconds of each; `ahead`: the device waits at first, and the host's latency is not in the time."""
+    """Median milliseconds of each function. `ahead`: let the host run ahead, which excludes launch latency."""
     cycles = AHEAD_CYCLES if ahead else 0
     times = median_event_seconds(*functions, repeats=repeats, calls=calls, warmup=3, sleep_cycles=cycles)
     return [1e3 * seconds for seconds in times]
@@ -317,7 +318,7 @@ def kernel_row(
     *leaves, dout = tensors
     both = with_gradient(function, leaves, dout)
     results = [inputs.packed(x) if x.ndim == 4 else x for x in both()]
-    if results[2].shape[1] == NUM_HEADS:  # expanded keys: their gradients are summed over the group
+    if results[2].shape[1] == NUM_HEADS:  # expanded keys: sum their gradients over the group
         results[2:] = [x.float().view(len(x), NUM_KEY_HEADS, -1, HEAD_DIM).sum(dim=2) for x in results[2:]]
     errors = [relative_error(got, want) for got, want in zip(results, truth, strict=True)]
     assert max(errors) < 1e-2, f"{name} on {inputs.mix}: relative errors {errors}"
@@ -334,7 +335,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def float32_results(inputs: Inputs) -> list[Tensor]:
-    """out, dq, dk, dv of the reference in float32, one key head at a time for the sake of memory."""
+    """out, dq, dk, dv of the reference in float32, one key head at a time to save memory."""
     parts = []
     group = NUM_HEADS // NUM_KEY_HEADS
     for head in range(NUM_KEY_HEADS):
@@ -403,7 +404,7 @@ def context_section(total: int, layouts: Sequence[LayoutKind]) -> list[Row]:
     from padfree.cp.context_plan import ContextPlan
 
     rows: list[Row] = []
-    for mix, lengths in long_rows(total).items():
+    for mix, lengths in long_packs(total).items():
         inputs = Inputs(mix, lengths)
         segments = inputs.segments
         whole, _ = varlen_forward(inputs.q, inputs.k, inputs.v, segments, segments)
@@ -423,14 +424,14 @@ def context_section(total: int, layouts: Sequence[LayoutKind]) -> list[Row]:
     table([{name: value for name, value in row.items() if name != "ranks"} for row in rows])
     print(f"{WORLD} ranks, {total} tokens, {choose_backend('cuda', torch.bfloat16, HEAD_DIM)}; ", end="")
     print(f"goal: a ratio of at most {GOALS['context']} for balanced")
-    print("cold: the device waits for the host before the first of ten calls")
+    print("cold: the device is idle before the first of ten calls")
     return rows
 
 
 def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
-    """Milliseconds of one rank's forward and backward, its keys brought together included; warm and cold.
+    """Milliseconds of one rank's forward and backward, including the copies of keys; warm and cold.
 
-    Its own keys are where they are; those of others are copied out of the row, as if they were received.
+    The rank's own keys are in place. Keys of other ranks are copied from the whole pack, as if they were received.
     """
     from padfree.cp.allgather import local_attention
     from padfree.cp.keys import prepare_keys
@@ -455,7 +456,7 @@ def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
 
 
 def rank_facts(plan: Any) -> Row:
-    """What a rank's time should depend on."""
+    """The quantities that determine a rank's time."""
     from padfree.cp import keys_read, modelled_cost, work
     from padfree.cp.keys import prepare_keys
 

@@ -1,11 +1,11 @@
-"""Context ranks by the row against a fixed number: how long ranks wait for each other.
+"""Context ranks chosen per pack compared with a fixed number: how long ranks wait for each other.
 
-lengths    log-normal, with a tail that ends at 128k: median 2,500, sigma 1.3, cut at 131,072, one sample of that
-cost       an 8B model's FLOPs, from its sizes; a row's is divided among the ranks that share it
+lengths    log-normal: median 2,500, sigma 1.3, cut at 131,072, and one sample of 131,072 tokens
+cost       FLOPs of an 8B model, from its sizes; the cost of a pack is divided among the ranks that share it
 balance    Σ over micro-batches of the slowest rank, over the mean of the ranks; 1 is perfect
-time       of the step, over the best of the table
-longest    tokens of the longest sample that the ranks hold; `over` is how many samples are longer, which a run
-           refuses, and which the table counts as rows of their own, as if memory had no end
+time       of the step, relative to the best in the table
+longest    tokens of the longest sample that the ranks can hold; `over`: the number of longer samples, which a run
+           would refuse; here each gets a pack of its own, as if memory were unlimited
 
 PYTHONPATH=src python bench/context_sizes.py
 PYTHONPATH=src python bench/context_sizes.py --ranks 64 --max-tokens 16384 --samples 512 --seeds 4
@@ -42,8 +42,8 @@ GOAL = 1.05
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of one rank")
-    parser.add_argument("--samples", type=int, nargs="+", default=(256, 512, 2048), help="of a step")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="per rank")
+    parser.add_argument("--samples", type=int, nargs="+", default=(256, 512, 2048), help="per step")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", help="write the results to this file")
     arguments = parser.parse_args()
@@ -65,7 +65,7 @@ def main() -> None:
                 )
             results += rows
     worst = max(row["balance"] for row in results if row["context"] == "auto")
-    print(f"\nauto: at most {worst:.3f} of the mean (goal {GOAL})")
+    print(f"\nauto: balance at most {worst:.3f} (goal {GOAL})")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=1))
 

@@ -1,16 +1,16 @@
-"""The distillation loss: ours, the full logits of both models, and Liger's fused JSD, against the floor.
+"""The distillation loss: padfree, full logits of both models, and Liger's fused JSD, relative to a floor.
 
     PYTHONPATH=src python bench/distill.py --device cuda --json distill.json
 
-Forward and backward for N rows, all labelled, of a student (D) and a teacher (E) with one vocabulary, side by side in
-one run. The floor is the four matmuls alone: the logits of both, and with a [N, V] of its own the two that make
-gradients of it. Columns:
+Forward and backward for N labelled tokens of a student (hidden size D) and a teacher (hidden size E) with one
+vocabulary, all in one run. The floor is the time of the four matmuls: the logits of both models, and the two matmuls
+that turn an [N, V] gradient into gradients of hidden states and weight. Columns:
 
     ms, × floor     the median, and its ratio to the floor
-    GiB             the peak of allocated memory, less what was there before and less the gradients that come back
-    errors          relative distance ‖x − exact‖ / ‖exact‖ of the gradients from float64 ones, on fewer rows
+    GiB             the peak of allocated memory, minus the inputs and the returned gradients
+    errors          relative distance ‖x − exact‖ / ‖exact‖ of the gradients from float64, for fewer tokens
 
-The run fails if ours errs more than full logits in the same dtype, or holds more than it was allowed to.
+The run fails if padfree's error exceeds that of full logits in the same dtype, or if it exceeds its memory budget.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from padfree.head import distillation_loss
 Kind = Literal["forward-kl", "reverse-kl", "jsd"]
 KINDS: tuple[Kind, ...] = ("forward-kl", "reverse-kl", "jsd")
 BETA = 0.5
-BUDGET = 2 << 30  # beside the gradients that are returned
+BUDGET = 2 << 30  # bytes, without the returned gradients
 LOGIT_DEVIATION = 3.0
 
-# (N, D, E, V), dtype, rows of the error check, repetitions
+# (N, D, E, V), dtype, tokens of the error check, repetitions
 SIZES: dict[str, tuple[tuple[int, int, int, int], torch.dtype, int, int]] = {
     "cuda": ((8192, 2048, 4096, 151_936), torch.bfloat16, 512, 7),
     "cpu": ((256, 64, 128, 8192), torch.float32, 64, 3),
@@ -70,7 +70,7 @@ class Inputs:
         )
 
     def first(self, num_rows: int, dtype: torch.dtype) -> Inputs:
-        """The first rows alone, in another type."""
+        """Only the first tokens, in another dtype."""
         return Inputs(
             hidden=self.hidden[:num_rows].detach().to(dtype, copy=True).requires_grad_(),
             weight=self.weight.detach().to(dtype, copy=True).requires_grad_(),
@@ -92,7 +92,7 @@ class Method:
     kind: Kind
     loss: Loss
     ours: bool = False
-    exact: bool = True  # whether it is the same loss as full logits have
+    exact: bool = True  # the same loss as full logits
 
 
 @dataclass(kw_only=True)
@@ -107,7 +107,7 @@ class Result:
 
 
 def full_logits(inputs: Inputs, *, kind: Kind) -> Tensor:
-    """What a loop over two models with their own heads does."""
+    """The loss from the logits of both models, as in an ordinary training loop."""
     wide = torch.float64 if inputs.hidden.dtype == torch.float64 else torch.float32
     student = (inputs.hidden @ inputs.weight.T).to(wide).log_softmax(1)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def ours(inputs: Inputs, *, kind: Kind, top_k: int | None = None) -> Tensor:
 
 
 def liger_methods() -> list[Method]:
-    """Liger's fused linear JSD, where it is installed. It averages over rows: the sum is that times N."""
+    """Liger's fused linear JSD, if it is installed. It averages over tokens; multiplied by N to get the sum."""
     if not importlib.util.find_spec("liger_kernel"):
         return []
     from liger_kernel.transformers import LigerFusedLinearJSD
@@ -166,7 +166,7 @@ def methods() -> list[Method]:
 
 
 def time_floor(inputs: Inputs, device: torch.device, repetitions: int) -> float:
-    """Four matmuls, into memory that is there already, of numbers of the size that training has."""
+    """Milliseconds of four matmuls into preallocated memory, with values of the magnitude found in training."""
     with torch.no_grad():
         logits = inputs.hidden @ inputs.weight.T
         taught = torch.empty_like(logits)
@@ -251,7 +251,7 @@ def bench(device: torch.device) -> list[Result]:
         except Exception as error:
             if method.ours:
                 raise
-            result.note = f"failed: {type(error).__name__}"  # another library, or no room for full logits
+            result.note = f"failed: {type(error).__name__}"  # an error of another library, or out of memory
             continue
         finally:
             inputs.forget_gradients()
@@ -290,7 +290,7 @@ def print_table(results: list[Result]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=sorted(SIZES), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     environment = describe(device)

@@ -1,13 +1,12 @@
-"""The agents' address under load: the same run in peace and under attack, each in a process of its own.
+"""The gateway for agents under load: the same run with and without an attack, each in its own process.
 
     python bench/gateway_load.py                      2,000 idle connections, 50 slow peers, 10,000 malformed requests
     python bench/gateway_load.py --steps 5 --idle 300 --slow 10 --malformed 1000
 
-The environment is a program that makes two calls over HTTP for each episode. The attack comes from a third process, on
-the loopback address only, and is bounded in connections, requests and time: half of it knows an episode's key. What is
-compared is the number of steps, whether all metrics of training are the same, seconds a step, and the largest resident
-memory. Both runs have the attacker's process beside them, which in the first one computes and sends nothing: a second
-busy core has a price of its own.
+The environment is a program that makes two HTTP calls per episode. The attack comes from a third process, on the
+loopback address only, and is bounded in connections, requests and time. Half of its requests use the key of an episode.
+The benchmark compares the number of steps, whether all training metrics are equal, seconds per step, and the peak
+resident memory. In both runs the attacker's process keeps one core busy; without an attack it sends nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def call(url: str, prompt: str) -> str:
 
 
 async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
-    """Two calls of a program; where its address is, is written to a file."""
+    """An episode with two calls of a program. Writes the address of the gateway to a file."""
     url = await policy.base_url()
     path = Path(os.environ[ADDRESS])
     new = path.with_name(f"{path.name}.{id(policy)}")
@@ -105,7 +104,7 @@ BODIES = (
 
 
 def attack(address: Path, idle: int, slow: int, malformed: int) -> dict[str, Any]:
-    """Until all requests are sent, or the run has ended."""
+    """Attack until all requests are sent or the run has ended."""
     begin = time.monotonic()
     while not address.exists() and time.monotonic() - begin < MOST_SECONDS:
         time.sleep(0.05)
@@ -131,7 +130,7 @@ def attack(address: Path, idle: int, slow: int, malformed: int) -> dict[str, Any
                 made.shutdown(socket.SHUT_WR)
                 answer = made.recv(1 << 12)[9:12].decode() or "closed"
                 outcomes[answer] += 1
-            if sent % 100 == 0 and held:  # some of them come back
+            if sent % 100 == 0 and held:  # close a connection; another one is opened instead
                 held.pop(rng.randrange(len(held))).close()
         except TimeoutError:
             outcomes["hangs"] += 1
@@ -146,7 +145,7 @@ def attack(address: Path, idle: int, slow: int, malformed: int) -> dict[str, Any
 
 
 def spin(address: Path) -> dict[str, Any]:
-    """What the attacker's core does in peace."""
+    """Keep a core busy without sending anything."""
     while not address.with_name("ended").exists():
         sum(range(10_000))
     return {}
@@ -201,7 +200,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for name, one in (("in peace", peace), ("attacked", attacked)):
         seconds = sorted(one["seconds"])
         print(
-            f"{name}: {one['steps']} steps, {seconds[len(seconds) // 2]:.3f} s a step (median; {seconds[0]:.3f} to "
+            f"{name}: {one['steps']} steps, {seconds[len(seconds) // 2]:.3f} s per step (median; {seconds[0]:.3f} to "
             f"{seconds[-1]:.3f}), {one['memory'] / 2**20:.0f} MiB at most"
         )
     same = peace["trained"] == attacked["trained"]
@@ -210,6 +209,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import gateway_load  # the module that the settings name, which is not the one that runs as a script
+    import gateway_load  # the settings name this module, which differs from __main__
 
     gateway_load.main()

@@ -1,16 +1,16 @@
-"""Log-probabilities and their gradients: ours, the full logits, Liger and cut-cross-entropy, against the floor.
+"""Log-probabilities and their gradients: padfree, full logits, Liger and cut-cross-entropy, relative to a floor.
 
     PYTHONPATH=src python bench/head.py --device cuda --json head.json
 
-Forward and backward for N rows, all labelled, in one run side by side. The floor is three matrix products alone:
-hidden @ weight.T, and with a [N, V] of its own the two that make gradients of it. Columns:
+Forward and backward for N labelled tokens, all in one run. The floor is the time of three matmuls: hidden @ weight.T,
+and the two that turn an [N, V] gradient into gradients of hidden states and weight. Columns:
 
     ms, × floor     the median, and its ratio to the floor
-    GiB             the peak of allocated memory, less what was there before and less the gradients that come back
-    errors          relative distance ‖x − exact‖ / ‖exact‖ of log-probabilities and gradients from float64 ones, on
-                    fewer rows, in proportionally less memory, so that chunks and sums are as in the timed run
+    GiB             the peak of allocated memory, minus the inputs and the returned gradients
+    errors          relative distance ‖x − exact‖ / ‖exact‖ of log-probabilities and gradients from float64, for fewer
+                    tokens and a proportionally smaller memory budget, so that chunks are as in the timed run
 
-The run fails if ours errs more than full logits in the same dtype, or holds more than it was allowed to.
+The run fails if padfree's error exceeds that of full logits in the same dtype, or if it exceeds its memory budget.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from padfree.head import fused_loss, score
 from padfree.head.budget import BUDGETS
 
-# (N, D, V), dtype, rows of the error check, repetitions
+# (N, D, V), dtype, tokens of the error check, repetitions
 SIZES: dict[str, tuple[list[tuple[int, int, int]], torch.dtype, int, int]] = {
     "cuda": ([(8192, 2048, 151_936), (16_384, 4096, 151_936)], torch.bfloat16, 1024, 7),
     "cpu": ([(256, 128, 8192), (512, 256, 8192)], torch.float32, 128, 3),
@@ -43,15 +43,15 @@ ENTROPY_WEIGHT = 0.1
 LOGIT_DEVIATION = 3.0
 
 Loss = tuple[Tensor, Tensor | None]
-"""The loss to be differentiated, and log-probabilities [N] where a method has them."""
+"""The loss to differentiate, and log-probabilities [N] if the method has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     name: str
-    run: Callable[[Tensor, Tensor, Tensor, float], Loss]  # hidden, weight, labels, share of the memory
+    run: Callable[[Tensor, Tensor, Tensor, float], Loss]  # hidden, weight, labels, fraction of the memory budget
     entropy: bool = False
-    budget: int | None = None  # bytes; ours have one
+    budget: int | None = None  # bytes; only padfree's methods have one
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class Result:
 
 
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor, share: float, *, entropy: bool) -> Loss:
-    """What a model with its own head and a float32 log-softmax does."""
+    """Full logits and a float32 log-softmax, as in an ordinary model."""
     log_p = (hidden @ weight.T).float().log_softmax(1)
     logprobs = log_p.gather(1, labels[:, None])[:, 0]
     if not entropy:
@@ -120,7 +120,7 @@ def methods() -> list[Method]:
 
 
 def other_methods() -> tuple[list[Method], list[str]]:
-    """Other libraries' methods, and a line for each that is not installed."""
+    """The methods of other libraries, and the names of those that are not installed."""
     listed, missing = [], []
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -147,7 +147,7 @@ def other_methods() -> tuple[list[Method], list[str]]:
 
 
 class Clock:
-    """Milliseconds of a call, and the memory it needs at its peak."""
+    """Milliseconds of a call, and its peak memory."""
 
     def __init__(self, device: torch.device, repetitions: int) -> None:
         self.device = device
@@ -177,7 +177,7 @@ def make_inputs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.d
 
 
 def train(method: Method, hidden: Tensor, weight: Tensor, labels: Tensor, share: float = 1.0) -> Tensor | None:
-    """Forward and backward; the gradients are left in .grad. Returns the log-probabilities."""
+    """Run forward and backward. Leaves the gradients in .grad and returns the log-probabilities."""
     hidden.grad = weight.grad = None
     loss, logprobs = method.run(hidden, weight, labels, share)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -185,7 +185,7 @@ def train(method: Method, hidden: Tensor, weight: Tensor, labels: Tensor, share:
 
 
 def time_floor(clock: Clock, hidden: Tensor, weight: Tensor) -> float:
-    """Three products, into memory that is there already, of numbers of the size that training has."""
+    """Milliseconds of three matmuls into preallocated memory, with values of the magnitude found in training."""
     with torch.no_grad():
         logits = hidden @ weight.T
         gradient = logits * (1e-3 / LOGIT_DEVIATION)
@@ -244,7 +244,7 @@ def measure_errors(
 
 
 def check_promises(chosen: list[Method], results: dict[str, Result], dtype: torch.dtype) -> None:
-    """Ours keep to their memory and are no further from float64 than full logits, beyond the noise of the last bit."""
+    """Check that padfree's methods keep their memory budget and are as close to float64 as full logits, up to noise."""
     slack = 1.02 if dtype == torch.bfloat16 else 2.0
     for method in chosen:
         if method.budget is None:
@@ -282,7 +282,7 @@ def bench_shape(shape: tuple[int, int, int], device: torch.device) -> list[Resul
         except Exception as error:
             if method.budget is not None:
                 raise
-            result.note = f"failed: {type(error).__name__}"  # another library, or no room for full logits
+            result.note = f"failed: {type(error).__name__}"  # an error of another library, or out of memory
             continue
         finally:
             hidden.grad = weight.grad = None
@@ -295,7 +295,7 @@ def bench_shape(shape: tuple[int, int, int], device: torch.device) -> list[Resul
 
     measure_errors(chosen, results, inputs, check_rows)
     check_promises(chosen, results, dtype)
-    rows = [Result(shape=shape, name="floor: three products", milliseconds=floor, times_floor=1.0), *results.values()]
+    rows = [Result(shape=shape, name="floor: three matmuls", milliseconds=floor, times_floor=1.0), *results.values()]
     rows += [Result(shape=shape, name=name, note="not installed") for name in missing]
     return rows + time_extras(clock, shape, inputs, floor, results)
 
@@ -307,7 +307,7 @@ def time_extras(
     floor: float,
     results: dict[str, Result],
 ) -> list[Result]:
-    """Half the labels missing, which should be half the time; and scores without a gradient."""
+    """Only half of the tokens labelled, which should take half the time; and scores without gradients."""
     hidden, weight, labels = inputs
     half = labels.masked_fill(torch.arange(len(labels), device=labels.device) % 2 == 1, -100)
     number = int((half != -100).sum())
@@ -378,7 +378,7 @@ def print_table(results: list[Result]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=sorted(SIZES), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     environment = describe(device)

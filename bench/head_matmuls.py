@@ -1,21 +1,21 @@
-"""The matrix products of the head, ways to cut them up against each other and against cuBLAS.
+"""The matmuls of the head: tile configurations compared with each other and with cuBLAS.
 
     PYTHONPATH=src python bench/head_matmuls.py
 
-For both shapes of `bench/head.py`, all rows at once, on a Hopper GPU. Lines:
+For both shapes of `bench/head.py`, all tokens at once, on a Hopper GPU. Printed lines:
 
     mm, bfloat16       hidden @ weight.T rounded to bfloat16, as in the floor
-    mm, float32        the same into float32, as where the elementwise work is a launch of its own
-    from stored        the gradient from kept logits, in their place, for a few sizes of its programs
-    merge              of the sums of all blocks
+    mm, float32        the same in float32, as needed if the elementwise work is a separate kernel
+    from stored        the gradient from stored logits, in place, for a few program sizes
+    merge              merging the sums of all blocks
 
 and for each configuration of `padfree.head.matmuls`:
 
-    reduce, kept       sums with entropy, and all logits kept as float16, up to 2^31 of them
-    reduce             sums with entropy alone
-    gradient           the gradient of the logits, as many
+    reduce, kept       sums with entropy, storing up to 2^31 logits as float16
+    reduce             sums with entropy only
+    gradient           the gradient of as many logits
 
-A configuration that cannot be compiled or launched says so and the next one is tried.
+If a configuration cannot be compiled or launched, the error is printed and the next one is tried.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def bench_shape(shape: tuple[int, int, int], clock: Clock) -> None:
     pull = torch.randn(part, device=device)
     upstream = Upstream(logprobs=pull, entropy=pull)
     softmax = Softmax(peak=pull + 12, log_total=pull + 5, logprobs=pull, entropy=pull + 9)
-    print(f"{part} of {num_rows} rows, D {width}, V {vocabulary}")
+    print(f"{part} of {num_rows} tokens, D {width}, V {vocabulary}")
 
     store = torch.zeros(part, vocabulary, dtype=torch.float16, device=device)
     out = store.view(torch.bfloat16)
@@ -124,7 +124,7 @@ def bench_shape(shape: tuple[int, int, int], clock: Clock) -> None:
 
 
 def check(shape: tuple[int, int, int]) -> None:
-    """The sums and gradients of every configuration against a product and the launches after it, on a few rows."""
+    """Compare sums and gradients of every configuration with a matmul and separate kernels, for a few tokens."""
     device = torch.device("cuda")
     hidden, weight, labels = (tensor.detach() for tensor in make_inputs(shape, torch.bfloat16, device))
     rows = LabelledRows(labels=labels, inverse_temperature=torch.ones(len(labels), device=device))
@@ -168,7 +168,7 @@ def main() -> None:
     parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     shapes = SIZES["cuda"][0]
-    print("distance of log-probabilities, entropies, gradients from stored logits, gradients, from plain float32")
+    print("distance from plain float32: log-probabilities, entropies, gradients from stored logits, gradients")
     check((1000, 512, 10_040))
     clock = Clock(torch.device("cuda"), 5)
     for shape in shapes:

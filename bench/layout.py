@@ -1,17 +1,17 @@
-"""Context-parallel layouts: how equal the work is, into how many pieces rows are cut, and what is read and sent.
+"""Context-parallel layouts: balance of work, number of pieces, keys read and sent.
 
-    balance    the most causal work of a rank over the mean; every rank has exactly as many tokens
-    cost       the same for the modelled cost: whole tiles, and what key rows cost besides
-    total      the modelled cost of all ranks over that of the row on one
-    pieces     of all ranks; S is the number of documents, the fewest there can be
-    keys       key rows read by all ranks over the tokens of the row: 1 if no document is cut
-    most keys  the same for the rank that reads most, over its own tokens
-    sent       K and V rows that `allgather` moves, over those that gathering the whole row on every rank would
-    layout ms  make_layout, the quickest of several; plan ms: what else `shard` does on the host for one rank
+    balance    the most causal work of a rank over the mean; every rank has the same number of tokens
+    cost       the same for the modelled cost, which counts whole tiles and the cost of reading keys
+    total      the modelled cost of all ranks over that of the pack on one rank
+    pieces     pieces of all ranks; at least S, the number of documents
+    keys       keys read by all ranks over the tokens of the pack: 1 if no document is cut
+    most keys  the same for the rank that reads the most, over its own tokens
+    sent       K and V tokens that `allgather` sends, over those of gathering the whole pack on every rank
+    layout ms  make_layout, minimum of several calls; plan ms: the rest of `shard` on the host, for one rank
 
-The rows: many short documents; log-normal lengths (median 490, sigma 1, cut at 8192); one document of 16k and short
-ones; GSM8K's questions with their model-written solutions, lengths counted in words, digits and signs (left out where
-the data is not there: set PADFREE_GSM8K to its folder).
+The packs: many short documents; log-normal lengths (median 490, sigma 1, cut at 8192); one document of 16k and short
+ones; GSM8K's questions with model-written solutions, with lengths in words, digits and punctuation (skipped without the
+data: set PADFREE_GSM8K to its folder).
 
     PYTHONPATH=src python bench/layout.py
     PYTHONPATH=src python bench/layout.py --tokens 131072 --world 8 --json layout.json
@@ -49,10 +49,10 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the plan is copied to")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the plan")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--world", type=int, nargs="+", default=WORLDS)
-    parser.add_argument("--repeats", type=int, default=20, help="of what is timed; the quickest counts")
+    parser.add_argument("--repeats", type=int, default=20, help="timed calls; the minimum counts")
     parser.add_argument("--json", help="write the results to this file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -80,7 +80,7 @@ def main() -> None:
     balanced = [row for row in results if row["layout"] == "balanced"]
     worst = max(row["balance"] for row in balanced)
     slowest = max(row["layout ms"] for row in balanced)
-    print(f"\nbalanced: at most {worst:.4f} of the mean work (goal {GOAL_BALANCE}), ", end="")
+    print(f"\nbalanced: balance at most {worst:.4f} (goal {GOAL_BALANCE}), ", end="")
     print(f"layout in at most {slowest:.2f} ms (goal {GOAL_MILLISECONDS:g})")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"versions": versions, "rows": results}, indent=1))
@@ -103,7 +103,7 @@ def packs_of(num_tokens: int) -> dict[str, Segments]:
 
 
 def filled(lengths: NDArray[np.int64], num_tokens: int) -> Segments:
-    """As many of these documents as fit, and a pad."""
+    """A pack of as many of these documents as fit, and a pad."""
     kept = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens, side="right"))]
     return Segments.from_lengths(kept, pad_length=num_tokens - int(kept.sum()))
 
@@ -144,7 +144,7 @@ def measure(mix: str, segments: Segments, world: int, kind: LayoutKind, device: 
 
 
 def check(layout: Layout, segments: Segments) -> None:
-    """Every token once, equal shares, all the work."""
+    """Check that every token is on one rank, that ranks have equal numbers of tokens, and that no work is lost."""
     owner = np.full(layout.num_tokens, -1)
     for rank, (starts, ends) in enumerate(zip(layout.starts, layout.ends, strict=True)):
         for start, end in zip(starts, ends, strict=True):

@@ -1,18 +1,18 @@
-"""One sample over all context ranks of a machine: what one of them does, and what the whole step would take.
+"""One long sample over all context ranks of a machine: the time of one rank, and a projection of the whole step.
 
-    row          one sample of 1,048,576 tokens, 8 context ranks of 131,072 each, Qwen3-8B's shape, bfloat16
-    played       one rank alone, the one with the most to do; what others would send it is made up, of the right size
-    attention    its queries to all keys before them, forward and backward, for `allgather` and for `ring`; checked
-                 against float64 at a few positions
-    layers       whole decoder layers of a stock model through padfree's own path, one and two of them; each layer is
-                 computed again for backward (checkpointing `full`: no other fits). The difference is a layer
-    head         the fused loss of its tokens over the whole vocabulary
-    step         all layers and the head, projected; the arithmetic is printed. The wire is an assumption (--link)
+    pack         one sample of 1,048,576 tokens, 8 context ranks of 131,072 each, Qwen3-8B's shape, bfloat16
+    simulated    only the rank with the most work runs; data from other ranks is replaced by data of the right size
+    attention    its queries to all earlier keys, forward and backward, for `allgather` and `ring`; checked against
+                 float64 at a few positions
+    layers       one and two whole decoder layers of a stock model through padfree, each recomputed for backward
+                 (checkpointing `full`, the only one that fits); the difference is the time of a layer
+    head         the fused loss of the rank's tokens over the whole vocabulary
+    step         projected from all layers and the head; prints the arithmetic. The link speed is an assumption (--link)
 
     PYTHONPATH=src python bench/long_pack.py --device cuda
     PYTHONPATH=src python bench/long_pack.py --device cpu --tokens 4096 --shape tiny
 
-Published for the same size: 380 s and 56 GB a device on 8 H100 (TRL with ring attention).
+Published for the same size: 380 s and 56 GB per device on 8 H100 (TRL with ring attention).
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ SHAPES: dict[str, dict[str, int]] = {
 TOKENS, WORLD = 1 << 20, 8
 STATE_BYTES = 16  # float32 weights, gradients and two moments
 CHECKED = 6
-"""Queries whose attention is compared with float64."""
+"""The number of queries whose attention is compared with float64."""
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Relative to the largest output; bfloat16 has 8 bits."""
 WARM_UP_TOKENS = 1 << 15
 FEW_IDS = 512
-"""Rows of the embedding here: looking a token up takes no time that depends on them."""
+"""Vocabulary of the embedding here; the time of a lookup does not depend on it."""
 GB = 1e9
 
 Row = dict[str, Any]
 
 
 class PlayedGroup:
-    """What `shard` asks of a process group, for a rank that is alone."""
+    """A substitute for a process group, with what `shard` needs, for a single simulated rank."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
@@ -80,7 +80,7 @@ class PlayedGroup:
 
 
 def made_up_exchange(rows: Tensor, send: Any, receive: Any, group: Any) -> Tensor:
-    """As many numbers as the other ranks would send: copies of what they would be sent, or of nothing."""
+    """Data of the size that other ranks would send: copies of what this rank sends, or zeros."""
     wanted = sum(receive)
     received = rows.new_zeros(wanted, *rows.shape[1:])
     if len(rows):
@@ -90,7 +90,7 @@ def made_up_exchange(rows: Tensor, send: Any, receive: Any, group: Any) -> Tenso
 
 
 class Clock:
-    """Seconds of a call and the most memory it needed, on the device."""
+    """Seconds of a call on the device, and its peak memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -110,11 +110,11 @@ class Clock:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the sample; a multiple of 8")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of the sample; a multiple of 8")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
     parser.add_argument("--layout", choices=("balanced", "headtail", "contiguous"), default="balanced")
     parser.add_argument("--methods", nargs="+", choices=("allgather", "ring"), default=("allgather", "ring"))
-    parser.add_argument("--link", type=float, default=450.0, help="GB/s that a device can send, assumed (NVLink 4)")
+    parser.add_argument("--link", type=float, default=450.0, help="assumed GB/s per device (default: NVLink 4)")
     parser.add_argument("--json", help="write the results to this file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -129,10 +129,10 @@ def main() -> None:
     costs = modelled_cost(layout, batch.segments)
     rank = int(costs.argmax())
     pairs = int(work(layout, batch.segments)[rank])
-    print(f"{arguments.tokens:,} tokens over {WORLD} ranks, {arguments.layout}: rank {rank} is played, ", end="")
+    print(f"{arguments.tokens:,} tokens over {WORLD} ranks, {arguments.layout}: simulating rank {rank}, ", end="")
     print(f"{pairs:,} pairs of query and key, {costs.max() / costs.mean():.3f} of the mean cost\n")
 
-    with redirect_stdout(None):  # kernels are compiled and libraries loaded before anything is timed
+    with redirect_stdout(None):  # compile kernels and load libraries before timing
         short = one_sample(min(arguments.tokens, WARM_UP_TOKENS))
         short_layout = make_layout(short.segments, WORLD, arguments.layout)
         for method in arguments.methods:
@@ -169,7 +169,7 @@ def attention_times(
     batch: PackedBatch, layout: Any, rank: int, method: str, shape: Row, device: torch.device, dtype: torch.dtype,
     pairs: int,
 ) -> Row:  # fmt: skip
-    """Forward and backward of one layer's attention on one rank, without the wire."""
+    """Forward and backward of one layer's attention on one rank, without communication."""
     heads, key_heads, dim = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
     plan = ContextPlan(layout, batch.segments.to(device), rank, device)
     generator = torch.Generator(device).manual_seed(0)
@@ -235,7 +235,7 @@ def attention_times(
 
 
 class _Forgetful:
-    """A ring for gradients whose peers have added nothing; unlike `PlayedRing` it keeps none of them."""
+    """A ring for gradients to which peers add nothing. Unlike `PlayedRing`, it does not keep the gradients."""
 
     def post(self, *tensors: Tensor) -> None:
         self._posted = tensors
@@ -245,7 +245,7 @@ class _Forgetful:
 
 
 def checked(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, scale: float) -> float:
-    """The largest error of some queries, the first and the last of the rank among them, over the largest output."""
+    """The largest error of some queries, including the first and last of the rank, relative to the largest output."""
     groups = q.shape[1] // k.shape[1]
     worst = 0.0
     for place in np.linspace(0, len(plan.own) - 1, CHECKED).astype(int).tolist():
@@ -264,7 +264,7 @@ def checked(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, sca
 def layer_times(
     batch: PackedBatch, kind: LayoutKind, rank: int, shape: Row, device: torch.device, dtype: torch.dtype, layers: int
 ) -> Row:
-    """Forward and backward of so many decoder layers on one rank, each computed again for backward."""
+    """Forward and backward of `layers` decoder layers on one rank, each recomputed for backward."""
     torch.manual_seed(0)
     sizes = {**shape, "num_hidden_layers": layers, "vocab_size": FEW_IDS}
     rope = {"rope_type": "yarn", "factor": batch.num_tokens / 40_960, "original_max_position_embeddings": 40_960}
@@ -304,7 +304,7 @@ def local_batch(batch: PackedBatch, kind: LayoutKind, rank: int, device: torch.d
 def head_times(
     batch: PackedBatch, kind: LayoutKind, rank: int, shape: Row, device: torch.device, dtype: torch.dtype
 ) -> Row:
-    """The loss of this rank's tokens and its gradients, logits never whole."""
+    """The loss of this rank's tokens and its gradients, without storing all logits."""
     local = local_batch(batch, kind, rank, device)
     torch.manual_seed(0)
     width = shape["hidden_size"]
@@ -320,7 +320,7 @@ def head_times(
         return found
 
     clock = Clock(device)
-    clock(both)  # kernels are compiled
+    clock(both)  # compile the kernels
     weight.grad = hidden.grad = None
     seconds, peak, value = clock(both)
     assert bool(torch.isfinite(value)), "the loss is not finite"
@@ -341,12 +341,12 @@ def projection(shape: Row, one: Row, two: Row, head: Row, wire: float, link: flo
     seconds = layers * (layer + wire) + head["seconds"]
     print(f"a layer    {two['seconds']:.2f} s - {one['seconds']:.2f} s = {layer:.2f} s measured")
     print(
-        f"wire       {wire * 1e3:.1f} ms a layer at {link:.0f} GB/s: keys and values forward, again for backward, and"
+        f"links      {wire * 1e3:.1f} ms per layer at {link:.0f} GB/s: keys and values for forward, again for backward,"
     )
-    print("           their gradients; not hidden behind anything. An assumption, as is that nothing else waits")
+    print("           and their gradients. Assumed: this speed, no overlap with compute, and no other waiting")
     print(
         f"step       {layers} x ({layer:.2f} + {wire:.3f}) s + {head['seconds']:.2f} s head = {seconds:.0f} s; "
-        "weights are gathered and gradients reduced meanwhile"
+        "gathering weights and reducing gradients overlaps with compute"
     )
     found: Row = {"seconds": seconds, "layer_seconds": layer}
     if device.type == "cuda":
@@ -359,11 +359,11 @@ def projection(shape: Row, one: Row, two: Row, head: Row, wire: float, link: flo
         )
         print(f"           {gathered:.1f} GB gathered: two layers with a gradient, embeddings and head, bfloat16")
         print(
-            f"           {one['peak_gb']:.1f} GB with one layer + {layers - 1} x {kept:.2f} GB that every other keeps"
+            f"           {one['peak_gb']:.1f} GB with one layer + {layers - 1} x {kept:.2f} GB for each further layer"
         )
         print(f"           {total:.0f} GB in all")
         found |= {"memory_gb": total, "states_gb": states, "kept_gb_a_layer": kept}
-    print("published  380 s and 56 GB a device on 8 H100 (TRL, ring attention); not measured here")
+    print("published  380 s and 56 GB per device on 8 H100 (TRL, ring attention); not measured here")
     return found
 
 

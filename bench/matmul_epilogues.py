@@ -1,10 +1,10 @@
-"""Matmuls with epilogues against the matmul and the kernel after it, on a Hopper GPU that is hot.
+"""Matmuls with epilogues compared with a matmul and a separate kernel, on a Hopper GPU under sustained load.
 
     PYTHONPATH=src python bench/matmul_epilogues.py [--tiles]
 
-For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Only the tiles that `padfree.layers.ops.quack_matmul_epilogues`
-uses are timed; with `--tiles` all that `quack-kernels` has. A GPU lowers its clock after a second of work, so the ways
-take turns of `TURN` seconds and all meet the same clock; times are medians of the turns.
+For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Times the tiles that `padfree.layers.ops.quack_matmul_epilogues`
+uses; with `--tiles` all tiles of `quack-kernels`. A GPU lowers its clock after a second of work, so the alternatives
+take turns of `TURN` seconds and run at the same clock. Times are medians of the turns.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def comparisons(*, every_tile: bool) -> dict[str, Ways]:
     out = torch.empty_like(x)
 
     def tiles(chosen: str, run: Callable[[], None]) -> Ways:
-        """`run` with the tile that the module has under a name, and with the others."""
+        """`run` with the module's tile of this name, and with the other tiles."""
         return {
             label(tile, "chosen" if tile == getattr(kernels, chosen) else ""): with_tile(chosen, tile, run)
             for tile in (TILES if every_tile else [getattr(kernels, chosen)])

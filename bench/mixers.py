@@ -1,12 +1,12 @@
-"""A gradient step of a hybrid model, Qwen3.5-4B by its sizes and kinds of layers, in three ways and in one run.
+"""A gradient step of a hybrid model with the sizes and layer types of Qwen3.5-4B, three alternatives in one run.
 
-    padfree, fast                       boundaries handed to flash-linear-attention and to the convolution
-    transformers                        packed as it comes, with flash-linear-attention where it is installed
-    padfree, one sample at a time       the mixer's plain PyTorch code on each segment: the definition of right
+    padfree, fast                       flash-linear-attention and the convolution get the segment boundaries
+    transformers                        its own packing, with flash-linear-attention if it is installed
+    padfree, one sample at a time       the mixer's plain PyTorch code on each segment: the definition of correct
 
-transformers hands `cu_seq_lens_q` to the recurrence and nothing to the convolution, whose taps then reach into the
-sample before; without flash-linear-attention it hands nothing to either. Its attention is `sdpa` with the mask that it
-makes from position ids, or with `--more` also variable-length attention by the same lengths.
+transformers passes `cu_seq_lens_q` to the recurrence but nothing to the convolution, whose taps then reach into the
+previous sample. Without flash-linear-attention it passes nothing to either. Its attention is `sdpa` with a mask from
+position ids; `--more` adds variable-length attention with the same lengths.
 
     PYTHONPATH=src python bench/mixers.py --device cuda
     PYTHONPATH=src python bench/mixers.py --device cpu
@@ -47,10 +47,10 @@ SLOW, FAST, STOCK = "padfree, one sample at a time", "padfree, fast", "transform
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--layers", type=int, help="of the 32 that Qwen3.5-4B has; every fourth has attention")
+    parser.add_argument("--layers", type=int, help="number of layers (Qwen3.5-4B has 32); every fourth has attention")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", choices=("none", "aot_eager", "inductor"))
-    parser.add_argument("--more", action="store_true", help="also transformers with variable-length attention")
+    parser.add_argument("--more", action="store_true", help="also run transformers with variable-length attention")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     shape = dict(SHAPES[arguments.device])
@@ -79,8 +79,8 @@ def main() -> None:
         report |= {"ways": rows, "times as fast": show_ratios(rows, FAST)}
     assert_same_losses(rows)
     slow = next(row for row in rows if row["way"] == SLOW)
-    # In bfloat16 it is rounding, which grows with the layers: tests compare both with float32.
-    assert dtype != torch.float32 or slow["apart"] < 1e-4, "the two ways of padfree are not the same"
+    # In bfloat16 they differ by rounding, which grows with the layers; tests compare both with float32.
+    assert dtype != torch.float32 or slow["apart"] < 1e-4, "the two alternatives of padfree differ"
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
 
@@ -93,12 +93,12 @@ def _lengths(setting: Setting) -> dict[str, Any]:
 
 def _note() -> str:
     if find_spec("fla") is None:
-        return "without flash-linear-attention: its recurrence and its convolution run through the row, it leaks"
-    return "its recurrence gets cu_seq_lens_q, its convolution runs through the row: three taps of each sample leak"
+        return "without flash-linear-attention: recurrence and convolution leak across samples"
+    return "the recurrence gets cu_seq_lens_q; the convolution leaks three tokens into each sample"
 
 
 def stock(model: Any, setting: Setting) -> Gradients:
-    """transformers packed by position ids, with its own argument for the lengths where its kernels take it."""
+    """transformers with packing by position ids, and cumulative lengths for kernels that take them."""
     return packed_by_hf(model, setting, **(_lengths(setting) if find_spec("fla") is not None else {}))
 
 

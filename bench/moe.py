@@ -1,11 +1,11 @@
-"""A gradient step of a mixture of experts, Qwen3-30B-A3B by its sizes, beside transformers' own, in one run.
+"""A gradient step of a mixture of experts with the sizes of Qwen3-30B-A3B, padfree and transformers in one run.
 
-    transformers      packed by position ids (`sdpa`), experts by its `grouped_mm`
+    transformers      packed by position ids (`sdpa`), experts with its `grouped_mm`
     padfree           the same experts in compiled layers, fused head
-    floor             the grouped matmuls of the experts alone, forward and backward, on rows sorted by expert
+    floor             only the grouped matmuls of the experts, forward and backward, on tokens sorted by expert
 
-The floor routes tokens evenly at random. The share is that of the floor in padfree's step: what is left for all else,
-attention, router, sorting, norms and the head among them.
+The floor routes tokens evenly at random. The share is the time of the floor over that of padfree's step; the rest is
+attention, router, sorting, norms and the head.
 
     PYTHONPATH=src python bench/moe.py --device cuda
     PYTHONPATH=src python bench/moe.py --device cpu
@@ -45,7 +45,7 @@ STOCK, OURS = "transformers, grouped_mm", "padfree"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--layers", type=int, help="of the 48 that Qwen3-30B-A3B has")
+    parser.add_argument("--layers", type=int, help="number of layers (Qwen3-30B-A3B has 48)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", choices=("none", "aot_eager", "inductor"))
     parser.add_argument("--json", type=Path)
@@ -74,14 +74,14 @@ def main() -> None:
     assert_same_losses(rows)
     ours = next(row for row in rows if row["way"] == OURS)
     share = floor / ours["seconds"]
-    print(f"grouped matmuls alone {floor * 1e3:.1f} ms, {share:.1%} of padfree's step")
+    print(f"grouped matmuls only: {floor * 1e3:.1f} ms, {share:.1%} of padfree's step")
     report |= {"floor": floor, "share of the floor": share}
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
 
 
 def experts_floor(shape: dict[str, Any], setting: Setting, repeats: int) -> float:
-    """Seconds of the two grouped matmuls of a layer and of the four of their backward pass."""
+    """Seconds of the grouped matmuls of the experts: two in forward and four in backward."""
     hidden, inner, experts = shape["hidden_size"], shape["moe_intermediate_size"], shape["num_experts"]
     tokens = sum(len(sample) for sample in setting.samples)
     make = partial(torch.randn, device=setting.device, dtype=setting.dtype)

@@ -1,8 +1,8 @@
-"""Drawing tokens on the CPU: `gumbel_argmax` against noise for every token, on the same log-probabilities.
+"""Sampling tokens on the CPU: `gumbel_argmax` compared with noise for every token, on the same log-probabilities.
 
     PYTHONPATH=src python bench/noise.py [--slots 250] [--vocabulary 49152] [--repeats 5]
 
-Both ways are timed in one run and give the same tokens, which is asserted. Logits are normal with the given deviation.
+Both are timed in one run and must give the same tokens. Logits are normal with the given standard deviation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     cpu = torch.device("cpu")
     slow, quick = (median_seconds(call, cpu, repeats=settings.repeats) for call in (all_tokens, candidates))
     print(f"{settings.slots} slots, vocabulary {settings.vocabulary:,}, {torch.get_num_threads()} threads")
-    print(f"noise of every token  {slow * 1e3:8.1f} ms")
+    print(f"noise for every token {slow * 1e3:8.1f} ms")
     print(f"gumbel_argmax         {quick * 1e3:8.1f} ms   {slow / quick:.1f} times as fast")
 
 

@@ -1,17 +1,17 @@
-"""Packing against what is in use: `fill`, `balance`, `plan_step` and `pack`, on log-normal and on real lengths.
+"""Packing: `fill`, `balance`, `plan_step` and `pack` compared with common alternatives, on log-normal and real lengths.
 
     PYTHONPATH=src python bench/packing.py [--quick] [--gsm8k ../shared/data/gsm8k] [--json results.json]
 
-Every number is measured in this one run, and every result that is timed is checked: each sample once, no bin, part or
-micro-batch above its capacity, no more bins than best-fit decreasing. The others are
+All numbers are measured in one run, and every timed result is checked: each sample once, no bin, part or micro-batch
+above its capacity, no more bins than best-fit decreasing. The alternatives:
 
-    TRL       `trl.pack_dataset(strategy="bfd")`, on one-byte tokens, so that moving them costs it little
+    TRL       `trl.pack_dataset(strategy="bfd")`, on one-byte tokens, so that copying them costs little
     BFD, FFD  best-fit and first-fit decreasing, one sample at a time
-    KK        textbook Karmarkar-Karp: a heap of k-way partial partitions, as RL frameworks balance ranks with
-    lists     packs built by extending Python lists and `torch.tensor`, as frameworks that hold rollouts in lists do
+    KK        textbook Karmarkar-Karp: a heap of k-way partial partitions, as RL frameworks use to balance ranks
+    lists     packs built from Python lists and `torch.tensor`, as in frameworks that keep rollouts in lists
 
-Lengths: log-normal (median 490, sigma 1, cut at 8192), and those of gsm8k: question and answer, counted in words and
-punctuation marks, which is close to tokens.
+Lengths: log-normal (median 490, sigma 1, cut at 8192), and gsm8k: question and answer, counted in words and punctuation
+marks, which is close to tokens.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ QWEN3_4B: dict[str, Any] = {
 class Sizes:
     fill: int = 1_000_000
     fill_large: int = 10_000_000
-    fill_others: int = 100_000  # TRL and first-fit decreasing take minutes for a million
+    fill_others: int = 100_000  # for TRL and first-fit decreasing, which take minutes for a million samples
     balance: tuple[int, int] = (8192, 256)
     draws: int = 1000
     plan: tuple[int, int] = (4096, 64)
@@ -84,12 +84,12 @@ QUICK = Sizes(200_000, 1_000_000, 10_000, (2048, 64), 50, (1024, 16), 1_000_000,
 
 @dataclass
 class Report:
-    """Rows of (section, data, what, value, unit, goal, met); printed as they come, kept for the JSON file."""
+    """Results (section, data, what, value, unit, goal, met), printed at once and kept for the JSON file."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, section: str, data: str, what: str, value: float, unit: str = "", goal: str = "") -> None:
-        """`goal` is, say, ">= 50" or "<= 1.03"."""
+        """`goal`: for example ">= 50" or "<= 1.03"."""
         sign, _, limit = goal.partition(" ")
         met = bool(goal) and (value >= float(limit) if sign == ">=" else value <= float(limit))
         verdict = ("met" if met else "MISSED") if goal else ""
@@ -160,7 +160,7 @@ def first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
 
 
 def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
-    """Largest differencing: the two partial partitions with the widest spread are joined, heavy parts to light ones."""
+    """Largest differencing: merge the two partial partitions with the widest spread, heavy with light parts."""
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, length in enumerate(lengths):
         heap.append((-length, index, [(length, [index]), *((0, []) for _ in range(k - 1))]))
@@ -179,7 +179,7 @@ def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
 def lists_to_tensors(
     rows: Sequence[tuple[list[int], list[bool]]], parts: Sequence[Sequence[int]], weight: float
 ) -> list[tuple[torch.Tensor, ...]]:
-    """What `pack` makes, from lists: ids, positions, labels, weights, sample index, cu_seqlens of each pack."""
+    """The output of `pack`, built from lists: ids, positions, labels, weights, sample index, cu_seqlens per pack."""
     packs = []
     for part in parts:
         ids: list[int] = []
@@ -205,7 +205,7 @@ def lists_to_tensors(
 
 
 def trl_pack(lengths: Lengths, batch_size: int) -> tuple[float, int]:
-    """(seconds, bins) of TRL's packing of a data set of one-byte tokens, the data set made beforehand."""
+    """(seconds, bins) of TRL's packing of a data set of one-byte tokens, without the time to build the data set."""
     import datasets
     from trl import pack_dataset
 
@@ -221,7 +221,7 @@ def trl_pack(lengths: Lengths, batch_size: int) -> tuple[float, int]:
 
 
 def peak_memory(function: Callable[[], T]) -> tuple[int, T]:
-    """(bytes of resident memory at its highest, beyond what was there before; the result)."""
+    """(peak resident memory minus that before the call, in bytes; the result)."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -241,7 +241,7 @@ def peak_memory(function: Callable[[], T]) -> tuple[int, T]:
 
 
 def check_parts(parts: Sequence[Sequence[int] | Lengths], lengths: Lengths, capacity: int | None = None) -> Lengths:
-    """Every sample once, nothing above the capacity; the sums of the parts."""
+    """Check that every sample occurs once and no part exceeds the capacity. Returns the sums of the parts."""
     flat = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
     assert np.array_equal(np.sort(flat), np.arange(len(lengths))), "a sample is missing or there twice"
     part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
@@ -261,8 +261,8 @@ def bench_fill(report: Report, data: str, lengths: Lengths, sizes: Sizes) -> Non
     assert len(bins) <= len(bfd), "more bins than best-fit decreasing"
     report.add("fill", data, f"BFD, {count:,} samples", bfd_seconds / count * 1e6, "us/sample")
     report.add("fill", data, "bins of fill", len(bins), "", f"<= {len(bfd)}")
-    report.add("fill", data, "bins the tokens need at least", -(-int(lengths.sum()) // CAPACITY))
-    # a single bin is half empty or full by chance; the goal speaks of many
+    report.add("fill", data, "lower bound of bins", -(-int(lengths.sum()) // CAPACITY))
+    # The goal is for many bins: how full a single bin is depends on chance.
     report.add("fill", data, "utilisation", utilisation, "", ">= 0.998" if len(bins) > 1000 else "")
     assert len(bins) <= 1000 or utilisation >= 0.998
 
@@ -321,7 +321,7 @@ def bench_balance(report: Report, data: str, lengths: Lengths, k: int, sizes: Si
 
 
 def bench_caps(report: Report, sizes: Sizes) -> None:
-    """Random draws with a cap a little above the mean: how often each exceeds it."""
+    """Random draws with a cap slightly above the mean: how many times each method exceeds it."""
     for count, k, slack in ((256, 16, 1.0002), (128, 16, 1.003)):
         refused = exceeded = kk_exceeded = 0
         for draw in range(sizes.draws):
@@ -338,7 +338,7 @@ def bench_caps(report: Report, sizes: Sizes) -> None:
         name = f"of {sizes.draws}, n = {count}, k = {k}, cap {slack} mean"
         report.add("balance", "log-normal", f"above the cap: balance, {name}", exceeded, "draws", "<= 0")
         report.add("balance", "log-normal", f"above the cap: KK, {name}", kk_exceeded, "draws")
-        report.add("balance", "log-normal", "refused by balance: no assignment found", refused, "draws")
+        report.add("balance", "log-normal", "balance found no assignment", refused, "draws")
 
 
 def bench_plan(report: Report, data: str, lengths: Lengths, ranks: int, caps: Sequence[int], sizes: Sizes) -> None:
@@ -375,16 +375,16 @@ def bench_pack(report: Report, sizes: Sizes) -> None:
     report.add("pack", "log-normal", "lists", list_seconds, "s")
     report.add("pack", "log-normal", "times the speed of lists", list_seconds / seconds, "x", ">= 20")
     if not Path("/proc/self/statm").exists():
-        report.note("pack", "memory skipped: it is read from /proc, which this system does not have")
+        report.note("pack", "memory skipped: this system has no /proc")
         return
-    # in a process of its own: this one holds freed memory that would be used again
+    # In a new process, because this one would reuse memory that it has freed.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         ratio = pool.submit(pack_memory, sizes.pack_tokens).result()
     report.add("pack", "log-normal", "peak memory beyond the samples / output", ratio, "x", "<= 2")
 
 
 def random_samples(num_tokens: int) -> list[Sample]:
-    """Log-normal samples, the last two thirds of each trained on."""
+    """Log-normal samples; the last two thirds of each are trained."""
     rng = np.random.default_rng(2)
     lengths = log_normal(num_tokens // 780, 2).tolist()
     vocabulary = QWEN3_4B["vocab_size"]
@@ -402,9 +402,9 @@ def pack_memory(num_tokens: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu",), default="cpu", help="packing runs on the host")
-    parser.add_argument("--quick", action="store_true", help="small sizes: does everything work")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to test the script")
     parser.add_argument("--gsm8k", type=Path, default=GSM8K)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     sizes = QUICK if arguments.quick else Sizes()
 

@@ -1,12 +1,12 @@
-"""PPO with a critic beside GRPO on the demo's task: rewards, value loss and explained variance, on one page.
+"""PPO with a critic compared with GRPO on the demo's task: rewards, value loss and explained variance on one page.
 
     python bench/ppo.py --folder runs/ppo            about ten minutes on two cores; --steps for more or fewer
 
     runs/ppo/ppo.html    the report of both runs
-    runs/ppo/ppo.svg     rewards of both and the value loss, as a picture
+    runs/ppo/ppo.svg     a plot of both rewards and the value loss
 
-Both begin with the demo's fine-tuned model, see the same prompts in the same order and draw with the same seeds. What
-differs is where advantages come from: rewards less the mean of their group, or GAE with the values of a critic.
+Both start from the demo's fine-tuned model, with the same prompts in the same order and the same seeds. They differ in
+the advantages: rewards minus the mean of their group, or GAE with the values of a critic.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LEFT, WIDTH, HEIGHT, TOP = 46, 300, 150, 26
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Any]]]:
-    parser = argparse.ArgumentParser(description="PPO with a critic beside GRPO on the demo's task.")
-    parser.add_argument("--folder", default="runs/ppo", help="where everything is written (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="of each of the two (default %(default)s)")
-    parser.add_argument("--sft-steps", type=int, default=200, help="before them (default %(default)s)")
-    parser.add_argument("--responses", type=int, default=128, help="of a step (default %(default)s)")
+    parser = argparse.ArgumentParser(description="Compare PPO with a critic and GRPO on the demo's task.")
+    parser.add_argument("--folder", default="runs/ppo", help="output folder (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of PPO and of GRPO (default %(default)s)")
+    parser.add_argument("--sft-steps", type=int, default=200, help="steps of fine-tuning (default %(default)s)")
+    parser.add_argument("--responses", type=int, default=128, help="responses per step (default %(default)s)")
     given = parser.parse_args(arguments)
     folder = Path(given.folder)
     sizes = Sizes(sft_steps=given.sft_steps, rl_steps=given.steps, responses=given.responses)
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Any
     print(f"  ppo  value loss {quarters(found['ppo'], 'critic/loss')}")
     print(f"  ppo  explained variance {quarters(found['ppo'], 'critic/explained_variance')}")
     (folder / "ppo.svg").write_text(picture(found), encoding="utf-8")
-    print(f"the curves of both are in {page}")
+    print(f"plots: {page}")
     return found
 
 
 def prepare(folder: Path, sizes: Sizes) -> None:
-    """The demo's data and its fine-tuned model, unless an earlier call has made them."""
+    """Make the demo's data and its fine-tuned model, unless they exist already."""
     if (folder / "sft" / "model").exists():
         return
     rows = write_rows(folder / "data" / "train.jsonl", problems(sizes.rows, 0))
@@ -86,7 +86,7 @@ def quarters(lines: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def picture(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Two panels: rewards of both runs, and the value loss of the one with a critic."""
+    """An SVG with two panels: the rewards of both runs, and the value loss of PPO."""
     rewards = {name: [line["reward"] for line in lines] for name, lines in found.items()}
     losses = {"ppo": [line["critic/loss"] for line in found["ppo"]]}
     second = LEFT + WIDTH + 60
@@ -100,7 +100,7 @@ def picture(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def panel(left: float, title: str, curves: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """Values by step as lines, each with its name at its end; the axis goes from 0 to a little above the largest."""
+    """One line per curve, values by step, with its name at its end. The axis starts at 0."""
     highest = 1.05 * max(max(values) for values in curves.values()) or 1.0
     yield f'<text x="{left}" y="{TOP - 10}">{title}</text>'
     yield f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbbbbb"/>'

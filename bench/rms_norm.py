@@ -1,8 +1,8 @@
-"""Kernels of RMSNorm and of QK-norm with RoPE: configurations against each other, torch.compile, and what bytes need.
+"""Kernels of RMSNorm and QK-norm with RoPE: configurations compared with each other, torch.compile and the bandwidth.
 
     PYTHONPATH=src python bench/rms_norm.py
 
-For some shapes in bfloat16 on a GPU. Lines, of which the floor is their bytes at 4.3 TB/s:
+For some shapes in bfloat16 on a GPU. The floor of each line is its bytes at 4.3 TB/s:
 
     forward            x -> y, rstd
     forward, add       a, b -> y, a + b, rstd
@@ -10,9 +10,9 @@ For some shapes in bfloat16 on a GPU. Lines, of which the floor is their bytes a
     qk_norm_rope       x [T, H, d], cos, sin [T, d] -> y, rstd
     its backward       dy, x, rstd, cos, sin -> dx, dweight
 
-`compiled` is torch.compile of the same function in plain torch, for a fixed shape. A configuration that cannot be
-compiled or launched says so, and the next one is tried. All are timed for the first line of a kind, and the best three
-for the others. Before the times, results of every configuration are compared with plain torch.
+`compiled` is torch.compile of the same function in plain torch, for a fixed shape. If a configuration cannot be
+compiled or launched, the error is printed and the next one is tried. All configurations are timed for the first line of
+a kind, and the best three for the others. First, the results of every configuration are compared with plain torch.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from padfree.layers.ops.rms_norm import rms_norm, rms_norm_backward
 from padfree.layers.ops.triton_rms_norm import Choice, LaunchConfiguration, backward, choose, forward
 
 SHAPES = {(14_918, 2560): 18.0, (14_918, 1024): 11.0, (8192, 4096): 11.0}
-"""T and D, and the seconds after which nothing but what is chosen is timed: most of them are the compiler's."""
+"""T and D, and seconds after which only the chosen configuration is timed. Most of the time is compilation."""
 
 QK_NORM_ROPE_SHAPES = {(14_918, 32, 128): 14.0, (14_918, 8, 128): 8.0}
-"""T, H and d, and the seconds."""
+"""T, H and d, and the time limit in seconds."""
 
 BANDWIDTH = 4.3e12
 EPS = 1e-6
 REPETITIONS = 12
-AHEAD_CYCLES = 200_000  # that the host may be behind
+AHEAD_CYCLES = 200_000  # lets the host run ahead of the device
 # rows, warps, stages, resident
 FORWARD = [
     LaunchConfiguration(1, 2, 1, 10),
@@ -83,7 +83,7 @@ QK_NORM_ROPE_CHOICE = Choice(triton_qk_norm_rope.FORWARD, triton_qk_norm_rope.BA
 
 @dataclass
 class Tensors:
-    """Of one shape [1, T, D]."""
+    """Random tensors of one shape [1, T, D]."""
 
     a: Tensor
     b: Tensor
@@ -102,7 +102,7 @@ class Tensors:
 @dataclass
 class Line:
     name: str
-    num_bytes: int  # that are read or written
+    num_bytes: int  # bytes read and written
     plain: Callable[[], Any]
     kernel: Callable[..., Any]
     is_forward: bool = False
@@ -137,7 +137,7 @@ def lines(tensors: Tensors) -> list[Line]:
 
 @dataclass
 class Heads:
-    """Of one shape [1, T, H, d], and the angles [1, T, d]."""
+    """Random tensors of one shape [1, T, H, d], and the angles [1, T, d]."""
 
     x: Tensor
     dy: Tensor
@@ -187,7 +187,7 @@ def qk_norm_rope_lines(heads: Heads) -> list[Line]:
 
 
 def median(call: Callable[[], Any], flush: Tensor) -> float:
-    """Microseconds on the device, the cache filled with something else before each call."""
+    """Median microseconds on the device, with a cold cache."""
     times = median_event_seconds(call, repeats=REPETITIONS, before=flush.zero_, sleep_cycles=AHEAD_CYCLES, wait=False)
     return 1e6 * times[0]
 
@@ -205,7 +205,7 @@ def attempt(name: str, call: Callable[[], float]) -> float | None:
 
 
 def fits(width: int, configuration: LaunchConfiguration) -> bool:
-    """More numbers of a thread would not fit into its registers."""
+    """Whether the values per thread fit into its registers."""
     return width <= 48 * 32 * configuration.warps // configuration.rows
 
 
@@ -251,9 +251,7 @@ def bench_lines(
                 print(f"    {short(configuration):44}{found:8.1f} us {floor / found:6.2f}{mark}", flush=True)
         best[line.is_forward] = sorted(times, key=lambda configuration: times[configuration])[:3]
         if chosen in times:
-            print(
-                f"    the host launches it in {1e6 * launch_seconds(partial(line.kernel, configuration=chosen)):.0f} us"
-            )
+            print(f"    launch on the host: {1e6 * launch_seconds(partial(line.kernel, configuration=chosen)):.0f} us")
         if time.perf_counter() < deadline:
             torch._dynamo.reset()
             found = attempt("compiled", partial(median, torch.compile(line.plain, dynamic=False), flush))
@@ -310,7 +308,7 @@ def check_configurations(
     expected: tuple[Tensor, ...],
     configurations: list[LaunchConfiguration],
 ) -> None:
-    """The largest relative distance from plain torch in float64, for every configuration."""
+    """Print the largest relative distance from plain torch in float64 for every configuration."""
 
     def error(configuration: LaunchConfiguration) -> float:
         pairs = zip(call(configuration), expected, strict=True)
@@ -326,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     device = torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}; share of the floor in the last column")
+    print(f"{device}, torch {torch.__version__}; the last column is floor / time")
     check((1001, 2560))
     check_qk_norm_rope((1001, 8, 128))
     for shape, seconds in SHAPES.items():

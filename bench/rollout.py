@@ -1,12 +1,12 @@
-"""Rollouts in the process: a random model learns a task from its reward alone; and how fast tokens are sampled.
+"""In-process rollouts: a random model learns a task only from rewards; and the speed of sampling.
 
     PYTHONPATH=src python bench/rollout.py [--seeds 0 1 2] [--steps 40] [--json rollout.json]
     PYTHONPATH=src python bench/rollout.py --shape 0.6b --device cuda [--json sampling.json]      see bench/sampling.py
 
-The prompt is one to four digits, and the response, of three tokens, should be the last of them three times:
-`4 1 5` -> `555`. Every right letter is a third of the reward. A two-layer Qwen3 with random weights and a tokenizer of
-single letters, GRPO with 8 responses to a prompt. Each seed has weights, prompts and noise of its own. The run fails if
-a seed starts above START or ends below END.
+The prompt has one to four digits. The response has three tokens and should repeat the last digit three times: `4 1 5`
+-> `555`. Each correct character earns a third of the reward. The model is a two-layer Qwen3 with random weights and a
+tokenizer of single characters, trained with GRPO and 8 responses per prompt. Each seed has its own weights, prompts and
+noise. The run fails if the reward of a seed starts above START or ends below END.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from padfree.config import Config, config_from_dict
 from padfree.train.run import train
 
 START, END = 0.2, 0.9
-"""Mean reward of the first batch at most, and of the last five at least."""
+"""The largest mean reward of the first batch, and the smallest of the last five."""
 
 STEPS = 40
 RESPONSE = 3
@@ -39,12 +39,12 @@ DIGITS = "012345"
 
 
 def last_digit(response: str, row: Mapping[str, Any]) -> float:
-    """The reward: the share of letters that are the last one of the prompt."""
+    """The reward: the fraction of characters that equal the last one of the prompt."""
     return response.count(row["prompt"][-1]) / RESPONSE
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """A config without weights, a tokenizer, and prompts."""
+    """Write a model config without weights, a tokenizer, and prompts."""
     letters = {letter: number for number, letter in enumerate(["<eos>", "<unk>", " ", *DIGITS])}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -99,7 +99,7 @@ def rewards_of(config: Config) -> list[float]:
 
 def sampling(arguments: argparse.Namespace) -> None:
     """Measure the sampler."""
-    from sampling import measure  # which needs the shapes of another benchmark
+    from sampling import measure  # imports the shapes of another benchmark
 
     found = measure(
         arguments.shape,
@@ -123,14 +123,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--shape", choices=["tiny", "0.6b", "1.7b", "4b"], help="measure the sampler on a model of it")
+    parser.add_argument(
+        "--shape", choices=["tiny", "0.6b", "1.7b", "4b"], help="measure the sampler on a model of this shape"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--responses", type=int, default=256, help="of equal length, all at a time")
-    parser.add_argument("--lanes", type=int, help="for responses of drawn lengths (default: --responses)")
-    parser.add_argument("--tokens", type=int, default=256, help="of a response, or their mean")
+    parser.add_argument(
+        "--responses", type=int, default=256, help="responses of equal length, sampled at the same time"
+    )
+    parser.add_argument("--lanes", type=int, help="slots for responses of random lengths (default: --responses)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per response, or their mean")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--longest", type=int, default=2048, help="of the responses of drawn lengths")
-    parser.add_argument("--no-hf", action="store_true", help="leave HF generate out")
+    parser.add_argument("--longest", type=int, default=2048, help="longest response of random length")
+    parser.add_argument("--no-hf", action="store_true", help="skip HF generate")
     arguments = parser.parse_args()
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     if arguments.shape is not None:

@@ -1,10 +1,10 @@
 """Tokens per second of the in-process sampler and of HF `generate`, side by side, for `bench/rollout.py --shape`.
 
-    equal lengths     256 responses of 256 tokens, 8 to a prompt         padfree, and HF generate (sampling, batch 256)
-    lengths as drawn  1,024 responses, log-normal with mean 256, at most 2,048 tokens; 256 lanes        padfree
+    equal lengths     256 responses of 256 tokens, 8 per prompt          padfree, and HF generate (sampling, batch 256)
+    random lengths    1,024 responses, log-normal with mean 256, at most 2,048 tokens; 256 slots        padfree
 
-Weights are random, no token ends a response, and each response has as much room as it is to be long. Kernels are
-compiled and graphs captured before the clock starts. Where a decode step spends its time is asked of the profiler.
+Weights are random, no token ends a response, and `max_new_tokens` of each response is its length. Kernels are compiled
+and graphs captured before timing. The profiler shows the parts of a decode step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from padfree.rollout.sampling_rng import response_keys
 
 GROUP = 8
 SPREAD = 1.0
-"""The standard deviation of the logarithm of a length."""
+"""The standard deviation of the logarithm of the lengths."""
 
 GOALS = {"tokens/s": 40_000.0, "times HF generate": 15.0, "uneven over equal": 0.6}
 """On an H200, for the 0.6b shape."""
@@ -47,7 +47,7 @@ def measure(
     longest: int,
     with_hf: bool,
 ) -> dict[str, Any]:
-    """All figures, printed as they come."""
+    """Measure and print everything. Returns the results."""
     model = make_model(shape, device)
     policy = PolicyModel(model, model.dtype, device)
     policy.update(model)
@@ -67,18 +67,18 @@ def measure(
     print(f"compiled and captured in {watch.seconds:.1f} s", flush=True)
     found: dict[str, Any] = {"equal": rate(decoder, equal)}
     step = found["equal"]["seconds"] / found["equal"]["steps"] * 1e3
-    report("equal lengths", found["equal"], f"{step:.2f} ms a step")
+    report("equal lengths", found["equal"], f"{step:.2f} ms per step")
     if cuda:
         found["step"] = split_of_a_step(decoder, equal)
         parts = ", ".join(f"{name} {ms:.2f}" for name, ms in found["step"].items())
-        print(f"  a step of {responses} lanes, ms:  {parts}", flush=True)
+        print(f"  a step of {responses} slots, ms:  {parts}", flush=True)
     decoder.free()
     decoder.num_slots = slots
     uneven = make_requests(drawn_lengths(4 * responses, tokens, longest), prompt_tokens, vocabulary)
     decoder.prepare(uneven)
     found["uneven"] = rate(decoder, uneven)
     busy = found["uneven"]["tokens"] / found["uneven"]["slot_steps"]
-    report("lengths as drawn", found["uneven"], f"{busy:.2f} of the lanes were writing")
+    report("random lengths", found["uneven"], f"{busy:.2f} of the slots were busy")
     found["uneven over equal"] = found["uneven"]["tokens/s"] / found["equal"]["tokens/s"]
     decoder.free()
     if with_hf:
@@ -86,7 +86,7 @@ def measure(
         report("HF generate", found["hf"])
         found["times HF generate"] = found["equal"]["tokens/s"] / found["hf"]["tokens/s"]
         print(f"padfree is {found['times HF generate']:.1f} times as fast as HF generate")
-    print(f"uneven lengths reach {found['uneven over equal']:.2f} of equal ones")
+    print(f"random lengths reach {found['uneven over equal']:.2f} of the speed of equal lengths")
     print(f"goals on an H200, 0.6b: {GOALS}")
     return found
 
@@ -112,7 +112,7 @@ def make_requests(max_new_tokens_each: Sequence[int], prompt_tokens: int, vocabu
 
 
 def drawn_lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Log-normal; cut off at `longest`, and stretched so that the mean is right after the cut."""
+    """Log-normal lengths, cut at `longest` and scaled so that the mean is right after the cut."""
     values = np.random.default_rng(1).lognormal(0.0, SPREAD, count)
     factor = mean / values.mean()
     for _ in range(20):
@@ -142,7 +142,7 @@ def rate(decoder: Decoder, requests: Sequence[SamplingRequest]) -> dict[str, flo
 
 @torch.no_grad()
 def hf_rate(model: Any, requests: Sequence[SamplingRequest], tokens: int) -> dict[str, float]:
-    """All prompts have one length: there are no pads that could slow it down."""
+    """Tokens/s of HF generate. All prompts have the same length, so that padding does not slow it down."""
     input_ids = torch.from_numpy(np.stack([request.tokens for request in requests])).to(model.device)
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
@@ -155,7 +155,7 @@ def hf_rate(model: Any, requests: Sequence[SamplingRequest], tokens: int) -> dic
 
 
 def split_of_a_step(decoder: Decoder, requests: Sequence[SamplingRequest]) -> dict[str, float]:
-    """Milliseconds of the parts of a step, averaged over all steps of a few responses' first 32 tokens."""
+    """Milliseconds of the parts of a decode step, averaged over the first 32 tokens of a few responses."""
     short = [SamplingRequest(tokens=request.tokens, max_new_tokens=32, key=request.key) for request in requests]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decoder.sample(short)

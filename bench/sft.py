@@ -1,9 +1,9 @@
-"""Fine-tuning a small model on GSM8K, packed by padfree against padded by plain transformers: same samples, same seed.
+"""Fine-tune a small model on GSM8K: packed with padfree and padded with plain transformers, same samples and seed.
 
     PYTHONPATH=src python bench/sft.py [--steps 8] [--samples 64] [--gsm8k ../shared/data/gsm8k] [--json sft.json]
 
-A random Qwen3 and a BPE tokenizer trained on the data, float32, AdamW; questions are prompts, answers are trained on.
-Both ways take the same global batches in the same order. The run fails if losses of a step differ by more than 1e-5.
+A random Qwen3 and a BPE tokenizer trained on the data, float32, AdamW; questions are prompts, answers are trained. Both
+use the same global batches in the same order. The run fails if the losses of a step differ by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu",), default="cpu")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=64, help="of a step")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of a packed micro-batch")
-    parser.add_argument("--rows", type=int, default=64, help="samples of a padded micro-batch")
+    parser.add_argument("--samples", type=int, default=64, help="samples per step")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="tokens per packed micro-batch")
+    parser.add_argument("--rows", type=int, default=64, help="samples per padded micro-batch")
     parser.add_argument("--gsm8k", type=Path, default=GSM8K)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def read_batches(path: Path, cache: Path, samples: int, steps: int) -> list[list[Sample]]:
-    """The global batches, tokenised by a tokenizer trained on the same file."""
+    """The global batches, encoded with a tokenizer trained on the same file."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,7 +111,7 @@ def packed_way(model: Any, device: torch.device, arguments: argparse.Namespace) 
 
 
 def padded_way(model: Any, device: torch.device, arguments: argparse.Namespace) -> Step:
-    """Plain transformers: rows padded to the longest of their micro-batch, token mean over the whole batch."""
+    """Plain transformers: samples padded to the longest of their micro-batch, token mean over the whole batch."""
     optimizer = make_optimizer(model, OptimizerConfig(lr=LR, eps=EPS))
 
     def step(batch: Sequence[Sample]) -> float:

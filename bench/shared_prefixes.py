@@ -1,18 +1,19 @@
-"""What sharing prefixes saves: an update and a scoring pass of the same samples, with and without, in one run.
+"""The gain of sharing prefixes: an update and a scoring pass of the same samples, with and without, in one run.
 
-    python bench/shared_prefixes.py                                   a small model on the CPU
-    python bench/shared_prefixes.py --device cuda                     the 4B shape, G = 16, bf16, compiled
-    python bench/shared_prefixes.py --device cuda --lengths 4096,1024 --groups 8        of one prompt and response
-    python bench/shared_prefixes.py --gsm8k /path/to/gsm8k            groups of 4: solutions of its questions, by bytes
-    python bench/shared_prefixes.py --calculator FOLDER               the same as episodes with a calculator, and trees
-    python bench/shared_prefixes.py --device cuda --attention         one layer's keys gathered, and by a trunk
-    python bench/shared_prefixes.py --device cuda --context 8         ranks of a 128k row, played one after the other
+    python bench/shared_prefixes.py                                   a small model on the CPU python
+    bench/shared_prefixes.py --device cuda                     the 4B shape, G = 16, bf16, compiled python
+    bench/shared_prefixes.py --device cuda --lengths 4096,1024 --groups 8        for these lengths of prompt and
+    response python bench/shared_prefixes.py --gsm8k /path/to/gsm8k            groups of 4 solutions per question, as
+    bytes python bench/shared_prefixes.py --calculator FOLDER               the same as episodes with a calculator, and
+    trees python bench/shared_prefixes.py --device cuda --attention         one layer: keys gathered, and prefix
+    attention python bench/shared_prefixes.py --device cuda --context 8         ranks of a pack of 128k tokens,
+    simulated in turn
 
-ρ = G (P + R) / (P + G R) is how many times fewer tokens are computed; `gain` is the time without over the time with.
-Updates follow each other as in a run; on a GPU the model is laid out as recipes have it there: float32 weights, and
-bfloat16 copies of them to compute with.
-`work` is how many times fewer FLOPs there are: responses still read the keys of their whole prompt, and the head scores
-as many tokens as before. `head` is the time of copying entries, head and loss, forward and backward, for all rows.
+ρ = G (P + R) / (P + G R) is the factor by which fewer tokens are computed. `gain` is the time without sharing over the
+time with sharing. Updates overlap as in a run. On a GPU the model has float32 weights and computes in bfloat16, as in
+the recipes. `work` is the factor by which fewer FLOPs are computed; it is smaller than ρ, because responses still
+attend to their whole prompt and the head scores as many tokens as before. `head` is the time of copying entries, head
+and loss, forward and backward, for all packs.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ SHAPES: dict[str, dict[str, Any]] = {
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
 }  # fmt: skip
 Lengths = tuple[int, int]
-"""Tokens of a prompt and of a response."""
+"""Tokens of the prompt and of the response."""
 
 LENGTHS: dict[str, list[Lengths]] = {
     "cpu": [(512, 64), (256, 64), (64, 64), (32, 128), (8, 128)],
@@ -107,7 +108,7 @@ def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens
 def compare(
     engine: Engine, samples: list[Sample], repeats: int, *, first: list[Sample] | None = None
 ) -> dict[str, float]:
-    """`first` are samples whose rows are like those of `samples`, to compile and to take memory for; default: all."""
+    """Compare with and without sharing. `first`: samples with similar packs, for the warm-up; default: `samples`."""
     first = samples if first is None else first
     device, found = engine.mesh.device, {}
     shares: dict[str, SharePrefixes] = {"without": False, "with": "auto"}
@@ -132,7 +133,7 @@ def compare(
 def update_seconds(
     engine: Engine, samples: list[Sample], repeats: int, first: list[Sample]
 ) -> tuple[float, StepReport]:
-    """The mean of updates in a row, behind one of `first` that is not counted."""
+    """Mean seconds of consecutive updates, after a warm-up update with `first`."""
     steps = [samples] * repeats
     make_updates(engine, [first])
     with Stopwatch(engine.mesh.device) as watch:
@@ -141,13 +142,13 @@ def update_seconds(
 
 
 def tera_flops(engine: Engine, report: StepReport) -> float:
-    """Of forward and backward, by padfree's own count of what is computed."""
+    """TFLOPs of forward and backward, as padfree counts them."""
     flops = Flops.of(engine.model.config, devices=1, device=engine.mesh.device, dtype=torch.bfloat16)
     return float(step_metrics(0, report, rates={}, seconds=1.0, flops=flops)["tflops_per_device"])
 
 
 def head_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
-    """From the hidden states of the rows, random ones, to the loss and back to their gradients."""
+    """Seconds from random hidden states of the packs to the loss and back to their gradients."""
     model, settings = engine.model, engine.settings
     assert isinstance(settings.loss, PolicySettings)
     dtype = torch.bfloat16 if engine.mesh.device.type == "cuda" else torch.float32
@@ -179,7 +180,7 @@ MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verificat
 
 
 def gsm8k_groups(folder: Path, num_groups: int) -> list[Sample]:
-    """Four models' solutions of each question, a byte a token."""
+    """The solutions of four models to each question; one byte is one token."""
     samples = []
     lines = (folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]
     for number, line in enumerate(lines):
@@ -199,7 +200,7 @@ def gsm8k_groups(folder: Path, num_groups: int) -> list[Sample]:
 
 
 class ByteTokenizer:
-    """A byte a token; 0 ends a response."""
+    """One token per byte; 0 ends a response."""
 
     eos_token_id = 0
 
@@ -211,7 +212,7 @@ class ByteTokenizer:
 
 
 async def probed(prompt: Prompt, policy: Policy) -> Trajectory:
-    """The calculator, and behind each of its answers a branch that is asked for the result at once."""
+    """The calculator environment, with a branch after each of its results that asks for the final answer."""
     while True:
         turn = await policy.generate()
         question = calculator.QUESTION.search(turn.text)
@@ -224,7 +225,7 @@ async def probed(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sample]:
-    """The solutions as what a policy writes to a calculator: a turn up to each question, and one to the end."""
+    """The solutions as episodes with a calculator: one turn up to each question, and one to the end."""
     samples = []
     for number, line in enumerate((folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]):
         row = json.loads(line)
@@ -258,7 +259,7 @@ def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sa
 
 
 def play_context(world: int, device: torch.device, repeats: int) -> None:
-    """Attention of each rank of a row of 8k prompts, forward and backward, against an eighth of the whole."""
+    """Attention of each rank of a pack with 8k prompts, forward and backward, relative to an equal share."""
     tokens = (1 << 17) if device.type == "cuda" else 1 << 11
     prompt, response, size = (8192, 512, 16) if device.type == "cuda" else (128, 16, 8)
     samples: list[Sample] = []
@@ -302,7 +303,7 @@ def both_passes(attend: Callable[[], torch.Tensor], dout: torch.Tensor) -> None:
 
 
 def compare_attention(device: torch.device, lengths: Sequence[Lengths], size: int, repeats: int) -> None:
-    """One layer's attention, forward alone and with backward: the prompt's keys gathered, and the prompt a trunk."""
+    """One layer's attention, forward and forward plus backward: the prompt's keys gathered, and prefix attention."""
     heads, key_heads, dim = (32, 8, 128) if device.type == "cuda" else (8, 4, 32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for prompt, response in lengths:
@@ -332,16 +333,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", choices=SHAPES, default=None)
-    parser.add_argument("--layers", type=int, default=None, help="of the shape; default: all")
+    parser.add_argument("--layers", type=int, default=None, help="number of layers; default: all of the shape")
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=36_864, help="of a micro-batch")
+    parser.add_argument("--max-tokens", type=int, default=36_864, help="tokens per micro-batch")
     parser.add_argument("--gsm8k", type=Path, default=None)
     parser.add_argument("--calculator", type=Path, default=None)
-    parser.add_argument("--groups", type=int, default=3, help="of an update and of a scoring pass")
-    parser.add_argument("--lengths", type=pair, nargs="+", default=None, metavar="P,R", help="of prompt and response")
+    parser.add_argument("--groups", type=int, default=3, help="groups per update and per scoring pass")
+    parser.add_argument(
+        "--lengths", type=pair, nargs="+", default=None, metavar="P,R", help="tokens of prompt and response"
+    )
     parser.add_argument("--context", type=int, default=None)
-    parser.add_argument("--attention", action="store_true", help="one layer's attention, keys gathered and by a trunk")
+    parser.add_argument("--attention", action="store_true", help="one layer: keys gathered, and prefix attention")
     args = parser.parse_args()
     device = torch.device(args.device)
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1)

@@ -1,11 +1,11 @@
-"""What a shipped command reaches of what the engine can do, on the same global batches: a run, then the engine alone.
+"""How close a command comes to the speed of the engine, on the same global batches: a run, then only the engine.
 
-    run       `padfree sft` or `padfree rl` as the recipe says: tokens/s of its steady steps, compilations, memory
-    engine    the same batches, everything prepared by the settings of the run: updates in a row, nothing else
+    run       `padfree sft` or `padfree rl` with a recipe: tokens/s after the first steps, compilations, memory
+    engine    the same batches and settings: consecutive updates, nothing else
 
     PYTHONPATH=src python bench/shipped.py sft model.path=my-model 'data.path=["train.jsonl"]' --steps 60
 
-The first steps of both are left out: they compile, and take memory for the first time.
+The first steps of both are not counted, because they compile and allocate memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measured_run(config: Config) -> dict[str, Any]:
 
 
 def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
-    """The updates of the run's first batches, one begun while the other is at work."""
+    """Run the updates of the run's first batches, each prepared while the previous one is computed."""
     with distributed(device=config.run.device) as device:
         mesh = make_mesh(device)
         batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)

@@ -1,7 +1,8 @@
-"""Gradient steps of one random-weight model in several ways, for `bench/mixers.py` and `bench/moe.py`.
+"""Compare several ways to compute the gradients of a model with random weights, for `bench/mixers.py` and
+`bench/moe.py`.
 
-A way makes the model from the same seed and leaves the gradients of one batch in it. Beside its time stand the loss and
-how far the gradients of the first layer are from those of the way that all are compared with.
+Each way builds the model from the same seed and computes the gradients of one batch. Printed are its time, its loss,
+and the relative distance of the first layer's gradients from those of the first way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from padfree.model import attach
 from padfree.sharding.parallelize import parallelize, transformations
 
 REST = 1.0
-CLOSE = 2e-2  # losses of bf16 ways
+CLOSE = 2e-2  # largest difference between bf16 losses
 PACKAGES = ("torch", "transformers", "triton", "fla-core", "flash-attn-4", "quack-kernels")
 
 Row = dict[str, Any]
@@ -33,7 +34,7 @@ Row = dict[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class ModelWay:
     name: str
-    build: Callable[[Any], Gradients]  # from the model as transformers makes it
+    build: Callable[[Any], Gradients]  # takes the stock model
     note: str = ""
 
 
@@ -43,7 +44,7 @@ def random_model(model_class: Any, config: Any, setting: Setting) -> Any:
     torch.set_default_dtype(setting.dtype)
     try:
         with setting.device:
-            model = model_class(deepcopy(config))  # which remembers the way a model attends
+            model = model_class(deepcopy(config))  # the config stores the attention implementation
     finally:
         torch.set_default_dtype(default)
     model.config.use_cache = False
@@ -51,18 +52,18 @@ def random_model(model_class: Any, config: Any, setting: Setting) -> Any:
 
 
 def padfree_way(model: Any, setting: Setting, *, compile: str, fast_mixers: bool = True) -> Gradients:
-    """The gradients of a step as a run computes them, without master weights and optimizer."""
+    """The gradients of a step as in a run, but without master weights and optimizer."""
     parallelize(model, transformations(setting.mesh, compile=compile))
     attach(model, fast_mixers=fast_mixers)
     engine = make_engine(model, setting, "sft", memory=HEAD_MEMORY["none"])
     prepared = engine.prepare(setting.samples)
-    if compile != "none":  # other lengths first: what is timed is compiled for any length, as it would be in a run
+    if compile != "none":  # run other lengths first, so that layers are compiled for any length, as in a run
         engine.gradients(engine.prepare(setting.samples[1:]))
     return lambda: engine.gradients(prepared).loss
 
 
 def compare(ways: list[ModelWay], model_class: Any, config: Any, setting: Setting, repeats: int) -> list[Row]:
-    """The first way is the one that gradients are compared with."""
+    """Run all ways. Gradients are compared with those of the first one."""
     flops = Flops.of(config, devices=1, device=setting.device, dtype=setting.dtype)
     lengths = [len(sample) for sample in setting.samples]
     work = flops.step(lengths, sum(sample.num_labels for sample in setting.samples))
@@ -119,7 +120,7 @@ def _show(row: Row, note: str) -> None:
     memory = f"  {row['GiB']:6.1f} GiB" if "GiB" in row else ""
     print(
         f"{row['way']:44s} {row['seconds'] * 1e3:9.1f} ms  {row['tokens/s']:9,.0f} tokens/s  "
-        f"{row['TFLOP/s']:7.2f} TFLOP/s{memory}  loss {row['loss']:.4f}  gradients apart {row['apart']:.1e}",
+        f"{row['TFLOP/s']:7.2f} TFLOP/s{memory}  loss {row['loss']:.4f}  gradients differ by {row['apart']:.1e}",
         flush=True,
     )
     for line in (note, *row["said"]):
@@ -128,7 +129,7 @@ def _show(row: Row, note: str) -> None:
 
 
 def ratio(rows: list[Row], way: str, other: str) -> float | None:
-    """How many times as fast the one is; None where one of them has no time."""
+    """How many times as fast `way` is as `other`; None if one of them failed."""
     seconds = {row["way"]: row.get("seconds") for row in rows}
     one, two = seconds.get(way), seconds.get(other)
     return None if not one or not two else two / one
@@ -146,7 +147,7 @@ def show_ratios(rows: list[Row], way: str) -> dict[str, float]:
 
 def assert_same_losses(rows: list[Row]) -> None:
     losses = [row["loss"] for row in rows if "loss" in row]
-    assert losses, "no way has run"
+    assert losses, "no way ran"
     assert max(losses) - min(losses) <= CLOSE * max(losses), losses
 
 

@@ -1,10 +1,9 @@
-"""How much of a step's time sampling ahead hides: the same run with `rollout.staleness` 0 and 2.
+"""How much time sampling ahead of training saves: the same run with `rollout.staleness` 0 and 2.
 
-    python bench/staleness.py           a sampler that takes a second for each response, a reward that waits for one
+    python bench/staleness.py           a sampler that takes a second per response, and a reward that takes a second
 
-No server and no GPU: the sampler draws at random and waits, as a server on another device would let the trainer do.
-Prints the wall time of both runs, from the first exchange of weights to the last step, beside what sampling and
-training take by themselves.
+It needs no server and no GPU: the sampler draws random tokens and sleeps, like a server on another device. Prints the
+wall time of both runs from the first weight sync to the last step, and the separate times of sampling and training.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ began: list[float] = []
 
 
 class WaitingSampler:
-    """Draws uniformly, `SECONDS` for a response, `LANES` responses at a time."""
+    """Samples uniformly; `SECONDS` per response, `LANES` responses at the same time."""
 
     failure: ValueError | None = None
     stuck = False
@@ -80,7 +79,7 @@ def waits_a_second(response: str, row: Mapping[str, Any]) -> float:
 
 
 def measured(folder: Path, staleness: int, steps: int) -> tuple[float, float]:
-    """Seconds of the whole run, and of its updates."""
+    """Seconds of the whole run, and seconds of its updates."""
     began.clear()
     ended: list[float] = []
     config = config_from_dict(
@@ -118,12 +117,12 @@ def main() -> None:
             wall, training = measured(folder, staleness, steps)
             longer = max(sampling, training)
             print(
-                f"staleness {staleness}: {wall:.1f} s for {steps} steps; sampling {sampling:.1f} s, training "
-                f"{training:.1f} s by themselves; {wall / longer:.2f} of the longer"
+                f"staleness {staleness}: {wall:.1f} s for {steps} steps; sampling alone {sampling:.1f} s, training "
+                f"alone {training:.1f} s; {wall / longer:.2f} of the longer one"
             )
 
 
 if __name__ == "__main__":
-    import staleness  # the module that the settings name, which is not the one that runs as a script
+    import staleness  # the settings name this module, which differs from __main__
 
     staleness.main()

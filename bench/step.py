@@ -1,23 +1,23 @@
-"""A whole training step, side by side with what else one can do: tokens/s, model TFLOP/s and memory.
+"""A whole training step compared with alternatives: tokens/s, model TFLOP/s and memory.
 
-    gradients   of all parameters of a random-weight Qwen3 over one batch of log-normal lengths
-      hf        transformers as it comes: a padded batch (`sdpa`), a row packed by position ids (`sdpa`, `flex`)
-      public    the best stack of public parts: packed, Liger's kernels, variable-length attention (built-in, fa4), with
-                and without activation checkpointing, layers compiled one by one
+    gradients   of all parameters of a random-weight Qwen3 for one batch of log-normal lengths
+      hf        plain transformers: a padded batch (`sdpa`), a pack by position ids (`sdpa`, `flex`)
+      public    the best combination of public libraries: packing, Liger's kernels, variable-length attention (built-in,
+                fa4), with and without activation checkpointing, layers compiled one by one
       padfree   SFT, and the clipped policy loss with log-probabilities and entropy
-    update      padfree's whole update (float32 masters, clipping, AdamW), what of it is waiting, host waits
-    head        the head's time where 60% of the tokens are prompts, over that of all tokens
-    compile     how many graphs are compiled over steps of different lengths
+    update      padfree's whole update (float32 master weights, clipping, AdamW), device idle time, host
+    synchronisations head        the head's time if 60% of the tokens are prompts, relative to all tokens compile
+    the number of graphs compiled over steps of different lengths
 
     PYTHONPATH=src python bench/step.py --device cuda --shape 4b --json step.json
     PYTHONPATH=src python bench/step.py --device cpu
 
-Model FLOPs are 6·P·T for all parameters (the tied embedding once, as the head) and 6·L·H·d·Σn² for causal attention,
-forward and backward; what is computed again is not counted. Beside them is their share of what a large matrix product
-reaches. GiB is the peak beyond the weights; of an update the optimizer's moments are in it.
+Model FLOPs are 6·P·T for all parameters (a tied embedding counts once, as the head) and 6·L·H·d·Σn² for causal
+attention, forward and backward; recomputation is not counted. They are also given relative to the speed of a large
+matmul. GiB is the peak memory minus the weights; for an update it includes the optimizer's moments.
 
-A GPU that computes for seconds draws all the power it may and lowers its clock, so each way begins after a rest of
-`REST` seconds and is timed over a few steps in a row, none of which waits for the device. On the CPU: medians.
+A GPU under load for seconds reaches its power limit and lowers its clock. Each way therefore starts after a rest of
+`REST` seconds and is timed over a few consecutive steps without synchronisation. On the CPU, times are medians.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SIZES: dict[str, dict[str, int]] = {
     "cuda": {"count": 20, "median": 490, "longest": 8192},
     "cpu": {"count": 20, "median": 200, "longest": 2048},
 }
-CLOSE = 2e-2  # losses of bf16 ways
+CLOSE = 2e-2  # largest difference between bf16 losses
 REST = 2.0
 
 Row = dict[str, Any]
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", choices=tuple(SHAPES))
     parser.add_argument("--section", choices=SECTIONS, action="append", help="default: all (on the CPU: gradients)")
-    parser.add_argument("--only", action="append", help="ways whose name contains this, or is =this")
+    parser.add_argument("--only", action="append", help="only ways whose name contains this text (=NAME: equals)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile-steps", type=int, default=200)
     parser.add_argument("--json", type=Path)
@@ -115,8 +115,8 @@ def header(setting: Setting) -> dict[str, Any]:
     longest = max(len(sample) for sample in setting.samples)
     ceiling = matrix_product_ceiling(setting)
     print(f"{hardware}, python {platform.python_version()}, {', '.join(f'{k} {v}' for k, v in packages.items())}")
-    print(f"{setting.shape}, {len(setting.samples)} samples, {tokens:,} tokens, the longest {longest:,}")
-    print(f"matrix-product ceiling {ceiling:.3g} TFLOP/s")
+    print(f"{setting.shape}, {len(setting.samples)} samples, {tokens:,} tokens, longest sample {longest:,}")
+    print(f"speed of a large matmul: {ceiling:.3g} TFLOP/s")
     return {"hardware": hardware, **packages, "shape": setting.shape, "tokens": tokens, "ceiling": ceiling}
 
 
@@ -144,7 +144,7 @@ def model_flops(setting: Setting) -> float:
 
 
 def rates(setting: Setting, seconds: float, ceiling: float) -> Row:
-    """What a step of so many seconds gets done."""
+    """Tokens/s and TFLOP/s of a step of this many seconds."""
     speed = model_flops(setting) / seconds / 1e12
     tokens = sum(len(sample) for sample in setting.samples)
     return {"tokens/s": tokens / seconds, "TFLOP/s": speed, "share of the ceiling": speed / ceiling}
@@ -192,7 +192,7 @@ def ways(setting: Setting) -> list[Way]:
     found += [public_way(attention, False, True) for attention in ("torch", *kernels)]
     found += [padfree_way("rl", "none", "none"), padfree_way("sft", "inductor", "none")]
     found += [padfree_way("rl", "inductor", checkpointing) for checkpointing in ("none", "selective", "host", "full")]
-    # Last, since its compilation takes minutes.
+    # Last, because its compilation takes minutes.
     found.append(Way(name="hf packed flex", kind="hf", build=lambda s: hf_packed(s, "flex_attention")))
     return found
 
@@ -246,7 +246,7 @@ def line(row: Row) -> str:
 
 
 def assert_same_losses(rows: list[Row]) -> None:
-    """Every way to the same objective gives the same loss."""
+    """Check that all ways with the same objective have the same loss."""
     losses = [row["loss"] for row in rows if "seconds" in row and row["objective"] == "sft"]
     assert not losses or max(losses) - min(losses) <= CLOSE * max(losses), losses
 
@@ -264,15 +264,15 @@ def update_section(setting: Setting, ceiling: float) -> list[Row]:
         rows.append(row)
         print(f"{loss:4s} {row['seconds'] * 1e3:8.1f} ms, {row['tokens/s']:,.0f} tokens/s,", end=" ")
         print(f"{row['TFLOP/s']:.1f} TFLOP/s ({row['share of the ceiling']:.1%}), {row['GiB']:.1f} GiB,", end=" ")
-        print(f"the host done after {row['host'] * 1e3:.1f} ms,", end=" ")
-        print(f"{row['waiting']:.2%} waiting, {row['syncs']} host waits", flush=True)
+        print(f"host busy {row['host'] * 1e3:.1f} ms,", end=" ")
+        print(f"device idle {row['waiting']:.2%}, {row['syncs']} synchronisations", flush=True)
     return rows
 
 
 def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
-    """Steps in a row, as a run does them: the next one is prepared and begun while the device works on this one.
+    """Consecutive steps as in a run: the next step is prepared and launched while the device computes this one.
 
-    What of the time the device has nothing to do, and how long the host is busy.
+    Measures the fraction of time in which the device is idle, and how long the host is busy.
     """
     checkpointing = "none" if setting.shape == "0.6b" else "selective"
     engine = update_engine(setting, loss=loss, compile="inductor", checkpointing=checkpointing)
@@ -286,7 +286,7 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
         torch.cuda.set_sync_debug_mode("warn")
         pending = engine.begin(engine.prepare(setting.samples_for(loss)))
         torch.cuda.set_sync_debug_mode("default")
-    # The first switch of the mode warns that it is a prototype, in words that hold "synchronizing" as well.
+    # Enabling the mode warns that it is a prototype; this warning also contains "synchronizing".
     syncs = [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
     pending.finish()
     torch.cuda.synchronize()
@@ -315,7 +315,7 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
 
 
 def head_section(setting: Setting) -> Row:
-    """`fused_loss` of the policy loss over all tokens, and where the first 60% of each sample are a prompt."""
+    """Time `fused_loss` of the policy loss with all tokens trained, and with the first 60% of each sample as prompt."""
     shape, device = SHAPES[setting.shape], setting.device
     times = {}
     for name, share in (("all", 0.0), ("40%", 0.6)):
@@ -344,7 +344,7 @@ def head_section(setting: Setting) -> Row:
 
 
 def compile_section(setting: Setting, steps: int) -> Row:
-    """Graphs that are compiled over `steps` steps, each of other samples of other lengths."""
+    """Count the graphs compiled over `steps` steps with samples of different lengths."""
     from torch._dynamo.utils import counters
 
     vocabulary = SHAPES[setting.shape]["vocab_size"]

@@ -1,8 +1,8 @@
-"""The ways to get the gradients of a batch that `bench/step.py` puts side by side.
+"""The ways to compute the gradients of a batch that `bench/step.py` compares.
 
-A `Way` builds a model of random weights and returns a function that leaves the gradients of all parameters in it and
-gives the loss back, a mean over tokens (policy loss: whatever it is), without waiting for the device. What others offer
-is used as their documentation says; nothing is switched off that would make it faster.
+A `Way` builds a model with random weights and returns a function that computes the gradients of all parameters and
+returns the loss (a mean over tokens, or the policy loss) without synchronising. Other libraries are used as documented,
+with everything enabled that makes them faster.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 SEED = 8  # 14,918 tokens of 20 samples with a median of 490
 HEAD_MEMORY: dict[str, Memory] = {
-    "none": 6 << 30,  # activations take far more, and all logits fit
-    "host": int(1.6 * 2**30),  # what the first layers leave free: none of the logits is computed twice
+    "none": 6 << 30,  # activations take far more; all logits fit, so that none is recomputed
+    "host": int(1.6 * 2**30),  # memory left free by the first layers; no logits are recomputed
 }
-PADDED_TOKENS = 8_192  # of a small padded micro-batch
+PADDED_TOKENS = 8_192  # tokens in a small padded micro-batch
 
 Gradients = Callable[[], Tensor]
 POLICY = PolicySettings(objective=ClipSettings(low=0.2, high=0.28), entropy_coefficient=1e-3)
@@ -57,7 +57,7 @@ POLICY = PolicySettings(objective=ClipSettings(low=0.2, high=0.28), entropy_coef
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What every way is given."""
+    """The inputs of every way."""
 
     shape: str
     device: torch.device
@@ -67,7 +67,7 @@ class Setting:
     mesh: Mesh
 
     def samples_for(self, loss: str) -> list[Sample]:
-        """With old log-probabilities for a policy loss."""
+        """The samples, with old log-probabilities for a policy loss."""
         return with_arrays(self.samples, **({"old_logprobs": self.old_logprobs} if loss == "rl" else {}))
 
 
@@ -99,7 +99,7 @@ def make_model(setting: Setting, attention: str) -> Any:
 
 @contextmanager
 def fresh() -> Any:
-    """What a way patches or leaves behind is gone afterwards."""
+    """Context manager: undo patches and free memory of a way afterwards."""
     kept = dict(vars(modeling_qwen3))
     try:
         yield
@@ -111,18 +111,18 @@ def fresh() -> Any:
             torch.cuda.empty_cache()
 
 
-# Transformers as it comes
+# Plain transformers
 
 
 def hf_padded(setting: Setting, *, small: bool) -> Gradients:
-    """Rows padded to the longest of all: in small micro-batches, or in as large ones as fit, halved until they do."""
+    """Samples padded to the longest of all, in small micro-batches, or in the largest that fit (found by halving)."""
     model = make_model(setting, "sdpa")
     longest = max(len(sample) for sample in setting.samples)
     rows = max(1, PADDED_TOKENS // longest) if small else len(setting.samples)
     while not small and not fits(_padded_rows_by_hf(model, setting, rows, longest)):
         rows = -(-rows // 2)
     model.zero_grad(set_to_none=True)
-    print(f"{rows} padded rows of {longest:,} tokens at a time", flush=True)
+    print(f"padded micro-batches of {rows} samples with {longest:,} tokens each", flush=True)
     return _padded_rows_by_hf(model, setting, rows, longest)
 
 
@@ -157,13 +157,13 @@ def _padded_rows_by_hf(model: Any, setting: Setting, rows: int, longest: int) ->
 
 
 def hf_packed(setting: Setting, attention: str) -> Gradients:
-    """One row, samples told apart by position ids that restart; transformers' own loss, mean over labelled tokens."""
+    """One pack, samples separated by restarting position ids; transformers' own loss, a mean over labelled tokens."""
     more = {"attention_mask": _block_mask(setting)} if attention == "flex_attention" else {}
     return packed_by_hf(make_model(setting, attention), setting, **more)
 
 
 def _block_mask(setting: Setting) -> BlockMask:
-    """Made once: in every step transformers would make it by a kernel that takes Triton more than five minutes."""
+    """The mask, created once. transformers would create it in every step, by a kernel that takes minutes to compile."""
     sample = collate(setting.samples).to(setting.device).sample_index
     return create_block_mask(
         lambda _batch, _head, query, key: (sample[query] == sample[key]) & (query >= key),
@@ -178,7 +178,7 @@ def packed_by_hf(model: Any, setting: Setting, **more: Any) -> Gradients:
 
     def gradients() -> Tensor:
         model.zero_grad(set_to_none=True)
-        # Labels are shifted per sample already: transformers takes them as they are in `shift_labels`.
+        # The labels are already shifted per sample; `shift_labels` tells transformers not to shift again.
         loss: Tensor = model(**inputs, labels=labels, shift_labels=labels, use_cache=False).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -186,11 +186,11 @@ def packed_by_hf(model: Any, setting: Setting, **more: Any) -> Gradients:
     return gradients
 
 
-# The best of public parts
+# The best combination of public libraries
 
 
 def public(setting: Setting, *, attention: str, compile: bool, checkpointing: bool) -> Gradients:
-    """HF packed, Liger's kernels, variable-length attention by cumulative lengths, layers compiled one by one."""
+    """HF with packing, Liger's kernels, variable-length attention, and layers compiled one by one."""
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
     batch = collate(setting.samples).to(setting.device)
@@ -238,7 +238,7 @@ def built_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: f
     attention: Any = varlen.varlen_attn
     known = inspect.signature(attention).parameters
     causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    grouped = {"enable_gqa": True} if "enable_gqa" in known else {}  # without it grouped heads are taken as they are
+    grouped = {"enable_gqa": True} if "enable_gqa" in known else {}  # other versions accept grouped heads directly
     out: Tensor = attention(q, k, v, cu, cu, longest, longest, **causal, **grouped)
     return out
 
@@ -249,20 +249,20 @@ def built_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: f
 def padfree_gradients(
     setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none", attention: str = "auto"
 ) -> Gradients:
-    """The gradients of a step, weights in the compute type as for the others: no master weights, no optimizer."""
+    """The gradients of a step with weights in the compute dtype, as for the others: no master weights, no optimizer."""
     model = make_model(setting, "sdpa")
     steps = transformations(setting.mesh, attention=attention, compile=compile, checkpointing=checkpointing)  # type: ignore[arg-type]
     parallelize(model, steps)
     engine = make_engine(model, setting, loss, memory=HEAD_MEMORY.get(checkpointing, "low"))
     prepared = engine.prepare(setting.samples_for(loss))
-    for fewer in (1, 2):  # other lengths first: what is timed is compiled for any length, as it would be in a run
+    for fewer in (1, 2):  # run other lengths first, so that layers are compiled for any length, as in a run
         engine.gradients(engine.prepare(setting.samples_for(loss)[fewer:]))
     engine.optimizer.zero_grad(set_to_none=True)
     return lambda: engine.gradients(prepared).loss
 
 
 def update_engine(setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none") -> Engine:
-    """Of whole updates: FSDP2 with float32 masters, layers whole from forward to backward, clipping, AdamW."""
+    """An engine for whole updates: FSDP2 with float32 master weights, no resharding after forward, clipping, AdamW."""
     model = make_model(setting, "sdpa").float()
     steps = transformations(
         setting.mesh, compile=compile, checkpointing=checkpointing, dtype=setting.dtype, reshard=False  # type: ignore[arg-type]
@@ -284,7 +284,7 @@ def make_engine(model: Any, setting: Setting, loss: str, memory: Memory = "speed
 def log_normal_samples(
     count: int, median: int, longest: int, vocabulary: int, prompt_share: float = 0.0
 ) -> list[Sample]:
-    """Log-normal lengths, sigma 1; the first `prompt_share` of each is not trained on."""
+    """Samples of log-normal lengths, sigma 1. The first `prompt_share` of each is not trained."""
     rng = np.random.default_rng(SEED)
     lengths = np.clip(rng.lognormal(np.log(median), 1.0, count), 16, longest).astype(np.int64)
     return [

@@ -1,17 +1,17 @@
-"""How the benchmarks take the time: the same clocks and the same warm-up for all. Times are in seconds.
+"""Timing functions for all benchmarks, with the same clocks and warm-up. Times are in seconds.
 
-    function              clock     one time is                                        result
-    median_seconds        host's    one call, the device waited for before and after   median
-    median_event_seconds  device's  calls in a row between two events                  median of each, in turns
-    median_on             whichever of these two the device has                        median
-    quickest              host's    one call                                           the least, and what it returned
-    mean_in_a_row         host's    calls that nobody waits for but at the end         mean
-    median_of_turns       host's    the same for a while, one way after the other      median of each
-    launch_seconds        host's    calls whose work on the device is not waited for   mean
-    Stopwatch             host's    a `with` block, or several, summed                 sum
-    DeviceSpan            device's  what lies between two marks                        that
+    function              clock     one measurement                                    result
+    median_seconds        host      one call, synchronised before and after            median
+    median_event_seconds  device    consecutive calls between two events               median of each function, in turns
+    median_on             device on a GPU, else host                                   median
+    quickest              host      one call                                           minimum, and the call's result
+    mean_in_a_row         host      consecutive calls, synchronised at the end         mean
+    median_of_turns       host      the same for some seconds, functions in turns      median of each function
+    launch_seconds        host      calls without synchronisation                      mean
+    Stopwatch             host      one or more `with` blocks                          sum
+    DeviceSpan            device    a `with` block                                     its time
 
-Calls to warm up come first. They are not counted, and what they warn about is not shown.
+Warm-up calls come first. They are not counted, and their warnings are hidden.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 Call = Callable[[], object]
 
 CALLS_BETWEEN_LOOKS = 10
-"""At the clock, where calls fill a given time."""
+"""The number of calls between two looks at the clock, if calls fill a given time."""
 
 
 def synchronize(device: torch.device | None) -> None:
-    """Wait for a GPU; other devices are done when a call returns."""
+    """Synchronise with a GPU. Calls on other devices are synchronous."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -49,7 +49,7 @@ def warm_up(call: Call, times: int) -> None:
 def median_seconds(
     call: Call, device: torch.device, *, repeats: int, warmup: int = 2, before: Call | None = None
 ) -> float:
-    """`before` is called before each, and not timed."""
+    """Median seconds of a synchronised call. `before` runs before each call and is not timed."""
 
     def once() -> float:
         if before is not None:
@@ -71,11 +71,11 @@ def median_event_seconds(
     sleep_cycles: int = 0,
     wait: bool = True,
 ) -> list[float]:
-    """Of each function on a GPU, in turns: what drifts drifts for all.
+    """Median seconds of each function on a GPU, measured in turns, so that drift affects all of them equally.
 
-    `before` is called before each time. `sleep_cycles` keep the device busy before it, so that the host is ahead as in
-    training and its own time is not in it. With `wait` the device is idle before that; without, nobody waits before all
-    are launched.
+    `before` runs before each measurement. `sleep_cycles` keeps the device busy before it, so that the host runs ahead
+    as in training and launch time is excluded. With `wait`, the device is synchronised before each measurement; without
+    it, only after all are launched.
     """
     for function in functions:
         warm_up(function, warmup)
@@ -97,14 +97,14 @@ def median_event_seconds(
 
 
 def median_on(call: Call, device: torch.device, *, repeats: int, warmup: int = 2) -> float:
-    """By events on a GPU, elsewhere by the host's clock."""
+    """Median seconds, from events on a GPU and from the host's clock elsewhere."""
     if device.type == "cuda":
         return median_event_seconds(call, repeats=repeats, warmup=warmup)[0]
     return median_seconds(call, device, repeats=repeats, warmup=warmup)
 
 
 def quickest(call: Callable[[], T], repeats: int = 1) -> tuple[float, T]:
-    """The least seconds, and the last result. Without a warm-up: the first call is seldom the quickest."""
+    """The minimum seconds and the last result. No warm-up, because a slow first call does not affect the minimum."""
     best = math.inf
     for _ in range(repeats):
         with Stopwatch() as watch:
@@ -114,7 +114,7 @@ def quickest(call: Callable[[], T], repeats: int = 1) -> tuple[float, T]:
 
 
 def mean_in_a_row(call: Call, repeats: int, *, rest: float = 0.0) -> float:
-    """On a GPU, which rests before: one that computes for seconds lowers its clock."""
+    """Mean seconds of consecutive calls on a GPU, after `rest` idle seconds: a GPU under load lowers its clock."""
     torch.cuda.synchronize()
     time.sleep(rest)
     begin = time.perf_counter()
@@ -125,7 +125,7 @@ def mean_in_a_row(call: Call, repeats: int, *, rest: float = 0.0) -> float:
 
 
 def median_of_turns(ways: Mapping[str, Call], *, turns: int, seconds: float) -> dict[str, float]:
-    """Of each way on a GPU that is kept busy: a turn is as many calls as so many seconds hold."""
+    """Median seconds of each function on a GPU under sustained load. A turn is as many calls as fit in `seconds`."""
 
     def turn(call: Call) -> float:
         torch.cuda.synchronize()
@@ -144,7 +144,7 @@ def median_of_turns(ways: Mapping[str, Call], *, turns: int, seconds: float) -> 
 
 
 def launch_seconds(call: Call, repeats: int = 20) -> float:
-    """What the host takes to launch a call on a GPU."""
+    """Seconds that the host needs to launch a call on a GPU."""
     warm_up(call, 1)
     torch.cuda.synchronize()
     with Stopwatch() as watch:
@@ -155,7 +155,7 @@ def launch_seconds(call: Call, repeats: int = 20) -> float:
 
 
 class Stopwatch:
-    """Seconds of its `with` blocks; given a device, its work is waited for at both ends."""
+    """Seconds of its `with` blocks. If a device is given, synchronise with it at both ends."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds = 0.0
@@ -174,7 +174,7 @@ class Stopwatch:
 
 
 class DeviceSpan:
-    """What a GPU does between the two ends of a `with` block; read `seconds` once it has done it."""
+    """Seconds of GPU time inside a `with` block. Read `seconds` after synchronising."""
 
     def __init__(self) -> None:
         event: Any = torch.cuda.Event

@@ -1,4 +1,4 @@
-"""Updates one after the other, as a run makes them: the next batch is laid out while the device works on this one."""
+"""Consecutive updates as in a run: the next batch is packed while the device computes this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from padfree.train.engine import Engine, PendingStep, StepReport
 
 
 def make_updates(engine: Engine, steps: Sequence[list[Sample]]) -> StepReport:
-    """The numbers of the last one."""
+    """Run the updates. Returns the report of the last one."""
     earlier: PendingStep | None = None
     following = engine.prepare(steps[0])
     for number in range(len(steps)):

@@ -1,14 +1,14 @@
-"""RL on the demo's task, with responses of this process and of a vLLM server: the same steps, both reward curves.
+"""RL on the demo's task with the in-process sampler and with a vLLM server: the same steps, both reward curves.
 
     python bench/vllm_demo.py --python .venv-vllm/bin/python [--steps 20] [--seeds 0 1] [--output curves.json]
         [--folder kept]
 
-A small Qwen3 with heads of 64, which vLLM wants, is fine-tuned on the demo's problems, and learns from the demo's
-reward after that: 128 responses a step in groups of 8, as in `padfree demo`, with a lower learning rate for a larger
-model. Each engine starts from the same weights with the same prompts; what is drawn differs, since
-vLLM draws by seeds of its own.
+A small Qwen3 with a head size of 64, which vLLM requires, is fine-tuned on the demo's problems and then trained with
+the demo's reward: 128 responses per step in groups of 8, as in `padfree demo`, with a lower learning rate for the
+larger model. Both engines start from the same weights with the same prompts. The sampled tokens differ, because vLLM
+uses its own random numbers.
 
-With --folder the runs are kept, and what has ended there already is not done again: a slow machine can be asked twice.
+With --folder the runs are kept, and a second call skips finished ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from padfree.train.run import train
 
 SOURCE = Path(__file__).parents[1] / "src"
 HIDDEN, HEAD = 128, 64
-PATIENCE = 900.0  # seconds; a server takes a minute of a core to start, and the machine may be busy
+PATIENCE = 900.0  # seconds; a server needs a minute of CPU time to start
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -42,7 +42,7 @@ ENVIRONMENT = {
 
 
 def fine_tuned(folder: Path, sizes: Sizes) -> None:
-    """The demo's data, and a model that has learned to answer as they do, most of the time wrongly."""
+    """Make the demo's data, and a model that has learned the format of the answers but is mostly wrong."""
     if (folder / "sft" / "model").exists():
         return
     write_task(folder, replace(sizes, hidden=HIDDEN), head=HEAD)
@@ -58,7 +58,7 @@ def server_settings(config: Config, python: str) -> Config:
 
 
 def run(config: Config, folder: Path, seed: int) -> list[dict[str, Any]]:
-    """The metrics of a run, step by step."""
+    """Run, and return the metrics of every step."""
     config = replace(
         config,
         run=replace(config.run, folder=str(folder), seed=seed),
@@ -71,20 +71,20 @@ def run(config: Config, folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Those of the steps that were made there."""
+    """The metrics of the steps in this folder."""
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--python", default=".venv-vllm/bin/python", help="of the environment with vLLM")
+    parser.add_argument("--python", default=".venv-vllm/bin/python", help="Python of the environment with vLLM")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sft-steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=3e-4, help="of the steps with rewards")
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of RL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--output", type=Path, help="a JSON file for the curves")
-    parser.add_argument("--folder", help="where the runs are kept; without it they are removed")
+    parser.add_argument("--output", type=Path, help="write the curves to this JSON file")
+    parser.add_argument("--folder", help="keep the runs in this folder; by default they are removed")
     settings = parser.parse_args()
     sizes = Sizes(rl_steps=settings.steps, sft_steps=settings.sft_steps)
     curves: dict[str, list[float]] = {}
@@ -108,7 +108,7 @@ def main() -> None:
                         print(f"  {metric}: {mean(values):.3g} on average, {max(values):.3g} at most", flush=True)
     if settings.output is not None:
         settings.output.write_text(json.dumps(curves, indent=1), encoding="utf-8")
-    print("mean of the first and of the last five steps")
+    print("mean reward of the first five and the last five steps")
     for name, rewards in curves.items():
         print(f"  {name:<24}{mean(rewards[:5]):.3f}  {mean(rewards[-5:]):.3f}")
 

@@ -3,7 +3,8 @@
     python examples/distill_jsonl.py --student Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B --data train.jsonl
     torchrun --nproc-per-node 8 examples/distill_jsonl.py --student Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B --data ...
 
-The two need one vocabulary, not one size. `padfree distill` does the same without a script.
+The two models must have the same vocabulary, but can have different sizes. `padfree distill` does the same without a
+script.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from padfree.train.run import train
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """The mean divergence of every step."""
+    """Train, and return the mean divergence of every step."""
     parser = argparse.ArgumentParser(description="Distil a teacher into a student on a JSONL file.")
     parser.add_argument("--student", required=True, help="a folder or a Hub id")
     parser.add_argument("--teacher", required=True, help="a folder or a Hub id with the same vocabulary")
     parser.add_argument("--data", required=True, nargs="+", help="JSONL files")
-    parser.add_argument("--folder", default="runs/distill", help="where everything is written (default %(default)s)")
+    parser.add_argument("--folder", default="runs/distill", help="output folder (default %(default)s)")
     parser.add_argument("--divergence", default="forward-kl", choices=["forward-kl", "reverse-kl", "jsd"])
-    parser.add_argument("--samples", type=int, default=64, help="of a step (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of a device at a time (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=64, help="samples per step (default %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=16384, help="per device and micro-batch (default %(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data (default %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

@@ -1,10 +1,10 @@
-"""Teach a model which of two answers is better.
+"""Train a model on preference pairs with DPO.
 
     python examples/dpo_pairs.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --folder runs/dpo
     torchrun --nproc-per-node 8 examples/dpo_pairs.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --folder runs/dpo
 
-A row of the file has `prompt`, `chosen` and `rejected`. The reference is the model itself as it was before the first
-step. `padfree dpo` does the same without a script.
+A row of the file has `prompt`, `chosen` and `rejected`. The reference is the initial model. `padfree dpo` does the same
+without a script.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from padfree.train.run import train
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description="Teach a model which of two answers is better.")
+    parser = argparse.ArgumentParser(description="Train a model on preference pairs with DPO.")
     parser.add_argument("--model", required=True, help="a folder or a Hub id")
     parser.add_argument("--data", required=True, nargs="+", help="JSONL files")
-    parser.add_argument("--folder", default="runs/dpo", help="where everything is written (default %(default)s)")
-    parser.add_argument("--variant", default="sigmoid", help="or hinge, ipo, simpo, orpo (default %(default)s)")
-    parser.add_argument("--beta", type=float, default=0.1, help="how far it may move (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=64, help="answers of a step (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of a device at a time (default %(default)s)")
+    parser.add_argument("--folder", default="runs/dpo", help="output folder (default %(default)s)")
+    parser.add_argument("--variant", default="sigmoid", help="sigmoid, hinge, ipo, simpo or orpo (default %(default)s)")
+    parser.add_argument("--beta", type=float, default=0.1, help="strength of the KL constraint (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=64, help="answers per step (default %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=16384, help="per device and micro-batch (default %(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=5e-7, help="learning rate (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="passes over the data (default %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
@@ -45,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
 
     def on_step(metrics: Mapping[str, Any]) -> None:
         margins.append(metrics["loss/margin"])
-        right = f"{metrics['loss/accuracy']:.0%} of the chosen answers are ahead"
+        right = f"the chosen answer is preferred in {metrics['loss/accuracy']:.0%} of the pairs"
         print(f"step {metrics['step'] + 1}  loss {metrics['loss']:.4f}  {right}")
 
     result = train(config, on_step=on_step)
-    print(f"{result.step} steps; the model for transformers is in {given.folder}/model")
+    print(f"{result.step} steps; transformers can load the model from {given.folder}/model")
     return margins
 
 

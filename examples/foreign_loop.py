@@ -1,13 +1,13 @@
-"""padfree's core in a training loop of one's own: plain PyTorch, four calls of padfree.
+"""Your own training loop in plain PyTorch with four calls of padfree.
 
     python examples/foreign_loop.py --model Qwen/Qwen3-0.6B --data train.jsonl --output trained
 
-    pack           samples -> micro-batches of at most --max-tokens, one token axis each, no padding
-    shard          a micro-batch -> what this process computes (all of it here; with a group, a context rank's share)
+    pack           samples -> packs of at most --max-tokens tokens, without padding
+    shard          a pack -> the part that this process computes (here all of it; with a group, a context rank's part)
     hidden_states  the attached model -> [T, D]
     score          [T, D] and the head -> log-probabilities of the labels, without [T, V]
 
-Token weights know the whole step, so the losses of its micro-batches are simply added up.
+The token weights are normalised over the whole step, so that the losses of its packs can simply be added.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from padfree.model import lm_head_of
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description="padfree's core in a training loop of one's own.")
+    parser = argparse.ArgumentParser(description="A training loop in plain PyTorch with padfree.")
     parser.add_argument("--model", required=True, help="a folder or a Hub id")
     parser.add_argument("--data", required=True, nargs="+", help="JSONL files")
     parser.add_argument("--output", default="trained", help="folder of the trained model (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=32, help="of a step (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="of a micro-batch (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=32, help="samples per step (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens per micro-batch (default %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="passes over the data (default %(default)s)")
     given = parser.parse_args(arguments)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         optimizer.zero_grad()
         losses.append(total)
         print(f"step {len(losses)}  {len(samples)} samples  loss {total:.4f}")
-    model.set_attn_implementation("sdpa")  # the stock model again
+    model.set_attn_implementation("sdpa")  # detach padfree
     model.save_pretrained(given.output)
     tokenizer.save_pretrained(given.output)
     return losses

@@ -1,11 +1,11 @@
-"""Hugging Face's own Trainer on packed rows: `PackedCollator` in place of a padding collator, nothing else changed.
+"""Hugging Face's Trainer with packing: only the data collator changes, to `PackedCollator`.
 
     python examples/hf_trainer.py --model Qwen/Qwen3-0.6B --data train.jsonl --output trained
 
-Every batch becomes one row `[1, T]` whose position ids restart in each sample, which is how HF models keep the samples
-apart. Not all do: `PackedCollator` tries it on a small copy, and refuses a model that would mix its samples. With flash
-attention (`--attention flash_attention_2`) packing costs nothing; HF's `sdpa` makes a `[T, T]` mask, so keep batches
-small there.
+Every batch becomes one pack `[1, T]` whose position ids restart in each sample; HF models separate the samples by them.
+Not all models do: `PackedCollator` tests a small copy and refuses a model that would mix its samples. With flash
+attention (`--attention flash_attention_2`) packing has no extra cost. HF's `sdpa` creates a `[T, T]` mask, so keep
+batches small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from padfree.data import TokenizedDataset, load_sft
 
 
 class Features(torch.utils.data.Dataset[dict[str, Any]]):
-    """Tokenised samples as the dicts that a Trainer takes."""
+    """Tokenised samples as dicts for a Trainer."""
 
     def __init__(self, samples: TokenizedDataset) -> None:
         self.samples = samples
@@ -36,14 +36,16 @@ class Features(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description="Hugging Face's own Trainer on packed rows.")
+    parser = argparse.ArgumentParser(description="Hugging Face's Trainer with packing.")
     parser.add_argument("--model", required=True, help="a folder or a Hub id")
     parser.add_argument("--data", required=True, nargs="+", help="JSONL files")
     parser.add_argument("--output", default="trained", help="folder of the trained model (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=8, help="of a batch of one device (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="samples per device and batch (default %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="passes over the data (default %(default)s)")
-    parser.add_argument("--attention", default="sdpa", help="HF's name of an attention implementation")
+    parser.add_argument(
+        "--attention", default="sdpa", help="attention implementation of transformers (default %(default)s)"
+    )
     given = parser.parse_args(arguments)
 
     tokenizer = AutoTokenizer.from_pretrained(given.model)

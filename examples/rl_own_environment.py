@@ -1,10 +1,10 @@
-"""Train a model with a tool: it may ask a calculator in the middle of its answer, as often as it likes.
+"""Train a model with a tool: it can call a calculator while it answers.
 
     python examples/rl_own_environment.py --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --folder runs/tool
 
 A row of the file has a `prompt`, and an `answer` that ends with the right number. `episode` is the environment: it asks
-the policy for tokens and adds its own in between. What the policy wrote is trained on, what the calculator says is not.
-`rollout.environment` names it as `module:function`; this script names its own.
+the policy for tokens and inserts the results of the calculator. Only tokens of the policy are trained.
+`rollout.environment` names the environment as `module:function`; this script names its own function.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MOST_QUESTIONS = 8
 
 
 async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
-    """A turn that ends with `12*3=` is a question, and `36` is put behind it; any other turn is the answer."""
+    """If a turn ends with `12*3=`, append `36` and let the policy continue. Any other turn is the answer."""
     questions = 0
     turn = await policy.generate()
     while turn.ended and questions < MOST_QUESTIONS and (asked := re.search(r"([\d+*/ -]+)=$", turn.text)):
         questions += 1
         if not policy.reply(calculate(asked[1]) or "error"):
-            break  # there is no room for more
+            break  # no tokens left
         turn = await policy.generate()
     return policy.trajectory(reward=reward(turn.text, prompt.row), metrics={"questions": questions})
 
 
 def reward(response: str, row: Mapping[str, Any]) -> float:
-    """1 if the last number of the response is the answer, and a little for giving any number at all."""
+    """1 if the last number of the response is the answer, 0.1 for another number, 0 without a number."""
     numbers = re.findall(r"-?\d+", response)
     if not numbers:
         return 0.0
@@ -45,14 +45,16 @@ def reward(response: str, row: Mapping[str, Any]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description="Train a model that may ask a calculator.")
+    parser = argparse.ArgumentParser(description="Train a model that can call a calculator.")
     parser.add_argument("--model", required=True, help="a folder or a Hub id")
     parser.add_argument("--prompts", required=True, nargs="+", help="JSONL files with prompt and answer")
-    parser.add_argument("--folder", default="runs/tool", help="where everything is written (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=256, help="episodes of a step (default %(default)s)")
-    parser.add_argument("--group", type=int, default=8, help="episodes of a prompt (default %(default)s)")
+    parser.add_argument("--folder", default="runs/tool", help="output folder (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=256, help="episodes per step (default %(default)s)")
+    parser.add_argument("--group", type=int, default=8, help="episodes per prompt (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of all turns together (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of a device at a time (default %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=16384, help="per device and micro-batch (default %(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate (default %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

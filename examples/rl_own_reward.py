@@ -1,12 +1,13 @@
-"""Train a model with a reward function of one's own: it answers, the function judges, good answers become likelier.
+"""Train a model with your own reward function.
 
     python examples/rl_own_reward.py --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --folder runs/rl
 
     python examples/rl_own_reward.py --model padfree-demo/sft/model --prompts padfree-demo/data/prompts.jsonl
 
-The first trains a model of the Hub, the second that of `padfree demo`. A row of the file has a `prompt` and whatever
-the reward needs; here `answer`, which ends with the right number. The reward is called with the text of a response and
-the row its prompt came from. `rollout.reward` names it as `module:function`; this script names its own.
+The first command trains a model of the Hub, the second one the model of `padfree demo`. A row of the file has a
+`prompt` and the columns that the reward needs; here `answer`, which ends with the right number. The reward is called
+with the text of a response and the data row of its prompt. `rollout.reward` names the function as `module:function`;
+this script names its own function.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ from padfree.train.run import train
 
 
 def reward(response: str, row: Mapping[str, Any]) -> float:
-    """1 if the last number of the response is the answer, and a little for giving any number at all."""
+    """1 if the last number of the response is the answer, 0.1 for another number, 0 without a number."""
     numbers = re.findall(r"-?\d+", response)
     if not numbers:
         return 0.0
-    answer = re.findall(r"-?\d+", str(row["answer"]))[-1]  # alone, or behind "####"
+    answer = re.findall(r"-?\d+", str(row["answer"]))[-1]  # alone, or after "####"
     return 1.0 if int(numbers[-1]) == int(answer) else 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description="Train a model with a reward function of one's own.")
+    parser = argparse.ArgumentParser(description="Train a model with your own reward function.")
     parser.add_argument("--model", required=True, help="a folder or a Hub id")
     parser.add_argument("--prompts", required=True, nargs="+", help="JSONL files with prompt and answer")
-    parser.add_argument("--folder", default="runs/rl", help="where everything is written (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=256, help="responses of a step (default %(default)s)")
-    parser.add_argument("--group", type=int, default=8, help="responses to a prompt (default %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="of a response (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of a device at a time (default %(default)s)")
+    parser.add_argument("--folder", default="runs/rl", help="output folder (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=256, help="responses per step (default %(default)s)")
+    parser.add_argument("--group", type=int, default=8, help="responses per prompt (default %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="tokens per response (default %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=16384, help="per device and micro-batch (default %(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate (default %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

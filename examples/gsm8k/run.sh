@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# SmolLM2-135M on GSM8K: SFT, then GRPO, with the accuracy on the test set before and after each.
+# SmolLM2-135M on GSM8K: SFT, then GRPO, with the test accuracy before and after each.
 #   examples/gsm8k/run.sh MODEL DATA RUNS [SEED]
-# MODEL is the Hugging Face folder or Hub id, DATA a folder with train.jsonl and test.jsonl (question, answer),
-# RUNS the folder that receives the runs. PADFREE="python -m padfree" replaces the command.
+# MODEL is a Hugging Face folder or Hub id, DATA a folder with train.jsonl and test.jsonl (question, answer), and RUNS
+# the output folder. Set PADFREE="python -m padfree" to use another command.
 set -euo pipefail
 model=${1:?usage: run.sh MODEL DATA RUNS [SEED]} data=${2:?} runs=${3:?} seed=${4:-0}
 here=$(dirname "$0")

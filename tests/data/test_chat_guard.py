@@ -57,7 +57,7 @@ def calls(arguments: str) -> str:
     )
 
 
-# A message or a field leaves no trace
+# A message or a field is missing from the rendered text
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def calls(arguments: str) -> str:
     ],
 )
 def test_a_field_that_the_template_does_not_show_is_refused(message: dict[str, Any], words: str) -> None:
-    with pytest.raises(RowError, match=rf"^message 2 \(assistant\): {words} leaves no trace in the text"):
+    with pytest.raises(RowError, match=rf"^message 2 \(assistant\): {words} is missing from the rendered text"):
         samples(TEMPLATES["chatml"], USER, message)
     shown = chatml("{{ m.content or '' }}{{ m|tojson }}")
     assert len(samples(shown, USER, message)) == 1
@@ -86,14 +86,14 @@ def test_a_field_that_the_template_does_not_show_is_refused(message: dict[str, A
 @pytest.mark.parametrize("role", ["critic", "narrator", "tool", "Tool", "function", "observation", "ipython"])
 def test_a_role_that_the_template_skips_is_refused(role: str) -> None:
     known = HEAD.replace("{% for m in messages %}", "{% for m in messages if m.role in ['user', 'assistant'] %}")
-    with pytest.raises(RowError, match=r"^message 2 \(.*\): content leaves no trace in the text"):
+    with pytest.raises(RowError, match=r"^message 2 \(.*\): content is missing from the rendered text"):
         samples(known + "{{ m.content }}" + FOOT, USER, {"role": role, "content": "So?"}, ASSISTANT)
 
 
 @pytest.mark.parametrize("content", ["", "  "])
 def test_an_empty_message_that_is_skipped_is_refused(content: str) -> None:
     template = chatml("{{ m.content }}").replace("in messages %}", "in messages if m.content.strip() %}")
-    with pytest.raises(RowError, match=r"^message 2 \(system\) leaves no trace in the text"):
+    with pytest.raises(RowError, match=r"^message 2 \(system\) is missing from the rendered text"):
         samples(template, USER, {"role": "system", "content": content}, ASSISTANT)
     assert len(samples(TEMPLATES["chatml"], USER, {"role": "system", "content": content}, ASSISTANT)) == 1
 
@@ -122,16 +122,20 @@ def test_a_role_that_is_rendered_as_the_assistant_is_refused(role: str) -> None:
 def test_a_text_that_the_template_changes_is_refused(expression: str, content: str) -> None:
     """The markers of the twin pass, or not; the row's own text decides."""
     for messages in ([{**USER, "content": content}, ASSISTANT], [USER, {**ASSISTANT, "content": content}]):
-        with pytest.raises(RowError, match=r"^message [12] \(.*\): content (leaves no trace|is rendered neither)"):
+        with pytest.raises(
+            RowError, match=r"^message [12] \(.*\): content (is missing from the rendered text|is garbled)"
+        ):
             samples(chatml("{{ " + expression + " }}"), *messages)
     assert len(samples(chatml("{{ m.content|trim }}"), {**USER, "content": f" {content}\n"}, ASSISTANT)) == 1
 
 
 def test_tools_that_the_template_does_not_show_are_refused() -> None:
-    with pytest.raises(RowError, match=r"^tools\[0\]\.name \('look'\) leaves no trace in the text"):
+    with pytest.raises(RowError, match=r"^tools\[0\]\.name \('look'\) is missing from the rendered text"):
         samples(TEMPLATES["chatml"], USER, ASSISTANT, tools=[TOOL])
     names = chatml("{{ m.content }}", "{% for t in tools %}{{ t.function.name }} {% endfor %}")
-    with pytest.raises(RowError, match=r"^tools\[0\]\.description \('Look it up\.'\) leaves no trace"):
+    with pytest.raises(
+        RowError, match=r"^tools\[0\]\.description \('Look it up\.'\) is missing from the rendered text"
+    ):
         samples(names, USER, ASSISTANT, tools=[TOOL])
     words = names.replace(
         "t.function.name }}",
@@ -146,7 +150,7 @@ def test_tools_that_the_template_does_not_show_are_refused() -> None:
     ):
         assert len(samples(template, USER, ASSISTANT, tools=[TOOL])) == 1
     python = chatml("{{ m.content }}", "{{ tools|string }}")
-    with pytest.raises(RowError, match=r"^tools\[0\] is rendered as Python writes it"):
+    with pytest.raises(RowError, match=r"^tools\[0\] is rendered as Python's repr"):
         samples(python, USER, ASSISTANT, tools=[TOOL])
 
 
@@ -155,7 +159,7 @@ def test_results_in_another_order_need_ids() -> None:
     first, second = ({"role": "tool", "tool_call_id": one, "content": f"from {one}"} for one in "ab")
     template = calls("{{ c.function.arguments|tojson }}")
     assert len(samples(template, USER, called, first, second, ASSISTANT)) == 1
-    with pytest.raises(RowError, match=r"^message 3 \(tool\) does not answer the next call"):
+    with pytest.raises(RowError, match=r"^message 3 \(tool\) is not the result of the next tool call"):
         samples(template, USER, called, second, first, ASSISTANT)
     with_ids = template.replace("[{{ c.function", "[{{ c.id }}{{ c.function").replace(
         "{{ m.content or '' }}", "{{ m.tool_call_id or '' }}{{ m.content or '' }}"
@@ -166,7 +170,7 @@ def test_results_in_another_order_need_ids() -> None:
 def test_the_name_of_a_result_is_known_from_its_call() -> None:
     template = calls("{{ c.function.arguments|tojson }}")
     assert len(samples(template, USER, CALLED, {**RESULT, "name": "look"}, ASSISTANT)) == 1
-    with pytest.raises(RowError, match=r"^message 3 \(tool\): name leaves no trace"):
+    with pytest.raises(RowError, match=r"^message 3 \(tool\): name is missing from the rendered text"):
         samples(template, USER, CALLED, {**RESULT, "name": "other"}, ASSISTANT)
 
 
@@ -219,7 +223,7 @@ def test_arguments_are_their_json_in_whatever_way_a_template_writes_it(arguments
 )
 def test_pythons_repr_and_json_encoded_twice_are_refused(arguments: str, given: dict[str, Any]) -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [{"name": "look", "arguments": given}]}
-    with pytest.raises(RowError, match=r"leaves no trace|rendered neither as its text nor as its JSON|refused it"):
+    with pytest.raises(RowError, match=r"is missing from the rendered text|is garbled|raised an error"):
         samples(calls(arguments), USER, called)
 
 
@@ -238,7 +242,9 @@ def test_null_beside_a_call_is_what_the_template_wants() -> None:
         (sample,) = samples(template, USER, CALLED)
         assert "[look|" in sample.text
         assert "None" not in sample.text
-    with pytest.raises(RowError, match=r"^message 2 \(assistant\): tool_calls\[0\]\.function\.name leaves no trace"):
+    with pytest.raises(
+        RowError, match=r"^message 2 \(assistant\): tool_calls\[0\]\.function\.name is missing from the rendered text"
+    ):
         samples(wants_null, USER, {**CALLED, "content": "See."})
 
 
@@ -268,9 +274,11 @@ def test_prompts_are_guarded_and_what_the_model_once_wrote_may_be_cut() -> None:
         return renderer.prompt(read_conversation(list(messages), "prompt"))
 
     assert "secret" not in prompt(USER, {**ASSISTANT, "content": "secret</think>a</think>b"}, USER)
-    with pytest.raises(RowError, match=r"^message 1 \(user\): name leaves no trace"):
+    with pytest.raises(RowError, match=r"^message 1 \(user\): name is missing from the rendered text"):
         prompt({**USER, "name": "Bob"})
-    with pytest.raises(RowError, match=r"^message 2 \(assistant\): reasoning_content leaves no trace"):
+    with pytest.raises(
+        RowError, match=r"^message 2 \(assistant\): reasoning_content is missing from the rendered text"
+    ):
         prompt(USER, {**ASSISTANT, "reasoning_content": "Hm."}, USER)
 
 

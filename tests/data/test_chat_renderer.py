@@ -117,7 +117,7 @@ def test_markers_decide_what_a_turn_is() -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_cures() -> None:
     forgetful = tiny_tokenizer("forgetful")
     with pytest.raises(
-        RowError, match=r"message 3 reads differently once others follow.*data\.turns=auto.*loss_on=last"
+        RowError, match=r"renders message 3 differently once other messages follow.*data\.turns=auto.*loss_on=last"
     ):
         trained_texts(forgetful, TURNS)
     assert trained_texts(forgetful, TURNS, "last") == ["Four<|im_end|>"]
@@ -128,7 +128,10 @@ def test_a_generation_prompt_that_is_not_how_the_turn_begins_is_refused() -> Non
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
     assert trained_texts(tokenizer, TURNS[:3]) == ["polite</think>  Hello <|im_end|>"]
-    with pytest.raises(RowError, match=r"the text before message 5, .* is not prefix-stable; set data\.turns=auto"):
+    with pytest.raises(
+        RowError,
+        match=r"the text before message 5, .* is not a prefix of the rendered conversation; set data\.turns=auto",
+    ):
         trained_texts(tokenizer, TURNS)
     # the text is the same with markers, and they need no prefix
     tokenizer.chat_template = TEMPLATES["chatml_marked"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
@@ -140,23 +143,23 @@ def test_a_generation_prompt_that_is_not_how_the_turn_begins_is_refused() -> Non
 def test_a_template_without_headers_or_system_role() -> None:
     tokenizer = tiny_tokenizer("no_system")
     assert trained_texts(tokenizer, TURNS[1:]) == [" <think>polite</think>  Hello <|im_end|>", " Four<|im_end|>"]
-    with pytest.raises(RowError, match=r"the chat template refused it: TemplateError: System role not supported"):
+    with pytest.raises(RowError, match=r"the chat template raised an error: TemplateError: System role not supported"):
         trained_texts(tokenizer, TURNS)
 
 
 def test_what_a_template_raises_is_a_bad_row() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + 1 }}{% endfor %}"
-    with pytest.raises(RowError, match="the chat template refused it: TypeError"):
+    with pytest.raises(RowError, match="the chat template raised an error: TypeError"):
         trained_texts(tokenizer, TURNS)
 
 
 def test_conversations_without_a_turn_to_train_on() -> None:
-    with pytest.raises(RowError, match="no message with role 'assistant'"):
+    with pytest.raises(RowError, match="no message has the role 'assistant'"):
         trained_texts(PLAIN, TURNS[:2])
     assert trained_texts(PLAIN, TURNS[:2], "all") != []
     opening = [TURNS[2], TURNS[1], TURNS[4]]
-    with pytest.raises(RowError, match="message 1 is the assistant's: no prefix shows where it begins"):
+    with pytest.raises(RowError, match="message 1 is from the assistant, so the start of its text is unknown"):
         trained_texts(PLAIN, opening)
     assert len(trained_texts(MARKED, opening)) == 2
     assert trained_texts(PLAIN, opening, "last") == ["Four<|im_end|>"]
@@ -172,14 +175,14 @@ def test_arguments_tools_and_another_template_reach_the_template() -> None:
 
 
 def test_no_template_is_refused() -> None:
-    with refused("data.chat_template", "the tokenizer has none"):
+    with refused("data.chat_template", "the tokenizer has no chat template"):
         ChatRenderer(tiny_tokenizer())
 
 
 def test_several_templates_without_a_default_are_refused() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {"tool_use": TEMPLATES["chatml"], "rag": TEMPLATES["chatml"]}
-    with refused("data.chat_template", r".* no default \(rag, tool_use\)"):
+    with refused("data.chat_template", r".* without a default \(rag, tool_use\)"):
         ChatRenderer(tokenizer)
     ChatRenderer(tokenizer, TEMPLATES["chatml"])
 
@@ -187,7 +190,7 @@ def test_several_templates_without_a_default_are_refused() -> None:
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([], r"'chat' is empty; expected a list of messages"),
+        ([], r"'chat' is empty; give one message or more"),
         (["Hi"], r"chat\[0\] is 'Hi'; expected an object with role and content"),
         ([{"content": "Hi"}], r"chat\[0\]\.role is null; expected a string"),
         ([{"role": 1, "content": "Hi"}], r"chat\[0\]\.role is 1; expected a string"),
@@ -248,7 +251,8 @@ def test_thoughts_that_no_sample_shows_are_refused() -> None:
     forgetful = tiny_tokenizer("forgetful")
     messages = [TURNS[1], THINKING, QUESTION, TURNS[4]]
     with pytest.raises(
-        RowError, match=r"message 2 \(assistant\): content leaves no trace.*strips the thoughts of earlier"
+        RowError,
+        match=r"message 2 \(assistant\): content is missing from the rendered text.*strips the reasoning of earlier",
     ):
         samples(forgetful, messages, "all", "auto")
     assert len(samples(forgetful, messages, "last", "auto")) == 1  # the first turn is context, as the model sees it
@@ -257,7 +261,9 @@ def test_thoughts_that_no_sample_shows_are_refused() -> None:
 def test_a_turn_that_does_not_begin_with_the_generation_prompt_is_refused_apart() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
-    with pytest.raises(RowError, match="the text before message 5, with the generation prompt, is not how the text"):
+    with pytest.raises(
+        RowError, match="the text before message 5, with the generation prompt, is not a prefix of the text"
+    ):
         samples(tokenizer, TURNS, turns="apart")
     with pytest.raises(RowError, match="the text before message 5"):
         samples(tokenizer, TURNS, turns="auto")

@@ -84,7 +84,7 @@ def test_parts_of_text_are_joined_and_other_parts_refused() -> None:
     parquet = [{"type": "text", "text": "a", "image_url": None}]
     assert read({"role": "user", "content": parquet}).messages[0]["content"] == "a"
     for kind in ("image_url", "image", "input_audio", "video", "file", "thinking", "refusal", "tool_use"):
-        with pytest.raises(RowError, match=rf"messages\[0\]\.content\[1\]\.type is '{kind}'; expected text"):
+        with pytest.raises(RowError, match=rf"messages\[0\]\.content\[1\]\.type is '{kind}'; expected 'text'"):
             read({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: "x"}]})
 
 
@@ -93,10 +93,10 @@ def test_weight_zero_is_not_trained() -> None:
     assert conversation.untrained == {2}
     assert all("weight" not in message for message in conversation.messages)
     for weight in (0.5, 2, -1, True, "0"):
-        with pytest.raises(RowError, match=r"messages\[1\]\.weight is .*; expected 0 \(not trained\) or 1"):
+        with pytest.raises(RowError, match=r"messages\[1\]\.weight is .*; expected 1 to train on the message or 0"):
             read(USER, {**ASSISTANT, "weight": weight})
     assert read({**USER, "weight": 0}, ASSISTANT).untrained == {0}
-    with pytest.raises(RowError, match=r"messages\[0\]\.weight is 1, and the message is of role 'user'"):
+    with pytest.raises(RowError, match=r"messages\[0\]\.weight is 1, but the message has the role 'user'"):
         read({**USER, "weight": 1}, ASSISTANT)
 
 
@@ -114,7 +114,7 @@ def test_thoughts_have_one_name_and_metadata_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ("Hi", r"'messages' is 'Hi'; expected a list of messages, or one as JSON text"),
+        ("Hi", r"'messages' is 'Hi'; expected a list of messages, or JSON text of it"),
         ('{"role": "user"}', r"'messages' is .*; expected a list of messages"),
         (None, r"'messages' is null; expected a list of messages"),
         ("[]", r"'messages' is empty"),
@@ -130,12 +130,12 @@ def test_thoughts_have_one_name_and_metadata_is_left_out() -> None:
         ([{**ASSISTANT, "tool_calls": [{"type": "custom", "custom": {}}]}], r"type is 'custom'; expected 'function'"),
         ([{**ASSISTANT, "x": float("nan")}], r"messages\[0\]\.x is nan; expected a finite number"),
         ([{**ASSISTANT, "x": {1: 2}}], r"messages\[0\]\.x has the key 1; expected strings"),
-        ([{**ASSISTANT, "x": datetime.date(2020, 1, 1)}], r"messages\[0\]\.x is of type date; expected a JSON value"),
-        ([{**ASSISTANT, "x": b"x"}], r"messages\[0\]\.x is of type bytes"),
-        ([{**ASSISTANT, "x": decimal.Decimal(1)}], r"messages\[0\]\.x is of type Decimal"),
+        ([{**ASSISTANT, "x": datetime.date(2020, 1, 1)}], r"messages\[0\]\.x has the type date; expected a JSON value"),
+        ([{**ASSISTANT, "x": b"x"}], r"messages\[0\]\.x has the type bytes"),
+        ([{**ASSISTANT, "x": decimal.Decimal(1)}], r"messages\[0\]\.x has the type Decimal"),
         ([{**ASSISTANT, "x": "\udc00"}], r"messages\[0\]\.x' has a lone surrogate"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], r"content\[0\]\.text is 5; expected a string"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}], r"content\[0\] has 'b' beside"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}], r"content\[0\] has the key 'b'"),
         (
             [
                 {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "name": "f"}]},
@@ -169,12 +169,12 @@ def test_deep_nesting_is_refused() -> None:
     deep: Any = 1
     for _ in range(1000):
         deep = [deep]
-    with pytest.raises(RowError, match="nested more than 64 levels deep"):
+    with pytest.raises(RowError, match="nested too deeply; expected at most 64 levels"):
         read({**USER, "x": deep})
     with pytest.raises(RowError, match="expected a list of messages"):
         read_conversation("[" * 100_000, "messages")
 
 
 def test_two_system_prompts_are_refused() -> None:
-    with pytest.raises(RowError, match=r"messages\[0\] is a system message, and the row has a system prompt"):
+    with pytest.raises(RowError, match=r"messages\[0\] is a system message, but the row has a separate system prompt"):
         read({"role": "system", "content": "a"}, USER, system="b")

@@ -75,7 +75,7 @@ def test_dropping_is_listed(folder: Path) -> None:
     assert data.lengths.tolist() == [3, 2]
     assert [sample.uid for sample in data] == ["a.jsonl:1", "a.jsonl:4"]
     assert data.report.summary() == "5 rows: 2 samples, 5 tokens; 1 skipped, 2 dropped, 0 truncated"
-    assert data.report.dropped[1] == SkippedRow(file="b/c.json", line=1, reason="4 tokens, max_length 3")
+    assert data.report.dropped[1] == SkippedRow(file="b/c.json", line=1, reason="4 tokens, over data.max_length 3")
 
 
 def test_truncation_is_listed_and_what_it_leaves_untrained_is_dropped(folder: Path) -> None:
@@ -84,8 +84,8 @@ def test_truncation_is_listed_and_what_it_leaves_untrained_is_dropped(folder: Pa
     assert data[2].tokens.tolist() == [11, 12, 13]
     assert data[2].mask.tolist() == [False, True, False]
     assert data.report.summary() == "5 rows: 3 samples, 8 tokens; 1 skipped, 1 dropped, 1 truncated"
-    assert data.report.truncated == (SkippedRow(file="b/c.json", line=1, reason="4 tokens, max_length 3"),)
-    assert data.report.dropped[0].reason == "5 tokens, max_length 3, and nothing to train on before it"
+    assert data.report.truncated == (SkippedRow(file="b/c.json", line=1, reason="4 tokens, over data.max_length 3"),)
+    assert data.report.dropped[0].reason == "5 tokens, over data.max_length 3, and no trained token within it"
 
 
 def test_no_sample_left_is_an_error(tmp_path: Path) -> None:
@@ -99,7 +99,10 @@ def test_no_sample_left_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("max_length", "overlong", "words"),
-    [(1, "drop", "max_length: 1; give 2 or more"), (8, "cut", "overlong: 'cut'; give one of error, truncate, drop")],
+    [
+        (1, "drop", "max_length: 1 is too short: .*; give 2 or more"),
+        (8, "cut", "overlong: 'cut'; give one of error, truncate, drop"),
+    ],
 )
 def test_settings_are_checked(folder: Path, max_length: int, overlong: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):

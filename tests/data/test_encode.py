@@ -84,7 +84,7 @@ def test_a_tokenizer_that_begins_every_text_with_a_space() -> None:
     assert result.tokens.tolist() == ids(tokenizer, whole)
     assert result.loss_mask.sum() == len(ids(tokenizer, "Hello there<|im_end|>"))
     assert "the" in tokenizer.tokenize("there")
-    with pytest.raises(RowError, match=r"a token lies across the border of an assistant turn.*loss_on=all"):
+    with pytest.raises(RowError, match=r"one token spans the start or end of an assistant turn.*loss_on=all"):
         encode(tokenizer, Passage.of_spans("there", [(1, 5)]))
     assert encode(tokenizer, Passage.of_spans("there", [(0, 5)])).loss_mask.all()
 

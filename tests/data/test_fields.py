@@ -113,18 +113,33 @@ def test_a_mapping_renames_and_speaks_for_its_format() -> None:
 @pytest.mark.parametrize(
     ("schema", "first", "mapping", "words"),
     [
-        (SFT_SCHEMA, row("prompt"), {}, r"f has \['prompt'\]; expected .*; add what is missing$"),
-        (SFT_SCHEMA, row("question", "text"), {"question": "prompt"}, r"f has \['question', 'text'\]; expected"),
-        (SFT_SCHEMA, row("prompt", "response"), {"questoin": "prompt"}, r"'questoin' \(for 'prompt'\) is not in f"),
-        (SFT_SCHEMA, row("prompt", "chosen", "rejected"), {}, r"preference pairs with padfree dpo .*chosen=response"),
-        (SFT_SCHEMA, row(a=1, b=[2]), {}, r"add what is missing$"),
+        (SFT_SCHEMA, row("prompt"), {}, r"f has \['prompt'\]; expected .*; add the missing columns$"),
+        (
+            SFT_SCHEMA,
+            row("question", "text"),
+            {"question": "prompt"},
+            r"f has the columns \['question', 'text'\]; expected",
+        ),
+        (
+            SFT_SCHEMA,
+            row("prompt", "response"),
+            {"questoin": "prompt"},
+            r"'questoin' \(mapped to 'prompt'\) is not a column of f",
+        ),
+        (
+            SFT_SCHEMA,
+            row("prompt", "chosen", "rejected"),
+            {},
+            r"padfree dpo or padfree reward for preference pairs .*chosen=response",
+        ),
+        (SFT_SCHEMA, row(a=1, b=[2]), {}, r"add the missing columns$"),
         # No suggestion of a wrong kind: KTO's label is not an answer, and token ids are not a text.
-        (PAIR_SCHEMA, row("prompt", "completion", label=True), {}, r"single answers with a label with padfree kto$"),
-        (PAIR_SCHEMA, row("question", "answer", label=False), {}, r"single answers with a label with padfree kto$"),
-        (PAIR_SCHEMA, row(input_ids=[1], labels=[1], attention_mask=[1]), {}, r"bring text: token ids are for [^;]*$"),
-        (PAIR_SCHEMA, row(a=1.0, prompt_ids=[3], chosen_ids=[4]), {}, r"add what is missing$"),
-        (PROMPT_SCHEMA, row(input_ids=[1], labels=[1]), {}, r"bring text: token ids are for [^;]*$"),
-        (PROMPT_SCHEMA, row(level=3, tokens=[1]), {}, r"add what is missing$"),
+        (PAIR_SCHEMA, row("prompt", "completion", label=True), {}, r"padfree kto for single answers with a label$"),
+        (PAIR_SCHEMA, row("question", "answer", label=False), {}, r"padfree kto for single answers with a label$"),
+        (PAIR_SCHEMA, row(input_ids=[1], labels=[1], attention_mask=[1]), {}, r"give text: only [^;]*$"),
+        (PAIR_SCHEMA, row(a=1.0, prompt_ids=[3], chosen_ids=[4]), {}, r"add the missing columns$"),
+        (PROMPT_SCHEMA, row(input_ids=[1], labels=[1]), {}, r"give text: only [^;]*$"),
+        (PROMPT_SCHEMA, row(level=3, tokens=[1]), {}, r"add the missing columns$"),
     ],
 )
 def test_no_format_is_refused_with_what_to_do(
@@ -164,7 +179,7 @@ def test_a_mapping_names_known_fields_once() -> None:
     check_mapping({"a": "prompt", "b": "response", "c": "unused", "d": "unused"}, SFT_SCHEMA)
     with pytest.raises(ValueError, match="'a' is mapped to 'promt', which is not a field; use one of messages, prompt"):
         check_mapping({"a": "promt"}, SFT_SCHEMA)
-    with pytest.raises(ValueError, match=r"\['a', 'b'\] are all mapped to 'prompt'; map one"):
+    with pytest.raises(ValueError, match=r"\['a', 'b'\] are all mapped to 'prompt'; map only one"):
         check_mapping({"a": "prompt", "b": "prompt"}, SFT_SCHEMA)
 
 
@@ -200,7 +215,7 @@ def test_a_preferred_format_wins_over_others_but_not_over_its_like() -> None:
 def test_a_column_that_changes_what_rows_mean_is_used_or_refused(
     schema: Schema, first: dict[str, Any], column: str, choices: list[str]
 ) -> None:
-    with refused("data.columns", f"f has {column!r}, which .*") as caught:
+    with refused("data.columns", f"f has a column {column!r}, which .*") as caught:
         resolve(first, {}, schema, "f")
     words = re.findall(r"data\.columns\.\w+=\w+", str(caught.value))
     assert words == [f"data.columns.{column}={choice}" for choice in choices]
@@ -248,7 +263,7 @@ def test_false_and_zero_are_values(value: Any) -> None:
         (
             PROMPT_SCHEMA,
             row("question", "answer", "id"),
-            "prompts (question, answer); other columns, for the reward: id",
+            "prompts (question, answer); passed to the reward: id",
         ),
     ],
 )

@@ -154,11 +154,14 @@ def test_a_prompt_template_is_filled_with_columns(load: Load) -> None:
     [
         (
             "{qestion}",
-            r"data\.prompt_template: \{qestion\} is not a column of a\.jsonl, which has \['answer', 'l', 'qu",
+            r"data\.prompt_template: names \{qestion\}, which is not a column of a\.jsonl; it has \['answer', 'l', 'qu",
         ),
-        ("{l}", r"data\.prompt_template: it has no \{prompt\}, so that 'question' of a\.jsonl would be lost"),
-        ("{question} {answer.__class__}", r"\{answer\.__class__\} is not a column"),
-        ("{question} {l[0]}", r"\{l\[0\]\} is not a column"),
+        (
+            "{l}",
+            r"data\.prompt_template: does not contain \{prompt\}, so that the column 'question' of a\.jsonl",
+        ),
+        ("{question} {answer.__class__}", r"\{answer\.__class__\}, which is not a column"),
+        ("{question} {l[0]}", r"\{l\[0\]\}, which is not a column"),
         ("{question!r}", r"has braces without a column"),
         ("{question:>10}", r"has braces without a column"),
         ('{question} {"a": 1}', r"has braces without a column"),
@@ -177,15 +180,15 @@ def test_a_prompt_template_with_a_mistake_is_refused(load: Load, template: str, 
     ("rows", "changes", "words"),
     [
         ([{"messages": [system("A"), user("Hi"), assistant("x")], "system": "B"}], {}, r"different system prompts"),
-        ([{"prompt": [user("Hi")], "input": "x", "response": "y"}], {"columns": {"input": "input"}}, r"'input' beside"),
-        ([{"instruction": "Hi", "output": "x", "history": [["A"]]}], {}, r"history\[0\] is a list of 1; expected a pr"),
-        ([{"instruction": "Hi", "output": "x", "history": "A"}], {}, r"history\[0\] is 'A'; expected a prompt and a"),
-        ([{"prompt": [user("A"), assistant("B")], "completion": [assistant("C")]}], {}, r"'prompt' ends with the assi"),
+        ([{"prompt": [user("Hi")], "input": "x", "response": "y"}], {"columns": {"input": "input"}}, r"'input' cannot"),
+        ([{"instruction": "Hi", "output": "x", "history": [["A"]]}], {}, r"history\[0\] is a list of 1;"),
+        ([{"instruction": "Hi", "output": "x", "history": "A"}], {}, r"history\[0\] is 'A';ompt and a"),
+        ([{"prompt": [user("A"), assistant("B")], "completion": [assistant("C")]}], {}, r"'prompt' ends with an assi"),
         ([{"prompt": [user("A")], "completion": [user("B"), assistant("C")]}], {}, r"'prompt' is neither its"),
-        ([{"prompt": [user("A")], "completion": [user("A")]}], {}, r"'completion' has no answer behind 'prompt'"),
-        ([{"prompt": "A", "response": "B", "system": "C"}], {"prompt_format": "plain"}, r"'system' is 'C', and"),
+        ([{"prompt": [user("A")], "completion": [user("A")]}], {}, r"'completion' has no answer after 'prompt'"),
+        ([{"prompt": "A", "response": "B", "system": "C"}], {"prompt_format": "plain"}, r"'system' is 'C', but"),
         ([{"prompt": "A", "completion": "B"}, {"prompt": "A", "completion": "B", "label": False}], {},
-         r"^a\.jsonl line 2: 'label' is false, which says whether"),
+         r"^a\.jsonl line 2: 'label' is false, which marks answers"),
         ([{"prompt": "A", "response": "B"}, {"prompt": "A", "response": "B", "messages": [user("C")]}], {},
          r"^a\.jsonl line 2: 'messages' is a list of 1, which the first row of the file does not have"),
         ([{"messages": [user("A"), assistant("B")]}, {"messages": [user("A"), assistant("B")], "weight": 0}], {},
@@ -230,11 +233,11 @@ def test_token_ids_are_taken_as_they_are(load: Load, row: Any, tokens: Any, trai
         ({"input_ids": [5, 2**31]}, r"input_ids\[1\] is 2147483648; expected a token id"),
         ({"input_ids": [5, 6.0]}, r"input_ids\[1\] is 6.0; expected a token id"),
         ({"input_ids": [[5, 6]]}, r"input_ids\[0\] is a list of 2; expected a token id"),
-        ({"input_ids": [5, 6], "labels": [-100, -100]}, r"2 tokens and none to train on"),
+        ({"input_ids": [5, 6], "labels": [-100, -100]}, r"has 2 tokens and none to train on"),
         ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, r"attention_mask\[1\] is 0 between tokens"),
-        ({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 0]}, r"attention_mask\[1\] is 0, and the token"),
+        ({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [1, 0]}, r"attention_mask\[1\] is 0, but the token"),
         ({"input_ids": [5, 6], "attention_mask": [1, 2]}, r"attention_mask\[1\] is 2; expected 0 or 1"),
-        ({"input_ids": [5, 6], "labels": [5, 6], "loss_mask": [1, 1]}, r"'labels' and 'loss_mask'; expected one"),
+        ({"input_ids": [5, 6], "labels": [5, 6], "loss_mask": [1, 1]}, r"has both 'labels' and 'loss_mask'; keep one"),
     ],
 )
 def test_token_ids_that_do_not_fit_together_are_bad_rows(load: Load, row: Any, words: str) -> None:
@@ -314,28 +317,28 @@ def test_pairs_share_their_context_and_differ_in_the_answer(load: Load, row: Any
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "Hi", "chosen": "No", "rejected": "No "}, r"'chosen' and 'rejected' are the same"),
-        ({"chosen": [user("Hi"), ...], "rejected": [user("Hi"), assistant("Hello ")]}, r"are the same"),
-        ({"prompt": "Hi", "chosen": [user("Ho"), ...], "rejected": [...]}, r"'prompt' is neither its beginning nor"),
+        ({"prompt": "Hi", "chosen": "No", "rejected": "No "}, r"'chosen' and 'rejected' are equal"),
+        ({"chosen": [user("Hi"), ...], "rejected": [user("Hi"), assistant("Hello ")]}, r"are equal"),
+        ({"prompt": "Hi", "chosen": [user("Ho"), ...], "rejected": [...]}, r"'prompt' is neither its first"),
         ({"prompt": "Hi", "chosen": [user("Hi"), ...], "rejected": [user("Ho"), ...]}, r"'rejected' is a whole conv"),
         ({"chosen": [user("Hi"), ...], "rejected": [user("Ho"), ...]}, r"have no message in common"),
         ({"chosen": [*EARLIER, user("C"), ...], "rejected": [*EARLIER, user("D"), ...]},
-         r"'chosen' has the role 'user' where the answers differ; expected both to share all"),
+         r"'chosen' has a message of role 'user' where the two conversations first differ"),
         ({"prompt": "A", "chosen": [assistant("B"), user("C"), ...], "rejected": [assistant("D"), user("C"), ...]},
-         r"'chosen' has the role 'user' behind the first difference"),
+         r"'chosen' has a message of role 'user' after the first difference"),
         ({"chosen": [user("A"), assistant("B"), user("C"), ...], "rejected": [user("A"), assistant("B")]},
-         r"'rejected' is only the beginning of the other answer"),
+         r"'rejected' is only the beginning of the other conversation"),
         ({"prompt": [system("X"), user("Hi")], "chosen": [system("Y"), user("Hi"), ...], "rejected": [...]},
          r"'prompt' and 'chosen' have different system messages"),
         ({"prompt": "Hi", "chosen": [system("X"), user("Hi"), ...], "rejected": [system("Y"), user("Hi"), ...]},
          r"have no message in common"),
-        ({"prompt": "Hi", "chosen": [assistant("Hello"), user("Bye")], "rejected": [...]}, r"has the role 'user'"),
-        ({"prompt": "Hi", "chosen": [user("Hi")], "rejected": [...]}, r"'chosen' has no answer behind 'prompt'"),
-        ({"prompt": EARLIER, "chosen": "Hello", "rejected": "No"}, r"'prompt' ends with the assistant"),
+        ({"prompt": "Hi", "chosen": [assistant("Hello"), user("Bye")], "rejected": [...]}, r"of role 'user'"),
+        ({"prompt": "Hi", "chosen": [user("Hi")], "rejected": [...]}, r"'chosen' has no answer after 'prompt'"),
+        ({"prompt": EARLIER, "chosen": "Hello", "rejected": "No"}, r"'prompt' ends with an assistant"),
         ({"chosen": [...], "rejected": [...]}, r"have no message in common"),
-        ({"prompt": "Hi", "chosen": [{**assistant("Hello"), "weight": 0}], "rejected": [...]}, r"a weight of 0 in its"),
+        ({"prompt": "Hi", "chosen": [{**assistant("Hello"), "weight": 0}], "rejected": [...]}, r"of weight 0 in its"),
         ({"prompt": "Hi", "chosen": [CALL, {"role": "tool", "content": "4"}], "rejected": [...]},
-         r"'chosen' ends with the role 'tool'"),
+         r"'chosen' ends with a message of role 'tool'"),
         ({"prompt": "Hi", "chosen": None, "rejected": "No"}, r"'chosen' is null; expected a string"),
         ({"prompt": "Hi", "chosen": 4, "rejected": "No"}, r"'chosen' is 4; expected a string"),
         ({"conversations": [user("Hi"), assistant("B")], "chosen": "C", "rejected": "D"}, r"'conversations' ends with"),
@@ -388,12 +391,12 @@ def test_plain_pairs_without_a_prompt_share_their_beginning(
 @pytest.mark.parametrize(
     ("row", "changes", "words"),
     [
-        ({"chosen": "Yes it is", "rejected": "No"}, {}, r"have no common beginning"),
-        ({"chosen": "Yesterday it was", "rejected": "Yes it is"}, {}, r"have no common beginning"),
-        ({"chosen": "It is", "rejected": "It is "}, {}, r"are the same"),
-        ({"chosen": "It is", "rejected": "It was"}, {"prompt_format": "chat"}, r"is a text without a prompt"),
+        ({"chosen": "Yes it is", "rejected": "No"}, {}, r"have no common prefix"),
+        ({"chosen": "Yesterday it was", "rejected": "Yes it is"}, {}, r"have no common prefix"),
+        ({"chosen": "It is", "rejected": "It is "}, {}, r"are equal"),
+        ({"chosen": "It is", "rejected": "It was"}, {"prompt_format": "chat"}, r"is a string and the"),
         ({"prompt": "What is the sky?", "chosen": "What is the sky? Blue", "rejected": "What is the sky? Green"},
-         {"prompt_format": "plain"}, r"'chosen' and 'rejected' begin with 'prompt'; expected the answers alone"),
+         {"prompt_format": "plain"}, r"'chosen' and 'rejected' begin with the text of 'prompt'; remove it from both"),
     ],
 )  # fmt: skip
 def test_plain_pairs_that_are_refused(load: Load, row: Any, changes: dict[str, Any], words: str) -> None:
@@ -429,8 +432,7 @@ def test_what_a_reward_sees_of_a_prompt_under_another_name(tmp_path: Path) -> No
     found = read_prompts(tmp_path / "p.jsonl", CHAT, max_new_tokens=4)
     assert found.prompts[0].row == {"Question": "Hi", "Answer": "4", "level": 2, "prompt": "Hi", "answer": "4"}
     assert found.notes == (
-        "data: p.jsonl is read as prompts (Question, Answer); other columns, for the reward: level; through the chat "
-        "template",
+        "data: p.jsonl is read as prompts (Question, Answer); passed to the reward: level; through the chat template",
     )
 
 
@@ -456,7 +458,7 @@ def test_rollouts_in_text_have_the_same_prompts(tmp_path: Path) -> None:
          "prompt and response (prompt, response); as plain text"),
         ({"conversations": HUMAN, "id": 1}, {}, "ShareGPT (conversations); not used: id"),
         ({"text": "Hi there"}, {"system": "Be.", "prompt_template": "{prompt}"},
-         "text (text); without data.system and data.prompt_template"),
+         "text (text); data.system and data.prompt_template do not apply"),
         ({"input_ids": [5, 6]}, {}, "token ids (input_ids)"),
         ({"messages": [user("Hi"), assistant("x")], "weight": 1}, {"columns": {"weight": "unused"}},
          "messages (messages)"),
@@ -483,7 +485,7 @@ def test_parquet_has_the_same_formats(tmp_path: Path) -> None:
     assert texts(data[1])[0] == TWO
     rows[1]["label"] = False
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"^b\.parquet row 2: 'label' is false, which says whether"):
+    with pytest.raises(ValueError, match=r"^b\.parquet row 2: 'label' is false, which marks answers"):
         load_sft(tmp_path / "b.parquet", CHAT, cache=tmp_path / "cache", num_workers=0)
 
 
@@ -501,16 +503,16 @@ def test_samples_of_a_row_are_neighbours_with_its_line(load: Load) -> None:
 def test_a_text_of_many_megabytes_is_refused_at_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("padfree.data.encode.MOST_CHARACTERS", 1000)
     good = {"prompt": "Hi", "response": "x" * 500}
-    words = r"^a\.jsonl line 2: 1,0\d\d characters of text; expected at most 1,000, in several rows; correct it, or set"
+    words = r"^a\.jsonl line 2: the text has 1,0\d\d characters; expected at most 1,000, so split the row"
     for long in ({"prompt": "y" * 1000, "response": "x"}, {"prompt": "Hi", "response": "x" * 1000}):
         with pytest.raises(ValueError, match=words):
             load(good, long)
         with pytest.raises(ValueError, match=words.replace("0", r"\d", 1)):
             load(good, long, prompt_format="plain")
     assert len(load(good, {"prompt": "y" * 1000, "response": "x"}, on_bad_row="skip")) == 1
-    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 1,0\d\d characters"):
+    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: the text has 1,0\d\d characters"):
         load({"messages": [user("y" * 1000), assistant("x")]})
-    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 1,0\d\d characters"):
+    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: the text has 1,0\d\d characters"):
         load({"prompt": "y" * 1000, "chosen": "x", "rejected": "z"}, pairs=True)
 
 
@@ -529,7 +531,7 @@ def test_a_text_of_many_megabytes_is_refused_at_once(load: Load, monkeypatch: py
             r"tools\[0\]\.x is nan",
         ),
         ('{"messages": ' + "[" * 400 + "]" * 400 + "}", r"messages\[0\] is a list of 1; expected an object"),
-        ('{"messages": [{"role": "user", "content": "x", "n": ' + "[" * 400 + "]" * 400 + "}]}", r"nested more than"),
+        ('{"messages": [{"role": "user", "content": "x", "n": ' + "[" * 400 + "]" * 400 + "}]}", r"nested too deeply"),
     ],
 )
 def test_not_a_number_and_deep_nesting_are_bad_rows_with_their_field(load: Load, row: str, words: str) -> None:
@@ -538,5 +540,5 @@ def test_not_a_number_and_deep_nesting_are_bad_rows_with_their_field(load: Load,
 
 
 def test_a_template_number_must_be_finite(load: Load) -> None:
-    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 'level' is nan; expected a text or a finite number"):
+    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 'level' is nan; expected a string or a finite number"):
         load('{"prompt": "Hi", "level": NaN, "response": "x"}', prompt_template="{prompt} {level}")

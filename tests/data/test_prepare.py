@@ -115,16 +115,16 @@ def test_messages_need_a_template(load: Load) -> None:
         load([{"messages": MESSAGES}], BASE)
     with refused("data.prompt_format"):
         load([{"messages": MESSAGES}], prompt_format="plain")
-    with refused("data.chat_template", "the tokenizer has none"):
+    with refused("data.chat_template", "the tokenizer has no chat template"):
         load([{"prompt": "Hi", "response": "Hello"}], BASE, prompt_format="chat")
 
 
 GOOD = {"prompt": "Hi", "response": "Hello"}
 BAD = [
-    (b'{"prompt": "Hi", "resp', r"not JSON at column 18 .*; expected one JSON object"),
+    (b'{"prompt": "Hi", "resp', r"is not valid JSON at character 18 .*; expected one JSON object"),
     (b'{"prompt": "\xff", "response": "x"}', r"byte 13 is not UTF-8; expected a JSON object in UTF-8"),
-    (b"[]", r"a list of 0 as a row; expected a JSON object"),
-    ({"prompt": "Hi"}, r"no 'response'; expected a string \(the row has 'prompt'\)"),
+    (b"[]", r"the row is a list of 0; expected a JSON object"),
+    ({"prompt": "Hi"}, r"'response' is missing; expected a string \(the row has 'prompt'\)"),
     ({"prompt": "Hi", "response": None}, r"'response' is null; expected a string"),
     ({"prompt": "Hi", "response": 10**30}, r"'response' is a huge integer; expected a string"),
     ({"prompt": ["Hi"], "response": "x"}, r"prompt\[0\] is 'Hi'; expected an object with role and content"),
@@ -136,7 +136,10 @@ BAD = [
 
 @pytest.mark.parametrize(("bad", "words"), BAD)
 def test_a_bad_row_stops_with_file_line_field_and_what_was_expected(load: Load, bad: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^a\.jsonl line 3: {words}.*; correct it, or set data.on_bad_row=skip$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^a\.jsonl line 3: {words}.*; correct the row, or set data.on_bad_row=skip to skip rows like this$",
+    ):
         load([GOOD, b"", bad, GOOD])
 
 
@@ -147,9 +150,11 @@ def test_bad_rows_are_skipped_and_listed(load: Load, tmp_path: Path) -> None:
     assert [row.line for row in data.report.skipped] == list(range(3, len(rows)))
     assert data.report.num_rows == len(rows) - 1
     assert data.report.skipped[2] == SkippedRow(
-        file="a.jsonl", line=5, reason="a list of 0 as a row; expected a JSON object"
+        file="a.jsonl", line=5, reason="the row is a list of 0; expected a JSON object"
     )
-    with pytest.raises(ValueError, match=r"^a\.jsonl line 3: not JSON"):  # from the cache, which holds the list
+    with pytest.raises(
+        ValueError, match=r"^a\.jsonl line 3: is not valid JSON"
+    ):  # from the cache, which holds the list
         load(rows, on_bad_row="error")
     data.report.write(tmp_path / "skipped.jsonl")
     assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == len(BAD)
@@ -157,20 +162,20 @@ def test_bad_rows_are_skipped_and_listed(load: Load, tmp_path: Path) -> None:
 
 def test_a_row_with_nothing_to_train_on_is_bad(load: Load) -> None:
     with pytest.raises(
-        ValueError, match=r"a\.jsonl line 2: 1 tokens and none to train on; expected a token with anoth"
+        ValueError, match=r"a\.jsonl line 2: has 1 tokens and none to train on; expected a trained token aft"
     ):
         load([{"text": "Hello"}, {"text": ""}])
-    with pytest.raises(ValueError, match=r"a\.jsonl line 1: no message with role 'assistant'"):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 1: no message has the role 'assistant'"):
         load([{"messages": MESSAGES[:1]}])
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"id": 1}, r"no 'messages'; expected a list of messages"),
+        ({"id": 1}, r"'messages' is missing; expected a list of messages"),
         ({"messages": None}, r"'messages' is null; expected a list of messages"),
         ({"messages": "Hi"}, r"'messages' is 'Hi'; expected a list of messages"),
-        ({"messages": []}, r"'messages' is empty; expected a list of messages"),
+        ({"messages": []}, r"'messages' is empty; give one message or more"),
         ({"messages": [MESSAGES[0], {"role": "assistant"}]}, r"messages\[1\]\.content is null; expected a string"),
     ],
 )
@@ -182,25 +187,25 @@ def test_malformed_messages_are_bad_rows(load: Load, row: dict[str, Any], words:
 @pytest.mark.parametrize(
     ("rows", "changes", "words"),
     [
-        ([], {}, r"data: no rows in a\.jsonl; give a file that has some"),
-        ([b"", b"  "], {}, r"data: no rows in a\.jsonl"),
+        ([], {}, r"data: a\.jsonl has no rows; give a file with rows"),
+        ([b"", b"  "], {}, r"data: a\.jsonl has no rows"),
         (
             [b"x", b"y"],
             {"on_bad_row": "skip"},
-            r"none of 2 rows can be used, the first \(a\.jsonl:1\): not JSON",
+            r"none of 2 rows can be used; the first, a\.jsonl:1: is not valid JSON",
         ),
-        ([b"x", b"y"], {}, r"a\.jsonl line 1: not JSON"),
-        ([{"a": 1}], {"on_bad_row": "skip"}, r"columns: a\.jsonl has \['a'\]; expected 'messages'"),
+        ([b"x", b"y"], {}, r"a\.jsonl line 1: is not valid JSON"),
+        ([{"a": 1}], {"on_bad_row": "skip"}, r"columns: a\.jsonl has the columns \['a'\]; expected 'messages'"),
         ([{"text": "a", "messages": []}], {}, r"columns: a\.jsonl can be read in 2 ways; set data"),
-        ([GOOD], {"columns": {"x": "prompt"}}, r"columns: 'x' \(for 'prompt'\) is not in a\.jsonl"),
+        ([GOOD], {"columns": {"x": "prompt"}}, r"columns: 'x' \(mapped to 'prompt'\) is not a column of a\.jsonl"),
         ([GOOD], {"columns": {"prompt": "question"}}, r"'question', which is not a field"),
-        ([GOOD], {"num_workers": -1}, r"num_workers: -1; give 0 or more"),
+        ([GOOD], {"num_workers": -1}, r"num_workers: -1 is negative; give 0 or more"),
         ([GOOD], {"loss_on": "user"}, r"loss_on: 'user'; give one of assistant, last, all"),
         ([GOOD], {"prompt_format": "raw"}, r"prompt_format: 'raw'; give one of auto, chat, plain"),
         ([GOOD], {"on_bad_row": "warn"}, r"on_bad_row: 'warn'; give one of error, skip"),
         ([GOOD], {"overlong": "cut"}, r"overlong: 'cut'; give one of error, truncate, drop"),
-        ([GOOD], {"max_length": 0}, r"max_length: 0; give 2 or more"),
-        ([GOOD], {"max_length": 4}, r"max_length: 4, but 1 of 1 samples are longer, the first \(a\.jsonl:1\)"),
+        ([GOOD], {"max_length": 0}, r"max_length: 0 is too short: .*; give 2 or more"),
+        ([GOOD], {"max_length": 4}, r"max_length: 4, but 1 of 1 samples are longer; the first is a\.jsonl:1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
@@ -307,7 +312,7 @@ def test_several_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pyte
             assert a.uid == b.uid
             assert np.array_equal(a.tokens, b.tokens)
             assert np.array_equal(a.mask, b.mask)
-    with pytest.raises(ValueError, match=r"a\.jsonl line 8: no 'response'"):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 8: 'response' is missing"):
         load_sft(path, CHAT, cache=tmp_path / "three", num_workers=1)
     assert multiprocessing.active_children() == []
 
@@ -332,8 +337,8 @@ def test_a_script_that_processes_cannot_import_is_an_error_and_not_a_wait(tmp_pa
         check=False,
     )
     assert result.returncode == 1
-    assert "num_workers: the script loads its data on import; put it under if __name__ == '__main__'" in result.stderr
-    assert result.stderr.rstrip().endswith("or num_workers 0")
+    assert "num_workers: the main script loads its data when it is imported; put the call under if" in result.stderr
+    assert result.stderr.rstrip().endswith("or num_workers=0")
     assert "num_workers: a tokenising process died" in result.stderr
 
 
@@ -344,7 +349,7 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     def grow(done: int, total: int) -> None:
         path.write_text((json.dumps(GOOD) + "\n") * 2)
 
-    with refused("data", r"a\.jsonl was changed while it was read"):
+    with refused("data", r"a\.jsonl changed while it was being read"):
         load_sft(path, CHAT, cache=tmp_path / "cache", progress=grow)
     assert folders(tmp_path / "cache") == 0
 

@@ -157,7 +157,10 @@ def test_a_function_of_the_current_folder(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("exact", r"reward: 'exact'; use one of exact_match, number_after_hashes, or 'module:function'"),
+        (
+            "exact",
+            r"reward: 'exact' is not a reward; use one of exact_match, number_after_hashes, or 'module:function'",
+        ),
         ("a:b:c", r"use one of"),
         (":f", r"use one of"),
         ("../x:f", r"use one of"),

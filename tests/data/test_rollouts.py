@@ -140,14 +140,14 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (b"{", r"not JSON at column 2"),
-        ({"tokens": [5], "response_length": 1}, r"no 'reward'; expected a number"),
+        (b"{", r"is not valid JSON at character 2"),
+        ({"tokens": [5], "response_length": 1}, r"'reward' is missing; expected a number"),
         ({**ROW, "reward": None}, r"'reward' is null; expected a number"),
         ({**ROW, "reward": "1"}, r"'reward' is '1'; expected a finite number"),
         ({**ROW, "reward": NAN}, r"'reward' is nan; expected a finite number"),
         ({**ROW, "reward": 10**400}, r"'reward' is a huge integer; expected a finite number"),
         ({**ROW, "tokens": []}, r"'response_length' is 3; expected an integer from 0 to 0"),
-        ({**ROW, "tokens": [], "response_length": 0}, r"no tokens; expected one or more"),
+        ({**ROW, "tokens": [], "response_length": 0}, r"the row has no tokens; expected one or more"),
         ({**ROW, "tokens": [5, -1, 7, 8]}, r"tokens\[1\] is -1; expected a token id"),
         ({**ROW, "tokens": [5, 2**31, 7, 8]}, r"tokens\[1\] is 2147483648; expected a token id"),
         ({**ROW, "tokens": [5, 1.5, 7, 8]}, r"tokens\[1\] is 1\.5; expected a token id"),
@@ -155,20 +155,20 @@ NAN = float("nan")
         ({**ROW, "tokens": None}, r"'tokens' is null; expected a list of token ids"),
         ({**ROW, "response_length": 6}, r"'response_length' is 6; expected an integer from 0 to 5"),
         ({**ROW, "response_length": "3"}, r"'response_length' is '3'; expected an integer"),
-        ({"tokens": [5, 6], "reward": 1}, r"neither 'response_length' nor 'loss_mask'; expected one"),
+        ({"tokens": [5, 6], "reward": 1}, r"'response_length' and 'loss_mask' are both missing"),
         ({"tokens": [5, 6], "reward": 1, "loss_mask": [1]}, r"'loss_mask' has 1 entries; expected 2"),
         (
             {"tokens": [5], "reward": 1, "loss_mask": [0]},
-            r"'loss_mask' has no 1, .*; expected 'response_length' or 'gro",
+            r"'loss_mask' has no 1, .*; add 'response_length' or 'gro",
         ),
         ({**ROW, "loss_mask": [1, 1]}, r"'loss_mask' has 2 entries; expected 5 .* or 3 "),
-        ({**ROW, "loss_mask": [0, 1, 1, 1, 1]}, r"loss_mask\[1\] is 1 in the prompt; expected 1 in the response only"),
+        ({**ROW, "loss_mask": [0, 1, 1, 1, 1]}, r"loss_mask is 1 at token 1, which belongs to the prompt"),
         ({**ROW, "loss_mask": [0, 2, 1]}, r"loss_mask\[1\] is 2; expected 0 or 1"),
         ({**ROW, "loss_mask": [0, None, 1]}, r"loss_mask\[1\] is null; expected 0 or 1"),
         ({**ROW, "loss_mask": "111"}, r"'loss_mask' is '111'; expected a list of 0 and 1"),
         (
             {**ROW, "logprobs": [-0.1]},
-            r"'logprobs' has 1 entries; expected 5 \(one a token\) or 3 \(one a token of the r",
+            r"'logprobs' has 1 entries; expected 5 \(one per token\) or 3 \(one per token of the r",
         ),
         ({**ROW, "logprobs": [-0.1, None, -0.2]}, r"logprobs\[1\] is null; expected a log-probability"),
         ({**ROW, "logprobs": [-0.1, NAN, -0.2]}, r"logprobs\[1\] is nan; expected a log-probability"),
@@ -186,7 +186,10 @@ NAN = float("nan")
     ],
 )
 def test_a_bad_row_names_line_field_and_what_was_expected(read: Read, row: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^r\.jsonl line 2: {words}.*; correct it, or set data.on_bad_row=skip$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^r\.jsonl line 2: {words}.*; correct the row, or set data.on_bad_row=skip to skip rows like this$",
+    ):
         read([ROW, row])
     rollouts = read([ROW, row, ROW], on_bad_row="skip")
     assert [sample.uid for sample in rollouts.samples] == ["r.jsonl:1", "r.jsonl:3"]
@@ -194,7 +197,7 @@ def test_a_bad_row_names_line_field_and_what_was_expected(read: Read, row: Any, 
 
 
 def test_a_mask_cannot_come_with_text(read: Read) -> None:
-    with pytest.raises(ValueError, match="'loss_mask' with text; expected it with token ids only"):
+    with pytest.raises(ValueError, match="'loss_mask' needs token ids, but the row has text"):
         read([{"prompt": "Hi", "response": "Hello", "reward": 1, "loss_mask": [1]}], CHAT)
 
 
@@ -205,22 +208,34 @@ def test_small_positive_log_probabilities_are_rounding(read: Read) -> None:
 @pytest.mark.parametrize(
     ("rows", "changes", "words"),
     [
-        ([], {}, r"data: no rows in r\.jsonl; give a file that has some"),
+        ([], {}, r"data: r\.jsonl has no rows; give a file with rows"),
         (
             [b"x"],
             {"on_bad_row": "skip"},
-            r"none of 1 rows can be used, the first \(r\.jsonl:1\): not JSON",
+            r"none of 1 rows can be used; the first, r\.jsonl:1: is not valid JSON",
         ),
-        ([{"reward": 1}], {}, r"columns: r\.jsonl has \['reward'\]; expected 'tokens', or 'prompt_tokens' and"),
+        (
+            [{"reward": 1}],
+            {},
+            r"columns: r\.jsonl has the columns \['reward'\]; expected 'tokens', or 'prompt_tokens' and",
+        ),
         ([{**ROW, "prompt_tokens": [], "response_tokens": []}], {}, r"can be read in 2 ways; set data"),
-        ([ROW], {"columns": {"rewrd": "reward"}}, r"columns: 'rewrd' \(for 'reward'\) is not in r\.jsonl"),
+        (
+            [ROW],
+            {"columns": {"rewrd": "reward"}},
+            r"columns: 'rewrd' \(mapped to 'reward'\) is not a column of r\.jsonl",
+        ),
         ([ROW], {"columns": {"reward": "score"}}, r"'score', which is not a field"),
         (
             [ROW],
             {"max_length": 4},
             r"max_length: 4, but r\.jsonl:1 has 5 tokens; set data.overlong=truncate or data.overlong=drop",
         ),
-        ([ROW], {"max_length": 4, "overlong": "drop"}, r"none of 1 rows can be used, .*: 5 tokens, max_length 4"),
+        (
+            [ROW],
+            {"max_length": 4, "overlong": "drop"},
+            r"none of 1 rows can be used; .*: 5 tokens, over data.max_length 4",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(read: Read, rows: list[Any], changes: dict[str, Any], words: str) -> None:
@@ -232,7 +247,7 @@ def test_what_cannot_be_is_refused(read: Read, rows: list[Any], changes: dict[st
 def test_overlong_rollouts_are_truncated_or_dropped_and_listed(read: Read) -> None:
     short = {"tokens": [1, 2], "response_length": 1, "reward": 0, "logprobs": [-1]}
     rows = [short, {**ROW, "logprobs": [-0.1, -0.2, -0.3]}]
-    note = SkippedRow(file="r.jsonl", line=2, reason="5 tokens, max_length 4")
+    note = SkippedRow(file="r.jsonl", line=2, reason="5 tokens, over data.max_length 4")
     cut = read(rows, max_length=4, overlong="truncate")
     assert cut.samples[1].tokens.tolist() == [5, 6, 7, 8]
     assert cut.samples[1].logprobs is not None
@@ -275,10 +290,10 @@ def test_gsm8k_solutions_as_rollouts(read: Read, gsm8k_solutions: list[dict[str,
 def test_a_row_without_a_group_among_grouped_ones_is_a_bad_row(read: Read) -> None:
     rows = [{**ROW, "group": 1}, {**ROW, "group": 1}, ROW, {**ROW, "group": None}]
     with pytest.raises(
-        ValueError, match=r"^r\.jsonl line 3: no group, but r\.jsonl line 1 has one; expected a group in ev"
+        ValueError, match=r"^r\.jsonl line 3: has no group, but r\.jsonl line 1 has one; give every row a gr"
     ):
         read(rows)
-    with pytest.raises(ValueError, match=r"^r\.jsonl line 1: no group, but r\.jsonl line 2 has one"):
+    with pytest.raises(ValueError, match=r"^r\.jsonl line 1: has no group, but r\.jsonl line 2 has one"):
         read([ROW, {**ROW, "group": 0}])
     found = read(rows, on_bad_row="skip")
     assert [sample.uid for sample in found.samples] == ["r.jsonl:1", "r.jsonl:2"]

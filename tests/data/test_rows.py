@@ -39,7 +39,7 @@ def test_samples_of_a_row_have_names_of_their_own_and_a_common_group(tmp_path: P
 
 def test_too_long_is_an_error_that_names_the_turn(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"7, but 3 of 7 samples are longer, the first \(train\.jsonl:2 turn 2\) 8 tok"
+        ValueError, match=r"7, but 3 of 7 samples are longer; the first is train\.jsonl:2 turn 2 with 8 tok"
     ):
         TokenizedDataset(write_store(tmp_path, ROWS), max_length=7)
 
@@ -50,8 +50,8 @@ def test_dropping_leaves_out_the_whole_conversation(tmp_path: Path) -> None:
     assert [sample.uid for sample in data] == ["train.jsonl:1", "train.jsonl:3"]
     assert data.row_starts.tolist() == [0, 1, 2]
     assert data.report.dropped == (
-        SkippedRow(file="train.jsonl", line=2, reason="turn 3 has 12 tokens, max_length 8"),
-        SkippedRow(file="train.jsonl", line=4, reason="turn 2 has 9 tokens, max_length 8"),
+        SkippedRow(file="train.jsonl", line=2, reason="turn 3 has 12 tokens, over data.max_length 8"),
+        SkippedRow(file="train.jsonl", line=4, reason="turn 2 has 9 tokens, over data.max_length 8"),
     )
     assert data.report.num_used == 2
 
@@ -66,13 +66,13 @@ def test_truncating_keeps_the_turns_that_have_something_to_train_on(tmp_path: Pa
         SkippedRow(
             file="train.jsonl",
             line=2,
-            reason="turn 3 has 12 tokens, max_length 8; left out, with nothing to train on: turn 3",
+            reason="turn 3 has 12 tokens, over data.max_length 8; dropped because no trained token is left: turn 3",
         ),
-        SkippedRow(file="train.jsonl", line=4, reason="turn 2 has 9 tokens, max_length 8"),
+        SkippedRow(file="train.jsonl", line=4, reason="turn 2 has 9 tokens, over data.max_length 8"),
     )
     short = TokenizedDataset(tmp_path, max_length=3, overlong="truncate")
     assert [sample.uid for sample in short] == ["train.jsonl:1", "train.jsonl:3"]
-    reason = "turn 1 has 5 tokens, max_length 3, and nothing to train on before it"
+    reason = "turn 1 has 5 tokens, over data.max_length 3, and no trained token within it"
     assert short.report.dropped[0] == SkippedRow(file="train.jsonl", line=2, reason=reason)
     assert (short.report.num_used, len(short.report.dropped)) == (2, 2)
 

@@ -105,17 +105,17 @@ def test_columns_come_from_the_first_row_that_can_be_read(tmp_path: Path) -> Non
     (tmp_path / "a.jsonl").write_bytes(b'oops\n[1]\n{"text": "a"}\n')
     (source,) = open_sources(tmp_path / "a.jsonl")
     assert source.columns() == ["text"]
-    with pytest.raises(RowError, match="not JSON"):
+    with pytest.raises(RowError, match="not valid JSON"):
         packs_of(source)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[{]", r"a\.json: not JSON in UTF-8 \(.*\); expected one list of records"),
-        (b'["\xff"]', r"a\.json: not JSON in UTF-8"),
-        (b"", r"a\.json: not JSON in UTF-8"),
-        (b'"text"', r"a\.json: 'text'; expected one list of records"),
+        (b"[{]", r"a\.json: is not valid JSON in UTF-8 \(.*\); give one list of objects"),
+        (b'["\xff"]', r"a\.json: is not valid JSON in UTF-8"),
+        (b"", r"a\.json: is not valid JSON in UTF-8"),
+        (b'"text"', r"a\.json: 'text'; give one list of objects"),
     ],
 )
 def test_json_that_is_no_list_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
@@ -128,7 +128,7 @@ def test_json_that_is_no_list_is_refused(tmp_path: Path, content: bytes, words: 
 def test_records_that_are_no_objects_are_bad_rows(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"text": "a"}, 7]')
     (source,) = open_sources(tmp_path / "a.json")
-    with pytest.raises(RowError, match="7 as a row; expected a JSON object"):
+    with pytest.raises(RowError, match="the row is 7; expected a JSON object"):
         packs_of(source)
 
 
@@ -161,12 +161,12 @@ def test_files_are_named_from_their_common_folder(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ([], "nothing given; give a file, a folder or a Hub id"),
+        ([], "is empty; give a file, a folder or a Hub id"),
         ("absent.jsonl", "absent.jsonl does not exist; give a file"),
         ("./absent", "./absent does not exist"),
         ("a/b/c", "a/b/c does not exist"),
         ("empty", "the folder .*empty has no .jsonl, .json, .parquet file"),
-        ("data.csv", ".*data.csv ends in '.csv'; give a .jsonl, .json, .parquet file"),
+        ("data.csv", ".*data.csv has the suffix '.csv', which is not supported; give a .jsonl, .json, .parquet file"),
     ],
 )
 def test_what_is_not_there_is_refused(
@@ -182,7 +182,7 @@ def test_what_is_not_there_is_refused(
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all, by any means")
-    with pytest.raises(ValueError, match=r"a\.parquet: not a Parquet file .*; correct or remove it"):
+    with pytest.raises(ValueError, match=r"a\.parquet: is not a valid Parquet file .*; replace or remove the file"):
         open_sources(tmp_path / "a.parquet")[0].columns()
 
 
@@ -193,7 +193,8 @@ def test_missing_packages_are_named_with_the_cure(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match=r"a\.parquet is Parquet, which needs pyarrow; pip install pyarrow"):
         open_sources(tmp_path / "a.parquet")[0].columns()
     with pytest.raises(
-        ValueError, match=r"openai/gsm8k is not on this disk, so a Hub id, which needs datasets; pip install"
+        ValueError,
+        match=r"openai/gsm8k is not a local path, so it is read as a Hub id, which needs datasets; pip install",
     ):
         open_sources("openai/gsm8k")
 
@@ -235,7 +236,9 @@ def test_a_hub_id_is_loaded_through_datasets(monkeypatch: pytest.MonkeyPatch) ->
     assert source.columns() == ["text", "image"]
     assert packs_of(source) == list(enumerate(ROWS, start=1))
     assert sum(chunk.size for chunk in source.chunks(COLUMNS)) == 1000
-    with pytest.raises(ValueError, match=r"openai/absent .*did not load from the Hub \(Dataset '.*exist\); correct"):
+    with pytest.raises(
+        ValueError, match=r"openai/absent .*cannot be loaded from the Hub \(Dataset '.*exist\); correct"
+    ):
         open_sources("openai/absent")
 
 
@@ -252,7 +255,7 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     assert test.name == "many/test"
     assert packs_of(test) == [(1, ROWS[1])]
     assert test.digest() != one.digest()
-    with pytest.raises(ValueError, match=r"split: 'dev' is not in .*many; set it to one of train, test"):
+    with pytest.raises(ValueError, match=r"split: 'dev' is not a split of .*many; set it to one of train, test"):
         open_sources(tmp_path / "many", split="dev")
 
 
@@ -298,7 +301,7 @@ def test_what_may_never_end_is_refused_before_it_is_opened(
 
 def test_a_device_by_its_own_name_is_refused() -> None:
     for name in ("/dev/zero", "/dev/null"):
-        with refused("data", f"{name} ends in '';"):
+        with refused("data", f"{name} has the suffix '', which is not supported;"):
             open_sources(name)
 
 

@@ -63,14 +63,14 @@ def test_damage_is_named_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokens\.npy has shape \(100,\), not \(99,\); delete"):
         open_array(tmp_path, "tokens", (99,))
     os.truncate(tmp_path / "tokens.npy", 200)
-    with pytest.raises(ValueError, match=r"tokens\.npy is damaged .*; delete .*, it will be made anew"):
+    with pytest.raises(ValueError, match=r"tokens\.npy is damaged .*; delete .*; the next run rebuilds it"):
         open_array(tmp_path, "tokens", (100,))
     with pytest.raises(ValueError, match=r"mask\.npy is damaged"):
         open_array(tmp_path, "mask", (100,))
     with pytest.raises(ValueError, match=r"has no metadata\.json; delete the folder"):
         read_metadata(tmp_path)
     (tmp_path / "metadata.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(ValueError, match="has format 0, not 2; tokenise the data again"):
+    with pytest.raises(ValueError, match="has format 0, but this version reads format 2; delete"):
         read_metadata(tmp_path)
 
 

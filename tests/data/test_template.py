@@ -78,7 +78,7 @@ def test_a_template_cannot_take_unbounded_memory_or_time(bomb: str, monkeypatch:
     monkeypatch.setattr(module, "MAX_SECONDS", 0.2)
     renderer = ChatRenderer(tiny_tokenizer(), BOMBS[bomb])
     began = time.thread_time()
-    with pytest.raises(RowError, match=r"^the chat template refused it: .*; change the row or the template$"):
+    with pytest.raises(RowError, match=r"^the chat template raised an error: .*; change the row, or set .*$"):
         renderer.render(MESSAGES)
     assert time.thread_time() - began < 30
 
@@ -91,18 +91,21 @@ def test_a_long_conversation_is_no_bomb() -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (5, r"^data\.chat_template: 5 in the tokenizer; expected a Jinja template as text$"),
-        (2.5, r"^data\.chat_template: 2\.5 in the tokenizer; expected a Jinja template as text$"),
-        (["a"], r"^data\.chat_template: a list of 1 in the tokenizer; expected a Jinja template as text$"),
-        ({"default": 5}, r"^data\.chat_template: an object in the tokenizer; expected a Jinja template as text$"),
+        (5, r"^data\.chat_template: the tokenizer's template is 5; give a Jinja template as text$"),
+        (2.5, r"^data\.chat_template: the tokenizer's template is 2\.5; give a Jinja template as text$"),
+        (["a"], r"^data\.chat_template: the tokenizer's template is a list of 1; give a Jinja template as text$"),
+        (
+            {"default": 5},
+            r"^data\.chat_template: the tokenizer's template is an object; give a Jinja template as text$",
+        ),
         (
             {"other": "x"},
-            r"^data\.chat_template: the tokenizer has several templates and no default \(.*other.*\); write",
+            r"^data\.chat_template: is not set, and .* without a default \(.*other.*\); write",
         ),
         ("{% for %}", r"^data\.chat_template: TemplateSyntaxError: .*; correct the template$"),
         ("{{ ['a']|random }}", r"^data\.chat_template: TemplateAssertionError: No filter named 'random'"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"^data\.chat_template: RecursionError: .*; correct the"),
-        ("x" * 2_000_000, r"^data\.chat_template: 2000000 characters; expected at most 1048576$"),
+        ("x" * 2_000_000, r"^data\.chat_template: the template has 2000000 characters; shorten it to at most 1048576$"),
     ],
 )
 def test_what_is_no_template_is_one_line(template: object, words: str) -> None:
@@ -131,7 +134,7 @@ def test_the_text_is_that_of_transformers_also_for_what_is_checked() -> None:
 
 @pytest.mark.parametrize("value", ["[1]", "{'a': 1}", "none", "true", "messages", "messages[0]", "(1, 2)"])
 def test_pythons_repr_is_not_printed(value: str) -> None:
-    with pytest.raises(RowError, match=r"TemplateReprError: it prints .* as Python writes it"):
+    with pytest.raises(RowError, match=r"TemplateReprError: it prints .* as Python's repr"):
         ChatRenderer(tiny_tokenizer(), "{{ " + value + " }}").render(MESSAGES)
 
 
@@ -172,7 +175,7 @@ def test_a_template_that_asks_for_the_day_in_some_rows_only_is_refused_there() -
     renderer = ChatRenderer(tiny_tokenizer(), template)
     assert not renderer.depends_on_day
     assert "Hi" in renderer.render(MESSAGES)
-    with pytest.raises(RowError, match="asks for the date"):
+    with pytest.raises(RowError, match="reads the current date"):
         renderer.render([{"role": "user", "content": "What date is it?"}])
 
 

@@ -1,4 +1,4 @@
-"""padfree under the interfaces of other projects: `padfree.compat.hf` and `padfree.compat.slime`."""
+"""padfree behind the interfaces of other projects: `padfree.compat.hf` and `padfree.compat.slime`."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""The calls of slime's former FSDP backend, on top of padfree's core.
+"""The functions of slime's former FSDP backend, implemented with padfree.
 
     from padfree.compat.slime import pack_sequences, unpack_sequences   # instead of slime.backends.fsdp_utils...
 
     packed    tokens        [T]     prompt and response of every sequence, end to end
-              cu_seqlens    [n+1]   delimit whole sequences: they drive attention
-              loss_masks    [R]     responses only, end to end; response_lengths delimit them: they drive the loss
+              cu_seqlens    [n+1]   boundaries of the sequences, for attention
+              loss_masks    [R]     responses only, end to end; response_lengths are their lengths, for the loss
               log_probs     [T-1]   entry j-1 scores token j
 
-Signatures and keys are slime's. Behaviour differs where slime's was wrong:
+Signatures and keys are those of slime. Behaviour differs where slime was wrong:
 
-- `pad_length` is recorded in the dict, not guessed from trailing zeros (0 is a valid token id);
-- only the last sequence is shortened by the pad when unpacking;
-- `pad_packed_sequence_with_cp` returns a new dict and leaves the caller's alone;
-- `max_tokens_per_gpu` is a cap: where the packs asked for cannot hold it, there is one pack more;
-- there are never more packs than sequences; `indices` tells where each sequence stood in the input;
-- lists and tensors whose lengths do not fit together are an error that names them;
-- nothing needs CUDA.
+- `pad_length` is stored in the dict, not guessed from trailing zeros (0 is a valid token id);
+- unpacking removes the padding from the last sequence only;
+- `pad_packed_sequence_with_cp` returns a new dict and does not change the caller's;
+- `max_tokens_per_gpu` is a hard cap: packs are added until every pack is within it;
+- there are never more packs than sequences; `indices` gives the input index of each sequence;
+- inconsistent lengths of lists and tensors raise an error that names them;
+- no function needs CUDA.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def pack_sequences(
     max_tokens_per_gpu: int | None = None,
     num_packs: int | None = None,
 ) -> list[Packed]:
-    """Pack sequences into `num_packs` packs, else ceil(total / max_tokens_per_gpu), else one. `[]` for none."""
+    """Pack sequences into `num_packs` packs, by default ceil(total / max_tokens_per_gpu) or 1. No sequences: []."""
     if not len(tokens):
         return []
     response_level = {"loss_masks": loss_masks, "advantages": advantages, "returns": returns}
@@ -112,20 +112,24 @@ def pack_sequences(
 
 
 def unpack_sequences(packed: Packed) -> list[Packed]:
-    """One dict per sequence, pad left out. Scores of T-1 entries are cut to the response: entry j-1 scores token j."""
+    """One dict per sequence, without padding. Scores [T-1] are cut to the response; entry j-1 scores token j."""
     offsets = [int(offset) for offset in packed["cu_seqlens"]]
     pad_length = int(packed.get("pad_length", 0))
     responses = [int(length) for length in packed["response_lengths"]]
     starts, ends, num_tokens = offsets[:-1], offsets[1:], offsets[-1]
     if len(responses) != len(starts):
         raise UserError(
-            "response_lengths", f"{len(responses)} for {len(starts)} sequences in cu_seqlens", "give one each"
+            "response_lengths",
+            f"has {len(responses)} entries for {len(starts)} sequences in cu_seqlens",
+            "give one per sequence",
         )
     ends[-1] -= pad_length
     for index, (start, end, response) in enumerate(zip(starts, ends, responses, strict=True)):
         if not 0 <= response <= end - start:
             raise UserError(
-                "response_lengths", f"{response} at sequence {index} of {end - start} tokens", "give 0 up to its length"
+                "response_lengths",
+                f"is {response} for sequence {index}, which has {end - start} tokens",
+                "give 0 up to the length of the sequence",
             )
     response_ends = np.cumsum(responses).tolist()
     num_responses = response_ends[-1]
@@ -143,7 +147,7 @@ def unpack_sequences(packed: Packed) -> list[Packed]:
             _check_scorable(key, starts, ends, responses)
             spans = [(end - 1 - response, end - 1) for end, response in zip(ends, responses, strict=True)]
         elif key in RESPONSE_KEYS:
-            # The padding call lengthens loss_masks too, as slime's did.
+            # Like slime's, `pad_packed_sequence_with_cp` also pads loss_masks.
             padded = key == "loss_masks" and len(values) == num_responses + pad_length
             _expect(key, values, num_responses + pad_length if padded else num_responses)
             spans = list(zip(response_starts, response_ends, strict=True))
@@ -162,13 +166,13 @@ def _check_scorable(key: str, starts: list[int], ends: list[int], responses: lis
         if response and response == end - start:
             raise UserError(
                 f"{key}",
-                f"the response of sequence {index} is its whole {response} tokens, nothing scores the first",
+                f"cannot score the first token of sequence {index}, whose response is all of its {response} tokens",
                 "keep at least one prompt token",
             )
 
 
 def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
-    """A new dict whose tokens are a multiple of `cp_size`; the pad extends the last entry of cu_seqlens."""
+    """A new dict with tokens padded to a multiple of `cp_size`. The pad is added to the last entry of cu_seqlens."""
     need_whole("cp_size", cp_size, 1, "give 1 or more")
     pad = -len(packed["tokens"]) % cp_size
     padded = dict(packed)
@@ -183,10 +187,14 @@ def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """k lists of indices, each ascending, none empty, of nearly equal total length."""
+    """k lists of indices with nearly equal total lengths; each is ascending and not empty."""
     need_whole("k_partitions", k_partitions, 1, "give 1 or more")
     if k_partitions > len(seqlen_list):
-        raise UserError("k_partitions", f"{k_partitions} for {len(seqlen_list)} sequences", "give 1 up to that number")
+        raise UserError(
+            "k_partitions",
+            f"{k_partitions} exceeds the {len(seqlen_list)} sequences",
+            "give at most the number of sequences",
+        )
     if equal_size and len(seqlen_list) % k_partitions:
         raise UserError(
             "k_partitions",
@@ -198,14 +206,16 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
 
 
 def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | None) -> list[Any]:
-    """Balanced parts within the cap; one part more as long as the cap cannot be kept."""
+    """Balanced parts within the cap. Parts are added until the cap holds."""
     count = len(lengths)
     if cap is not None:
         need_whole("max_tokens_per_gpu", cap, 1, "give 1 or more")
     if cap is not None and lengths.max() > cap:
         index = int(lengths.argmax())
         raise UserError(
-            "max_tokens_per_gpu", f"{cap} is less than the {lengths[index]} tokens of sequence {index}", "raise it"
+            "max_tokens_per_gpu",
+            f"{cap} is less than the {lengths[index]} tokens of sequence {index}",
+            "raise it, or shorten the sequence",
         )
     packs = num_packs or (1 if cap is None else -(-int(lengths.sum()) // cap))
     packs = max(1, min(packs, count))
@@ -231,32 +241,34 @@ def _check_sequences(
         need_whole("num_packs", num_packs, 1, "give 1 or more")
     for key, values in {"response_lengths": response_lengths, **response_level, **sequence_level}.items():
         if len(values) != len(tokens):
-            raise UserError(f"{key}", f"{len(values)} entries for {len(tokens)} sequences", "give one per sequence")
+            raise UserError(f"{key}", f"has {len(values)} entries for {len(tokens)} sequences", "give one per sequence")
     for index, (sequence, response) in enumerate(zip(tokens, response_lengths, strict=True)):
         if not 0 <= response <= len(sequence):
             raise UserError(
                 "response_lengths",
-                f"{response} at sequence {index} of {len(sequence)} tokens",
-                "give 0 up to its length",
+                f"is {response} for sequence {index}, which has {len(sequence)} tokens",
+                "give 0 up to the length of the sequence",
             )
     for key, lists in response_level.items():
         for index, (values, response) in enumerate(zip(lists, response_lengths, strict=True)):
             if len(values) != response:
                 raise UserError(
                     f"{key}",
-                    f"{len(values)} entries at sequence {index} for a response of {response}",
-                    "give one per token",
+                    f"has {len(values)} entries for sequence {index}, whose response has {response} tokens",
+                    "give one per response token",
                 )
 
 
 def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
-    """[R] float32."""
+    """[R] the lists of the chosen sequences end to end, in float32."""
     arrays = [number_array(lists[i], f"{key} of sequence {i}").reshape(-1) for i in chosen]
     if key == "loss_masks":
         for i, array in zip(chosen, arrays, strict=True):
             if not np.isin(array, (0, 1)).all():
                 raise UserError(
-                    f"loss_masks of sequence {i}", "values other than 0 and 1", "use advantages to scale a token"
+                    f"loss_masks of sequence {i}",
+                    "has values other than 0 and 1",
+                    "give 0 or 1 per token, and scale tokens with advantages",
                 )
     return torch.cat([torch.from_numpy(array.astype(np.float32)) for array in arrays])
 
@@ -264,5 +276,5 @@ def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
 def _expect(key: str, values: Any, length: int) -> None:
     if len(values) != length:
         raise UserError(
-            f"{key}", f"{len(values)} entries where {length} were expected", "it does not belong to this pack"
+            f"{key}", f"has {len(values)} entries, but this pack needs {length}", "give the values of this pack"
         )

@@ -1,12 +1,17 @@
-"""The scores and losses of slime's former FSDP backend, on top of padfree's own. `padfree.compat.slime` exports them.
+"""The scores and losses of slime's former FSDP backend, implemented with padfree. `padfree.compat.slime` exports them.
 
-    logits        [T-1, V]   one row per prediction: row j-1 predicts token j
+    logits        [T-1, V]   one prediction per entry: entry j-1 predicts token j
     log_probs     [T-1]      entry j-1 scores token j
 
-What differs from slime: no second [..., V] tensor beside the logits in the forward pass; log-probabilities are float32
-even for half-precision logits; the temperature is in the entropy, too; the last entry of the entropy is right with
-context parallelism; `sum_of_sample_mean` has no loop and refuses lengths that do not add up; log-ratios are bounded by
-±20, so that no loss becomes infinite. `allow_compile` is accepted and not needed.
+Differences from slime:
+
+- the forward pass needs no second [..., V] tensor besides the logits;
+- log-probabilities are float32, also for half-precision logits;
+- the temperature also applies to the entropy;
+- the last entry of the entropy is correct with context parallelism;
+- `sum_of_sample_mean` has no loop, and raises for inconsistent lengths;
+- log-ratios are bounded by ±20, so that no loss becomes infinite;
+- `allow_compile` is accepted but has no effect.
 """
 
 from __future__ import annotations
@@ -43,13 +48,15 @@ def gather_log_probs_packed(
 ) -> Tensor:
     """Log-probabilities [T-1] of `input_ids[1:]` under logits [T-1, V] or [1, T-1, V].
 
-    Where two sequences meet, the entry scores the first token of the second and means nothing; `unpack_sequences`
-    leaves it out, hence `cu_seqlens` is not needed.
+    At the boundary of two sequences, the entry scores the first token of the second one and is meaningless.
+    `unpack_sequences` drops it, so that `cu_seqlens` is not needed.
     """
-    logits, tokens = _one_row(shifted_logits, input_ids)
+    logits, tokens = _without_batch_dim(shifted_logits, input_ids)
     if len(tokens) != len(logits) + 1:
         raise UserError(
-            "input_ids", f"{len(tokens)} tokens for {len(logits)} rows of logits", "give one token more than rows"
+            "input_ids",
+            f"has {len(tokens)} tokens for logits of {len(logits)} tokens",
+            "give one token more than logits",
         )
     return score_logits(logits, tokens[1:], temperature=_temperature(temperature))[0]
 
@@ -66,24 +73,24 @@ def get_logprob_and_entropy_with_cp(
 ) -> tuple[Tensor, Tensor]:
     """(log_probs [T-1], entropy [T-1]) of the whole sequence on every rank, from this rank's chunk of logits.
 
-    `logits` [chunk, V] are rows cp_rank·chunk.. of the sequence, `target_tokens` [T] all of its tokens,
-    T <= cp_size·chunk. `model_input_ids` is not needed.
+    `logits` [chunk, V]: logits of the sequence from index cp_rank·chunk on. `target_tokens` [T]: all tokens of the
+    sequence, T <= cp_size·chunk. `model_input_ids` is ignored.
 
-    The gradient: every rank is expected to compute the same loss from the gathered result, so that the derivative of
-    the loss in this rank's logits is this rank's slice of its own upstream gradient: what a single process would have
-    in these rows, not cp_size times that. Gradients of parameters are therefore to be *summed* over context ranks.
+    Every rank must compute the same loss from the gathered result. The gradient of this rank's logits is then this
+    rank's slice of the upstream gradient, which equals the gradient of a single process. *Sum* the gradients of
+    parameters over the context ranks.
     """
-    logits, tokens = _one_row(logits, target_tokens)
+    logits, tokens = _without_batch_dim(logits, target_tokens)
     chunk = len(logits)
     if not 0 <= cp_rank < cp_size:
-        raise UserError("cp_rank", f"{cp_rank} of cp_size {cp_size}", "give 0 up to cp_size - 1")
+        raise UserError("cp_rank", f"{cp_rank} is out of range for cp_size {cp_size}", "give 0 up to cp_size - 1")
     if len(tokens) > chunk * cp_size or not len(tokens):
         raise UserError(
             "target_tokens",
-            f"{len(tokens)} tokens for {cp_size} chunks of {chunk} rows",
-            f"give 1 up to {cp_size * chunk}",
+            f"has {len(tokens)} tokens for {cp_size} chunks of {chunk} tokens",
+            f"give 1 up to {cp_size * chunk} tokens",
         )
-    # The last row predicts nothing that is known; any label does for it, and it is cut off below.
+    # The last entry has no known next token. It gets any label and is dropped below.
     labels = torch.nn.functional.pad(tokens[1:], (0, chunk * cp_size - len(tokens) + 1))
     mine = labels[cp_rank * chunk : (cp_rank + 1) * chunk]
     log_probs, entropy = score_logits(logits, mine, temperature=_temperature(temperature), entropy=True)
@@ -96,25 +103,29 @@ def get_logprob_and_entropy_with_cp(
 
 
 def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
-    """Σᵢ Σ(xᵢ·mᵢ) / max(Σmᵢ, 1) of flat x and one mask per sample."""
+    """Σᵢ Σ(xᵢ·mᵢ) / max(Σmᵢ, 1) for x with the responses end to end and one mask per sample."""
     x = checks.loss_input("x", x)
     loss_masks = [_mask(mask, f"loss_masks of sample {index}").to(x) for index, mask in enumerate(loss_masks)]
     if len(response_lengths) != len(loss_masks):
         raise UserError(
-            "loss_masks", f"{len(loss_masks)} for {len(response_lengths)} response_lengths", "give one each"
+            "loss_masks",
+            f"has {len(loss_masks)} masks for {len(response_lengths)} response_lengths",
+            "give one mask per sample",
         )
     given = [len(mask) for mask in loss_masks]
     if given != list(response_lengths):
         index = next(i for i, length in enumerate(response_lengths) if given[i] != length)
         raise UserError(
             "loss_masks",
-            f"{given[index]} entries at sample {index} of response length {response_lengths[index]}",
+            f"has {given[index]} entries for sample {index}, whose response length is {response_lengths[index]}",
             "give one entry per response token",
         )
     total = sum(response_lengths)
     if x.shape != (total,):
         raise UserError(
-            "x", f"shape {tuple(x.shape)} for response_lengths that add up to {total}", "give one entry per token"
+            "x",
+            f"has shape {tuple(x.shape)}, but response_lengths add up to {total}",
+            "give one entry per response token",
         )
     if not total:
         return x.sum()
@@ -130,7 +141,7 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(loss, clip fraction) per token; ppo_kl is the old log-probability less the new one."""
+    """(loss, clip fraction) per token. `ppo_kl` is the old log-probability minus the new one."""
     clip = ClipSettings(low=eps_clip, high=eps_clip_high, dual=eps_clip_c)
     log_ratio = -checks.loss_input("ppo_kl", ppo_kl)
     losses, clipped = clipped_ratio(log_ratio, advantages, low=clip.low, high=clip.high, dual=clip.dual)
@@ -138,21 +149,21 @@ def compute_policy_loss(
 
 
 def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: KLEstimator) -> Tensor:
-    """Estimate of KL(policy ‖ base) per token: k1, k2, k3 or low_var_kl."""
+    """An estimate of KL(policy ‖ base) per token: k1, k2, k3 or low_var_kl."""
     return kl_divergence(log_probs, log_probs_base, kl_loss_type)
 
 
 class _GatherChunks(torch.autograd.Function):
-    """All ranks' chunks in order of rank; backward keeps this rank's slice of this rank's gradient."""
+    """The chunks of all ranks in order of rank. Backward returns this rank's slice of its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, rank: int, world: int, group: Any) -> Tensor:
         if dist.get_world_size(group) != world or dist.get_rank(group) != rank:
             raise UserError(
                 "cp_group",
-                f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}, but cp_rank {rank} and cp_size {world} "
-                "were given",
-                "give the group they belong to",
+                f"has rank {dist.get_rank(group)} of {dist.get_world_size(group)}, which contradicts cp_rank {rank} "
+                f"and cp_size {world}",
+                "give the group that cp_rank and cp_size belong to",
             )
         ctx.begin, ctx.end = rank * len(chunk), (rank + 1) * len(chunk)
         parts = [torch.empty_like(chunk, memory_format=torch.contiguous_format) for _ in range(world)]
@@ -165,14 +176,14 @@ class _GatherChunks(torch.autograd.Function):
 
 
 def _mask(values: Any, name: str) -> Tensor:
-    """A tensor stays on its device."""
+    """The mask as a tensor. A tensor stays on its device."""
     if isinstance(values, Tensor):
         return checks.quantity(name, values)
     return torch.as_tensor(number_array(values, name))
 
 
-def _one_row(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, V] and [T] from tensors that may have a leading dimension of 1."""
+def _without_batch_dim(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, V] and [T] from tensors that can have a leading dimension of 1."""
     logits, tokens = checks.quantity("logits", logits), checks.index("input_ids", tokens)
     if logits.dim() == 3 and len(logits) == 1:
         logits = logits[0]
@@ -180,7 +191,9 @@ def _one_row(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         tokens = tokens[0]
     if logits.dim() != 2 or tokens.dim() != 1:
         raise UserError(
-            "logits", f"shape {tuple(logits.shape)} with tokens {tuple(tokens.shape)}", "give one packed row of each"
+            "logits",
+            f"has shape {tuple(logits.shape)} and the tokens {tuple(tokens.shape)}",
+            "give logits [T, V] and tokens [T]",
         )
     return logits, tokens.to(logits.device)
 

@@ -1,18 +1,23 @@
-"""Data: text and rollouts to samples.
+"""Data: turn text and rollouts into samples.
 
-records     one row: parsing, checking a field, what is said of a bad one
-data_settings  plain data: what can be chosen
-fields      which columns hold which fields
-sources     JSON Lines, JSON, Parquet, folders, the Hub
-chat_renderer  conversations as text, and what the assistant wrote of it
-encode      text to tokens and masks
-store       tokens on disk, keyed by all they depend on
-dataset     TokenizedDataset: the samples of a store; MixedDataset: those of several sources
-prepare     load_sft: all of the above
-rollouts    read_rollouts: rollout files to samples
-rewards     built-in rewards and the user's own
+records        one row: parsing, checking fields, errors about bad rows
+data_settings  the settings that decide how rows become tokens
+fields         which columns hold which fields
+formats        the formats of data files, and the usual names of their columns
+sources        JSON Lines, JSON, Parquet, folders, the Hub
+conversation   messages of any spelling in one common spelling
+rows           one row as a conversation or as a plain prompt
+chat_renderer  conversations as text, and the characters that the assistant wrote
+encode         text to tokens and loss masks
+tokenize       chunks of rows to tokens and loss masks
+store          tokens on disk, keyed by everything they depend on
+dataset        TokenizedDataset: the samples of a store; MixedDataset: the samples of several sources
+prepare        load_sft and load_pairs: all of the above
+rollouts       read_rollouts: rollout files to samples
+rewards        built-in and user-defined reward functions
 
-Every name is loaded when it is first used: a process that judges needs no torch, and starts in a tenth of the time.
+Names are imported on first use. A process that only computes rewards does not import torch and starts ten times as
+fast.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What can be spelled in several ways, as a chat template wants it.
+"""Convert a conversation to the spelling that a chat template expects.
 
-`read_conversation` gives one spelling. Most templates take it. DeepSeek-V3's wants the arguments of a call as JSON text
-and null as content beside calls; some want tools without `{"type": "function", "function": ...}` around them, or
-content as a list of parts. Which form a template wants shows when the guards look at what it rendered.
+`read_conversation` produces one spelling, which most templates accept. DeepSeek-V3's template expects the arguments of
+a tool call as JSON text, and null as the content of a message with tool calls. Other templates expect tools without
+`{"type": "function", "function": ...}` around them, or content as a list of parts. `ChatRenderer` tries the forms in
+order and takes the first one whose rendered text passes the guards (`chat_guard`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from padfree.data.conversation import Conversation, Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    arguments_as_text: bool = False
-    null_content: bool = False  # beside tool calls, if there is no text
-    bare_tools: bool = False
-    content_parts: bool = False
+    """A spelling of conversations."""
+
+    arguments_as_text: bool = False  # arguments of tool calls as JSON text
+    null_content: bool = False  # null instead of "" as the content of a message with tool calls
+    bare_tools: bool = False  # tools without `{"type": "function", "function": ...}` around them
+    content_parts: bool = False  # content as `[{"type": "text", "text": ...}]`
 
 
 def forms_of(conversation: Conversation) -> Iterator[Form]:
-    """The usual form first, then every other one that makes a difference for this conversation."""
+    """The usual form first, then every other form that makes a difference for this conversation."""
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     either, usual = (False, True), (False,)
     for parts, bare, text, null in product(
@@ -38,6 +41,7 @@ def forms_of(conversation: Conversation) -> Iterator[Form]:
 
 
 def formed(conversation: Conversation, form: Form) -> tuple[list[Message], list[Any] | None]:
+    """The messages and tools in this form."""
     tools = conversation.tools
     if tools is not None and form.bare_tools:
         tools = [tool.get("function", tool) for tool in tools]

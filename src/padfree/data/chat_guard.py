@@ -1,18 +1,19 @@
-"""Two guards on a rendered conversation: nothing is lost, and nothing is written that nobody wrote.
+"""Two checks on a rendered conversation: the template drops nothing and garbles nothing.
 
-1. Every message and every field of it leaves a trace in the text. A template that does not know a role, a field or the
-   tools drops them without a word, and the model is trained on something else than the data.
-2. A field is rendered as its text or its JSON. Python's repr (`[{'type': 'text'}]`, `None`) and JSON that is encoded
-   twice are neither.
+1. Every message and every field of a message appears in the text. A template that does not know a role, a field or
+tools
+   drops them silently, and the model would be trained on something other than the data.
+2. A field is rendered as its text or as JSON, not as Python's repr (`[{'type': 'text'}]`, `None`) or as JSON encoded
+   twice.
 
-The guards look at the text of the twin of a conversation (`chat_shape`), once for every shape. If a template looks into
-the texts, so that a row is not rendered as its twin, they look for the texts of the row itself.
+The checks run once per conversation shape, on the twin of the shape (`chat_shape`). If a template depends on the texts
+themselves, so that a row is not rendered like its twin, the checks run on the row.
 
-What may be missing, because nothing is lost by it:
+These may be missing from the text:
 
-    thoughts of earlier turns     if the template shows them while the turn is the last: it strips them afterwards
-    ids of tool calls             if results come in the order of their calls
-    keywords of tools' schemas    in a template that writes tools in its own words: names and descriptions must be there
+    reasoning of earlier turns    if the template shows it while the turn is the last one and strips it afterwards
+    ids of tool calls             if the results come in the order of their calls
+    keywords of tool schemas      if the template writes tools in its own words; names and descriptions must appear
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from padfree.data.conversation import Conversation
 from padfree.data.records import RowError
 
 SCHEMA_TEXTS = ("name", "description")
-"""Keys of a tool's schema whose values are meant for the model to read."""
+"""Keys of a tool's schema whose values must appear in the text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """A rendered text with the first `stop` messages of a conversation, to be trained or as a `prompt`. `again` renders
-    another conversation in the same way; `alone` renders its messages up to and with one of them. Both give None if the
-    template raises.
+    """The rendered text of the first `stop` messages of a conversation, as a training sample or as a `prompt`.
+
+    `again(other)` renders another conversation in the same way. `alone(i)` renders the messages up to and including
+    message i. Both return None if the template raises.
     """
 
     text: str
@@ -46,7 +48,7 @@ class Shown:
 
 
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the text of a twin. `keep_thoughts`: the thoughts of all turns must be in it."""
+    """Check the text of a twin. `keep_thoughts`: the reasoning of all turns must appear in it."""
 
     def found(text: str) -> set[int]:
         slots = [slot for slot in slots_of(text) if slot.leaf < len(shape.leaves)]
@@ -59,7 +61,7 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the text of a conversation that is not rendered as its twin."""
+    """Check the text of a conversation that is not rendered like its twin."""
 
     def found(text: str) -> set[int]:
         leaves = enumerate(shape.leaves)
@@ -88,19 +90,20 @@ def _check(
         if leaf.identifier:
             nameless = True
         elif shown.prompt and _is_answer(conversation, leaf) and (leaf.thought or not twin):
-            continue  # of a prompt: what the model once wrote, as the template chooses to show it
+            continue  # in a prompt, the template may shorten or rewrite earlier answers
         elif leaf.thought and leaf.message < last and index in found(shown.alone(leaf.message) or ""):
             if keep_thoughts:
                 raise RowError(
-                    f"{_named(conversation, leaf.message)}: {leaf.field} leaves no trace in the text: the chat "
-                    "template strips the thoughts of earlier turns; set data.loss_on=assistant to train turn by turn"
+                    f"{_named(conversation, leaf.message)}: {leaf.field} is missing from the rendered text, because "
+                    "the chat template strips the reasoning of earlier turns; set data.loss_on=assistant to make one "
+                    "sample per turn"
                 )
         else:
             raise _untraced(conversation, leaf)
     if nameless and shape.shuffled is not None and shape.shuffled <= last:
         raise RowError(
-            f"message {shape.shuffled + 1} (tool) does not answer the next call, and the chat template shows no ids; "
-            "put the results in the order of their calls"
+            f"message {shape.shuffled + 1} (tool) is not the result of the next tool call, and the chat template does "
+            "not show call ids; put the results in the order of their calls"
         )
     _check_empty(conversation, shown, {shape.leaves[index].message for index in traced})
     _check_arguments(conversation, shown)
@@ -113,15 +116,15 @@ def _is_answer(conversation: Conversation, leaf: TemplateValue) -> bool:
 
 def _untraced(conversation: Conversation, leaf: TemplateValue) -> RowError:
     return RowError(
-        f"{_named(conversation, leaf.message)}: {leaf.field} leaves no trace in the text: the chat template does not "
-        "show it; remove it, or give a template that shows it as data.chat_template"
+        f"{_named(conversation, leaf.message)}: {leaf.field} is missing from the rendered text, because the chat "
+        "template drops it; remove it from the row, or set data.chat_template to a template that shows it"
     )
 
 
 def _mangled(conversation: Conversation, leaf: TemplateValue) -> RowError:
     return RowError(
-        f"{_named(conversation, leaf.message)}: {leaf.field} is rendered neither as its text nor as its JSON; give a "
-        "template that writes it as data.chat_template"
+        f"{_named(conversation, leaf.message)}: {leaf.field} is garbled: the chat template renders it neither as text "
+        "nor as JSON; set data.chat_template to a template that does"
     )
 
 
@@ -130,20 +133,20 @@ def _named(conversation: Conversation, index: int) -> str:
 
 
 def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> None:
-    """A message without a text of its own is seen by what changes without it."""
+    """Check messages without a text of their own: removing the message must change the rendered text."""
     messages = conversation.messages
     for index in range(len(messages)):
         if index in traced or len(messages) == 1:
             continue
         if shown.again(replace(conversation, messages=messages[:index] + messages[index + 1 :])) == shown.text:
             raise RowError(
-                f"{_named(conversation, index)} leaves no trace in the text: the chat template does not show it; "
-                "remove it, or give a template that shows it as data.chat_template"
+                f"{_named(conversation, index)} is missing from the rendered text, because the chat template drops it; "
+                "remove it from the row, or set data.chat_template to a template that shows it"
             )
 
 
 def _check_roles(conversation: Conversation, shown: Shown) -> None:
-    """A template that tells only the user from all others writes a tool's result as if the assistant had said it."""
+    """Refuse a template that renders another role, such as a tool, exactly like the assistant."""
     roles = [message["role"] for message in conversation.messages]
     for role in set(roles) - {"assistant", "user"}:
         changed = tuple(
@@ -152,8 +155,8 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
         )
         if shown.again(replace(conversation, messages=changed)) == shown.text:
             raise RowError(
-                f"{_named(conversation, roles.index(role))} is rendered as if the assistant had written it: the chat "
-                "template does not know the role; give one that does as data.chat_template"
+                f"{_named(conversation, roles.index(role))} is rendered as if the assistant had written it, because "
+                "the chat template does not know this role; set data.chat_template to a template that does"
             )
 
 
@@ -161,7 +164,7 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_arguments(conversation: Conversation, shown: Shown) -> None:
-    """Strings and numbers are leaves; keys, booleans, nulls, lists and objects are checked here."""
+    """Check the keys, booleans, nulls, lists and objects in arguments. Strings and numbers are leaves of the shape."""
     for index, message in enumerate(conversation.messages):
         for at, call in enumerate(message.get("tool_calls", ())):
             arguments = call["function"]["arguments"]
@@ -170,7 +173,7 @@ def _check_arguments(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
-    """Arguments that are not written as one JSON object: `<arg_key>city</arg_key><arg_value>Paris</arg_value>`."""
+    """Check arguments not rendered as one JSON object: `<arg_key>city</arg_key><arg_value>Paris</arg_value>`."""
 
     def again(changed: dict[str, Any]) -> str | None:
         message = conversation.messages[index]
@@ -184,8 +187,8 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
         field = f"{_named(conversation, index)}: tool_calls[{at}].function.arguments.{key}"
         if again({(f"{name}k" if name == key else name): one for name, one in arguments.items()}) == shown.text:
             raise RowError(
-                f"{field} leaves no trace in the text: the chat template does not show the key; give one that does as "
-                "data.chat_template"
+                f"{field} is missing from the rendered text, because the chat template drops the key; set "
+                "data.chat_template to a template that shows it"
             )
         if value is None or isinstance(value, bool):
             right = _swaps(shown.text, value, again({**arguments, key: not value}))
@@ -193,21 +196,21 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
             right = not isinstance(value, (list, dict)) or _holds_json(shown.text, value)
         if not right:
             raise RowError(
-                f"{field} is rendered neither as its text nor as its JSON; give a template that writes it as "
-                "data.chat_template"
+                f"{field} is garbled: the chat template renders it neither as text nor as JSON; set data.chat_template "
+                "to a template that does"
             )
 
 
 def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
-    """Whether the text has the JSON of a value where it has that of the opposite once the value is changed."""
+    """Whether `text` has the JSON of the value exactly where `changed` has the JSON of its negation."""
     if changed is None:
         return False
-    place = next((place for place, (one, other) in enumerate(zip(text, changed, strict=False)) if one != other), 0)
-    return text.startswith(json.dumps(value), place) and changed.startswith(json.dumps(not value), place)
+    start = next((index for index, (one, other) in enumerate(zip(text, changed, strict=False)) if one != other), 0)
+    return text.startswith(json.dumps(value), start) and changed.startswith(json.dumps(not value), start)
 
 
 def _holds_json(text: str, value: Any) -> bool:
-    """Whether a JSON text of this value, however spaced and ordered, is part of the text."""
+    """Whether the text contains this value as JSON, with any spacing and order of keys."""
     if json.dumps(value, ensure_ascii=False) in text:
         return True
     wanted = _canonical(value)
@@ -216,11 +219,11 @@ def _holds_json(text: str, value: Any) -> bool:
 
 def _json_values(text: str, opening: str) -> Iterator[Any]:
     decoder = json.JSONDecoder()
-    place = text.find(opening)
-    while place >= 0:
+    start = text.find(opening)
+    while start >= 0:
         with contextlib.suppress(ValueError, RecursionError):
-            yield decoder.raw_decode(text, place)[0]
-        place = text.find(opening, place + 1)
+            yield decoder.raw_decode(text, start)[0]
+        start = text.find(opening, start + 1)
 
 
 def _canonical(value: Any) -> str:
@@ -235,16 +238,18 @@ def _check_tools(conversation: Conversation, text: str) -> None:
         for path, said in _schema_texts(function, f"tools[{index}]"):
             if not any(form(said) in text for form in FORMS.values()):
                 raise RowError(
-                    f"{path} ({said[:40]!r}) leaves no trace in the text: the chat template does not show tools, or "
-                    "not whole; leave them out, or give a template that shows them as data.chat_template"
+                    f"{path} ({said[:40]!r}) is missing from the rendered text, because the chat template drops tools "
+                    "or parts of them; remove the tools, or set data.chat_template to a template that shows them"
                 )
         parameters = function.get("parameters")
         if parameters and repr(parameters) in text:
-            raise RowError(f"tools[{index}] is rendered as Python writes it; give a template that writes JSON")
+            raise RowError(
+                f"tools[{index}] is rendered as Python's repr; set data.chat_template to a template that writes JSON"
+            )
 
 
 def _schema_texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Names, descriptions and the names of parameters."""
+    """Paths and texts of a schema that must be shown: names, descriptions and names of parameters."""
     if isinstance(value, list):
         for index, one in enumerate(value):
             yield from _schema_texts(one, f"{path}[{index}]")

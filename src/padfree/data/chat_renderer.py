@@ -1,24 +1,26 @@
-"""A conversation as text, and which characters of it the assistant wrote.
+"""Render a conversation as text, and find the characters that the assistant wrote.
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                            [------------)          the span of the assistant's turn
 
-A turn begins where the conversation before it, with the generation prompt, ends. It ends where the conversation up to
-and with it ends. White space behind a turn's closing control token (`<|im_end|>\\n`) belongs to the template: the model
-stops at the token and never writes it. If the template has `{% generation %}` markers, they decide what of a turn is
-trained.
+A turn begins where the text of the earlier messages plus the generation prompt ends. It ends where the text of the
+messages up to and including the turn ends. White space after the closing special token of a turn (`<|im_end|>\\n`) is
+not part of the turn, because the model stops at the special token. If the template has `{% generation %}` markers, they
+decide which part of a turn is trained.
 
-A conversation is one sample unless the template changes what it showed of earlier turns. Qwen3's strips their thoughts,
-and puts an empty thought into the last turn only. Then each trained turn makes a sample:
+A conversation is one sample, unless the template renders earlier turns differently once other messages follow. Qwen3's
+template strips the reasoning of earlier turns and adds an empty reasoning block to the last turn only. In this case
+each trained turn becomes a sample:
 
-    sample 1    user, assistant                         what the model sees when it answers the first time; its answer
-    sample 2    user, assistant, user, assistant        the first answer as the template shows it now; the second answer
+    sample 1    user, assistant                         trains the first answer
+    sample 2    user, assistant, user, assistant        trains the second answer; the first one as the template shows it
 
-Messages behind the last trained turn are in no sample then.
+Messages after the last trained turn are then in no sample.
 
-What a template does depends on the shape of a conversation (`chat_shape`). So spans (`chat_turns`) and guards
-(`chat_guard`) are worked out once for each shape, on its twin. A row is rendered and compared with what its shape
-predicts. If they differ, because the template looks into the texts, the row is worked out by itself.
+How a template renders a conversation depends on its shape (`chat_shape`). Spans (`chat_turns`) and checks
+(`chat_guard`) are therefore computed once per shape, on its twin. Each row is rendered and compared with the text that
+its shape predicts. If the two differ, because the template depends on the texts themselves, spans and checks are
+computed for that row alone.
 """
 
 from __future__ import annotations
@@ -61,15 +63,17 @@ ROLE_ALIASES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Other names of the four roles, in any case. A template that names such a role itself gets it as it is."""
+"""Other names of the four roles, case-insensitive. A name that the template itself compares with is not replaced."""
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderedSample:
-    """The text of one sample. `spans` are the trained characters: sorted, apart, none empty. `messages` has the indexes
-    of messages and where their texts stand.
+    """The text of one sample.
+
+    `spans`: the trained characters; sorted, disjoint, none empty. `messages`: message indices with the span of their
+    text.
     """
 
     text: str
@@ -79,7 +83,7 @@ class RenderedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What is wanted of a conversation: a prompt, or samples."""
+    """What to make of a conversation: a prompt, or samples."""
 
     prompt: bool = False
     loss_on: LossOn = "assistant"
@@ -88,19 +92,20 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What the conversations of a shape have in common."""
+    """The form and the turn cuts that all conversations of a shape share."""
 
     form: Form
     cuts: tuple[tuple[TurnCut, Skeleton | None], ...]
 
 
 class _RaisedError(RowError):
-    """The template raised."""
+    """The chat template raised an exception."""
 
 
 class ChatRenderer:
-    """A tokenizer's chat template with its arguments; `template` takes the place of the tokenizer's own. `day` is what
-    the template takes for today.
+    """A chat template with its arguments.
+
+    `template` replaces the tokenizer's own template. `day` is the current date as the template sees it.
     """
 
     def __init__(
@@ -114,8 +119,8 @@ class ChatRenderer:
         if template is None and not tokenizer.chat_template:
             raise UserError(
                 "data.chat_template",
-                "the tokenizer has none",
-                "give a file with one, or prompt and response columns and data.prompt_format=plain",
+                "is not set and the tokenizer has no chat template",
+                "set it to a file with a template, or use prompt and response columns with data.prompt_format=plain",
             )
         self.day = day or datetime.date.today()
         self._sources = {tools: _source(tokenizer, template, tools) for tools in (False, True)}
@@ -128,7 +133,7 @@ class ChatRenderer:
 
     @cached_property
     def depends_on_day(self) -> bool:
-        """Whether the text depends on `day`: the template asks for the date and is not given one as an argument."""
+        """Whether the rendered text depends on `day`: the template reads the date and no argument supplies one."""
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         tool = {"type": "function", "function": {"name": "c", "description": "d", "parameters": {}}}
         conversations = [
@@ -141,7 +146,7 @@ class ChatRenderer:
                 continue
             template = compiled(source, self.day)
             for messages, tools in conversations:
-                with contextlib.suppress(Exception):  # a template may refuse tools, or a system message
+                with contextlib.suppress(Exception):  # a template can raise for tools or for a system message
                     rendered(template, {**self._variables, "add_generation_prompt": False, "tools": tools}, messages)
                 if template.environment.clock_reads:
                     return True
@@ -150,20 +155,20 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False
     ) -> str:
-        """What the template makes of messages as they are, without a guard."""
+        """The rendered text of messages, without any check."""
         usual = [formed_message(message, Form()) for message in messages]
         return self._rendered(usual, tools, generation_prompt)[0]
 
     def prompt(self, conversation: Conversation) -> str:
-        """What the model sees when it is to answer."""
+        """The text that the model sees before it answers: the conversation with the generation prompt."""
         (sample,) = self._made(conversation, _Task(prompt=True))
         return sample.text
 
     def samples(self, conversation: Conversation, *, loss_on: LossOn, turns: Turns) -> list[RenderedSample]:
-        """The samples that a conversation makes, in the order of its turns.
+        """The samples of a conversation, in the order of its turns.
 
-        `loss_on` "assistant" trains every turn of the assistant that is not `untrained`, "last" the last message of the
-        assistant, and "all" the whole text, which is always one sample.
+        `loss_on`: "assistant" trains every assistant message that is not in `untrained`, "last" only the last assistant
+        message, and "all" the whole text, always as one sample.
         """
         return self._made(conversation, _Task(loss_on=loss_on, turns=turns))
 
@@ -176,7 +181,7 @@ class ChatRenderer:
         if isinstance(plan, _Plan):
             made = self._predicted(conversation, shape, plan, task)
             return self._by_itself(conversation, shape, task, plan.form) if made is None else made
-        if isinstance(plan, _RaisedError):  # a template that looks into the texts may take the row and not its twin
+        if isinstance(plan, _RaisedError):  # a template that depends on the texts can fail for the twin only
             return self._first_right(conversation, lambda form: self._by_itself(conversation, shape, task, form))
         raise RowError(str(plan))
 
@@ -202,13 +207,13 @@ class ChatRenderer:
     def _predicted(
         self, conversation: Conversation, shape: ConversationShape, plan: _Plan, task: _Task
     ) -> list[RenderedSample] | None:
-        """The samples as the shape predicts them; None if they are rendered otherwise."""
+        """The samples that the shape predicts; None if the template renders the row differently."""
         made = []
         messages, tools = formed(conversation, plan.form)
         for cut, skeleton in plan.cuts:
             if skeleton is None:
                 return None
-            text, spans, places = skeleton.filled(shape.leaves)
+            text, spans, message_spans = skeleton.filled(shape.leaves)
             if cut.joined:
                 actual = self._cutter(tools).apart(messages, cut.stop - 1).text
             else:
@@ -217,7 +222,7 @@ class ChatRenderer:
                 return None
             if cut.alone and not text.startswith(self._rendered(messages[: cut.stop - 1], tools, True)[0]):
                 return None
-            made.append(RenderedSample(text=text, spans=tuple(spans), messages=tuple(places)))
+            made.append(RenderedSample(text=text, spans=tuple(spans), messages=tuple(message_spans)))
         return made
 
     def _by_itself(
@@ -227,13 +232,15 @@ class ChatRenderer:
         for cut in self._cut(conversation, task, form):
             shown = self._shown(conversation, cut, task, form)
             check_row(shape, conversation, shown, keep_thoughts=task.loss_on == "all")
-            places = _places(cut, shape.leaves)
-            made.append(RenderedSample(text=cut.text, spans=cut.spans, messages=tuple(places)))
+            message_spans = _message_spans(cut, shape.leaves)
+            made.append(RenderedSample(text=cut.text, spans=cut.spans, messages=tuple(message_spans)))
         return made
 
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
-        """What comes of the first form that is rendered right, or the problem of the usual one; if that is the
-        spelling of tool calls, the problem of the form that comes furthest.
+        """The result of the first form that passes the checks.
+
+        If no form does, raise the error of the usual form. If that error is about tool calls, or raised by the
+        template, raise the error of the form that got furthest into the conversation.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):
@@ -289,19 +296,20 @@ class ChatRenderer:
         variables = {"add_generation_prompt": generation_prompt, **self._variables, "tools": tools}
         try:
             found = rendered(template, variables, messages, spans=spans)
-        except Exception as error:  # a template is a program of its own and may raise anything
+        except Exception as error:  # a template is user code and can raise anything
             raise _RaisedError(
-                f"the chat template refused it: {shown_error(error)}; change the row or the template"
+                f"the chat template raised an error: {shown_error(error)}; change the row, or set data.chat_template "
+                "to a template that accepts it"
             ) from error
         if template.environment.clock_reads and not self.depends_on_day:
             raise RowError(
-                "the chat template asks for the date for this row and not for others; give the date as an argument of "
-                "the template (data.template_arguments)"
+                "the chat template reads the current date for this row but not for others; set the date in "
+                "data.template_arguments"
             )
         return found
 
     def _with_roles(self, conversation: Conversation) -> Conversation:
-        """Other names of roles as the template knows them."""
+        """Replace aliases of roles, except names that the template itself compares with."""
         source = self._sources[conversation.tools is not None]
         messages = []
         for message in conversation.messages:
@@ -323,12 +331,14 @@ def _source(tokenizer: PreTrainedTokenizerBase, template: str | None, tools: boo
         names = ", ".join(sorted(tokenizer.chat_template))
         raise UserError(
             "data.chat_template",
-            f"the tokenizer has several templates and no default ({names})",
-            "write one of them to a file, and give the file",
+            f"is not set, and the tokenizer has several templates without a default ({names})",
+            "write one of them to a file and set data.chat_template to that file",
         ) from None
     if not isinstance(source, str):
         given = tokenizer.chat_template if template is None else template
-        raise UserError("data.chat_template", f"{shown(given)} in the tokenizer", "expected a Jinja template as text")
+        raise UserError(
+            "data.chat_template", f"the tokenizer's template is {shown(given)}", "give a Jinja template as text"
+        )
     return source
 
 
@@ -339,8 +349,8 @@ def _checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError):
             raise UserError(
                 f"data.template_arguments.{name}",
-                f"of type {type(value).__name__}",
-                "give a text, a number, a boolean, or a list or table of them",
+                f"has the type {type(value).__name__}",
+                "give a string, a number, a boolean, or a list or table of these",
             ) from None
     return dict(arguments)
 
@@ -361,37 +371,38 @@ def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
     turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if not turns:
         raise RowError(
-            "no message with role 'assistant'; expected one to train on (data.loss_on=all trains on every token)"
+            "no message has the role 'assistant', so there is nothing to train on; add one, or set data.loss_on=all to "
+            "train on every token"
         )
     trained = [turn for turn in turns if turn not in conversation.untrained]
     if loss_on == "last":
         trained = [turn for turn in trained if turn == turns[-1]]
     if not trained:
         which = "the last assistant message has" if loss_on == "last" else "all assistant messages have"
-        raise RowError(f"{which} weight 0; expected one to train on")
+        raise RowError(f"{which} weight 0, so there is nothing to train on; give one of them weight 1")
     return trained
 
 
-def _places(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
-    """Where messages stand in a text that no shape predicts: by the first place of each of their texts, in order."""
-    places: dict[int, Span] = {}
+def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
+    """The span of each message in a text that no shape predicts: search for the texts of its leaves, in order."""
+    message_spans: dict[int, Span] = {}
     done = 0
     for leaf in leaves:
         if leaf.message >= cut.stop:
             break
         found = [cut.text.find(text, done) for text in {written(leaf.value, "plain"), written(leaf.value, "json")}]
-        start = min((place for place in found if place >= 0), default=-1)
+        start = min((offset for offset in found if offset >= 0), default=-1)
         if start >= 0:
-            first = places.get(leaf.message, (start, start))
+            first = message_spans.get(leaf.message, (start, start))
             done = start + len(str(leaf.value))
-            places[leaf.message] = min(first[0], start), max(first[1], done)
-    return sorted(places.items())
+            message_spans[leaf.message] = min(first[0], start), max(first[1], done)
+    return sorted(message_spans.items())
 
 
 def chat_renderer(
     tokenizer: PreTrainedTokenizerBase, settings: TextSettings, *, day: datetime.date | None = None
 ) -> ChatRenderer | None:
-    """What renders prompts; None where they stand as they are."""
+    """The renderer of prompts; None if prompts are used as plain text."""
     plain = settings.prompt_format == "plain"
     if plain or (settings.prompt_format == "auto" and not (settings.chat_template or tokenizer.chat_template)):
         return None
@@ -401,7 +412,7 @@ def chat_renderer(
 def prompt_conversation(
     row: dict[str, Any], column: str, *, tools: object = None, tools_column: str = "tools"
 ) -> Conversation:
-    """A prompt is a text, which the user says, or a list of messages."""
+    """The prompt of a row as a conversation. The prompt is a text, taken as a user message, or a list of messages."""
     if isinstance(row.get(column), list):
         return read_conversation(row[column], column, tools=tools, tools_column=tools_column)
     said = [{"role": "user", "content": string(row, column)}]

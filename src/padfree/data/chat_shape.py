@@ -1,17 +1,17 @@
-"""The shape of a conversation, and a twin of the same shape whose every text is a marker.
+"""The shape of a conversation, and its twin: a conversation of the same shape in which every text is a marker.
 
     {"role": "user", "content": " Hi\\n"}      shape   user, content " ", a text, "\\n"
                                               leaves  "Hi"
                                               twin    {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
 
-What a template does with the twin is what it does with every conversation of the shape, unless it looks into the texts:
-which of them it shows, where, and in which form. A marker has a backslash, a quotation mark and a letter outside ASCII,
-so that its text, its JSON and Python's repr of it all differ:
+A template treats the twin like every other conversation of the shape, unless it depends on the texts themselves: it
+shows the same texts, in the same positions and the same form. A marker has a backslash, a quotation mark and a
+non-ASCII letter, so that its plain text, its JSON and its Python repr all differ:
 
     text    zq0x\\"éw          JSON    zq0x\\\\\\"éw          repr, JSON encoded twice, HTML ...    something else
 
 Numbers have markers as well. Booleans, nulls, keys, roles and the white space at the ends of a text belong to the
-shape. So do the tags of a thought: `<think>a</think>b` has two texts.
+shape. So do the tags around reasoning: `<think>a</think>b` has two texts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _MARKER = re.compile(
 
 
 class TemplateValue(NamedTuple):
-    """A text or number of a conversation. A `thought` may be left out once other messages follow; an `identifier` joins
-    a call with its result.
+    """A text or number of a conversation.
+
+    `thought`: reasoning, which a template may drop once other messages follow. `identifier`: the id that connects a
+    tool call with its result.
     """
 
     message: int
@@ -51,8 +53,10 @@ class TemplateValue(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationShape:
-    """`key` is equal for conversations of the same shape; the leaves are of this one. `shuffled` is the first tool
-    message that does not answer the next call in order.
+    """The shape of one conversation.
+
+    `key` is equal for all conversations of the shape. `leaves` are the texts and numbers of this conversation.
+    `shuffled`: index of the first tool message that is not the result of the next call in order; None if there is none.
     """
 
     key: Hashable
@@ -70,7 +74,7 @@ class _Dissection:
         self._key: list[Hashable] = []
         self._leaves: list[TemplateValue] = []
         self._identifiers: dict[str, int] = {}
-        self._waiting: list[tuple[Message, int]] = []  # calls without a result, and the leaf of the name
+        self._waiting: list[tuple[Message, int]] = []  # calls without a result, each with the leaf of its name
         self._shuffled: int | None = None
 
     def dissect(self, conversation: Conversation) -> ConversationShape:
@@ -104,7 +108,7 @@ class _Dissection:
         return twin
 
     def _answered(self, message: Message, index: int) -> tuple[Message, int] | None:
-        """The call that a result belongs to: by its id, or the next one."""
+        """The call that a result belongs to: the call with its id, or else the next call."""
         if not self._waiting:
             return None
         answered = message.get("tool_call_id")
@@ -128,18 +132,18 @@ class _Dissection:
 
     def _call(self, call: Message, field: str, message: int) -> Message:
         function = call["function"]
-        place = len(self._leaves)
+        leaf = len(self._leaves)
         twin: Message = {}
         for name, value in call.items():
             self._key.append(name)
             if name == "function":
-                place = len(self._leaves)
+                leaf = len(self._leaves)
                 twin[name] = self._value(function, f"{field}.function", message)
             elif name == "type":
                 twin[name] = value
             else:
                 twin[name] = self._value(value, f"{field}.{name}", message)
-        self._waiting.append((call, place))
+        self._waiting.append((call, leaf))
         return twin
 
     def _value(self, value: Any, field: str, message: int) -> Any:
@@ -162,16 +166,16 @@ class _Dissection:
         return {name: self._value(one, f"{field}.{name}", message) for name, one in value.items()}
 
     def _identifier(self, value: str, field: str, message: int) -> str:
-        """Of the same length, because Mistral's template wants 9 characters; one marker for an id wherever it is."""
-        place = self._identifiers.setdefault(value, len(self._leaves))
-        if place == len(self._leaves):
+        """The marker of an id, the same at each occurrence, and as long as the id: Mistral's ids have 9 characters."""
+        leaf = self._identifiers.setdefault(value, len(self._leaves))
+        if leaf == len(self._leaves):
             self._leaves.append(TemplateValue(message, field, value, identifier=True))
-        self._key += [place, len(value)]
-        return f"zq{place}y".ljust(len(value), "k")
+        self._key += [leaf, len(value)]
+        return f"zq{leaf}y".ljust(len(value), "k")
 
 
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
-    """White space or tags, then a text (maybe empty), and whether it is a thought."""
+    """Split a text into (white space or tags, text or "", whether the text is reasoning)."""
     pieces = _TAGS.split(value) if tags else [value]
     if len(pieces) == 1:
         text = value.strip()
@@ -209,7 +213,7 @@ def written(value: str | int | float, form: str) -> str:
 
 
 class Slot(NamedTuple):
-    """A leaf in the text of a twin. `form` is empty if it is neither the text nor its JSON."""
+    """Where the text of a twin shows a leaf. `form` is empty if it is shown neither as plain text nor as JSON."""
 
     leaf: int
     start: int
@@ -232,11 +236,11 @@ def slots_of(text: str) -> list[Slot]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skeleton:
-    """The text of a twin, as literals with a leaf between each two, and the trained spans of it."""
+    """The text of a twin as alternating literals and leaves, with its trained spans."""
 
     literals: tuple[str, ...]  # one more than slots
-    slots: tuple[tuple[int, str], ...]  # leaf, form
-    borders: tuple[tuple[int, int], ...]  # starts and ends of the spans in turn, as (literal, character of it)
+    slots: tuple[tuple[int, str], ...]  # (leaf, form)
+    borders: tuple[tuple[int, int], ...]  # start and end of each span, as (index of the literal, offset in it)
 
     @staticmethod
     def of(text: str, spans: Sequence[Span]) -> Skeleton | None:
@@ -261,10 +265,10 @@ class Skeleton:
         return Skeleton(literals=tuple(literals), slots=tuple(slots), borders=tuple(borders))
 
     def filled(self, leaves: Sequence[TemplateValue]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
-        """The text that a conversation of the shape should have, its spans, and where each message stands in it."""
+        """The text predicted for a conversation of the shape, its trained spans, and the span of each message."""
         parts = [self.literals[0]]
         starts = [0]
-        places: dict[int, Span] = {}
+        message_spans: dict[int, Span] = {}
         seen: set[int] = set()
         end = len(parts[0])
         for (index, form), literal in zip(self.slots, self.literals[1:], strict=True):
@@ -273,11 +277,13 @@ class Skeleton:
             start, end = end, end + len(value)
             if index not in seen:
                 seen.add(index)
-                first = places.get(leaf.message)
-                places[leaf.message] = (start, end) if first is None else (min(first[0], start), max(first[1], end))
+                first = message_spans.get(leaf.message)
+                message_spans[leaf.message] = (
+                    (start, end) if first is None else (min(first[0], start), max(first[1], end))
+                )
             parts += [value, literal]
             starts.append(end)
             end += len(literal)
         offsets = [starts[index] + character for index, character in self.borders]
         spans = list(zip(offsets[::2], offsets[1::2], strict=True))
-        return "".join(parts), spans, sorted(places.items())
+        return "".join(parts), spans, sorted(message_spans.items())

@@ -1,16 +1,16 @@
-"""Where the turns of a conversation begin and end in its text, and how it is cut into samples.
+"""Find where the turns of a conversation begin and end in its text, and cut it into samples.
 
     before the turn, with the generation prompt    <|user|>Hi<|end|>\\n<|assistant|>
-    up to and with the turn                        <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
+    up to and including the turn                   <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
                                                                                    [----------)
 
-The first must be how the second begins. If the second is how the whole conversation begins, for every turn, all turns
-are trained in one text (`together`). Otherwise each is trained in a text of its own (`apart`).
+The first text must be a prefix of the second. If the second is a prefix of the whole conversation for every turn, all
+turns are trained in one sample (`together`). Otherwise each turn is trained in a sample of its own (`apart`).
 
-Some templates change the conversation before a turn once the turn is there: Mistral-Nemo's shows the system message
-only if the last message is the user's. Then the text of `apart` is the conversation as the model sees it, and behind it
-what the template writes for the turn. That is done only if both renderings agree on everything from the text of the
-message before the turn up to the turn.
+Some templates render the earlier messages differently once the turn is added: Mistral-Nemo's template shows the system
+message only if the last message is from the user. The sample of such a turn joins two renderings: the conversation as
+the model sees it before it answers, followed by the text of the turn. This requires that both renderings agree on
+everything between the content of the previous message and the turn.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from padfree.data.records import RowError
 
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool, bool], tuple[str, list[Span]]]
-"""Messages, whether with the generation prompt, whether to return what markers enclose: text and spans."""
+"""render(messages, with the generation prompt, return the spans of generation markers) -> text, spans"""
 
 _OTHER_ANSWER = "\u00a4"
 
 
 class UnstableError(RowError):
-    """The template changes what it showed of earlier turns."""
+    """The template renders earlier turns differently once other messages follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnCut:
-    """The text of a sample with the first `stop` messages. `alone`: only the last one is trained; then the text begins
-    with the conversation before it. `joined`: it is made of two renderings.
+    """The text of a sample with the first `stop` messages.
+
+    `alone`: only the last of these messages is trained. `joined`: the text joins two renderings.
     """
 
     stop: int
@@ -47,13 +48,16 @@ class TurnCut:
 
 
 class TurnCutter:
-    """`marked`: the template has `{% generation %}` markers. `closing` are control tokens that can end a turn."""
+    """Cuts conversations into samples.
+
+    `marked`: the template has `{% generation %}` markers. `closing`: special tokens that can end a turn.
+    """
 
     def __init__(self, render: Render, *, marked: bool, closing: tuple[str, ...]) -> None:
         self._render, self._marked, self._closing = render, marked, closing
 
     def cut(self, messages: Sequence[Message], trained: Sequence[int], turns: Turns) -> list[TurnCut]:
-        """`trained` are the indexes of the assistant's messages to train on, in order."""
+        """The samples of a conversation. `trained`: indices of the assistant messages to train on, in order."""
         if turns != "apart":
             try:
                 return [self.together(messages, trained)]
@@ -69,8 +73,8 @@ class TurnCutter:
             through = text if turn == len(messages) - 1 else self._text(messages[: turn + 1])
             if not text.startswith(through):
                 raise UnstableError(
-                    f"message {turn + 1} reads differently once others follow, because the chat template rewrites "
-                    "earlier turns; set data.turns=auto, which makes one sample of each turn, or data.loss_on=last"
+                    f"the chat template renders message {turn + 1} differently once other messages follow; set "
+                    "data.turns=auto, which makes one sample per turn, or data.loss_on=last"
                 )
             if self._marked:
                 start = self._begin(messages, turn, trained, text)
@@ -79,9 +83,8 @@ class TurnCutter:
             before = self._before(messages, turn)
             if not text.startswith(before):
                 raise UnstableError(
-                    f"the text before message {turn + 1}, with the generation prompt, is not how the conversation "
-                    "begins: the chat template is not prefix-stable; set data.turns=auto, which makes one sample of "
-                    "each turn, or data.loss_on=all"
+                    f"the text before message {turn + 1}, with the generation prompt, is not a prefix of the rendered "
+                    "conversation; set data.turns=auto, which makes one sample per turn, or data.loss_on=all"
                 )
             spans.append((len(before), self._end(through, len(before))))
         return TurnCut(stop=len(messages), text=text, spans=merged(spans))
@@ -104,24 +107,24 @@ class TurnCutter:
         anchor = before.rfind(said.strip()) if isinstance(said, str) and said.strip() else -1
         if self._marked or anchor < 0 or not common.endswith(before[anchor:]):
             raise RowError(
-                f"the text before message {turn + 1}, with the generation prompt, is not how the text with the message "
-                "begins, so the model would be trained on what it does not see; give another template as "
-                "data.chat_template, or change data.template_arguments"
+                f"the text before message {turn + 1}, with the generation prompt, is not a prefix of the text with the "
+                "message, so the model would be trained on another prompt than it sees at inference; set "
+                "data.chat_template to another template, or change data.template_arguments"
             )
         text = before + shown[len(common) :]
         spans = [(len(before), self._end(text, len(before)))]
         return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
-        """Where markers of a turn may begin; anywhere if all of the assistant's messages are trained."""
+        """The first character where markers of a turn can begin; 0 if all assistant messages are trained."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if turn == 0 or list(trained) == turns:
             return 0
         before = self._text(messages[:turn])
         if not text.startswith(before):
             raise UnstableError(
-                f"the text before message {turn + 1} is not how the conversation begins: the chat template is not "
-                "prefix-stable; set data.turns=auto, or data.loss_on=all"
+                f"the text before message {turn + 1} is not a prefix of the rendered conversation; set "
+                "data.turns=auto, which makes one sample per turn, or data.loss_on=all"
             )
         return len(before)
 
@@ -131,8 +134,8 @@ class TurnCutter:
     def _before(self, messages: Sequence[Message], turn: int) -> str:
         if turn == 0:
             raise RowError(
-                "message 1 is the assistant's: no prefix shows where it begins; begin with the user, give the message "
-                "weight 0, put {% generation %} markers into data.chat_template, or set data.loss_on=all"
+                "message 1 is from the assistant, so the start of its text is unknown; begin with a user message, give "
+                "message 1 the weight 0, add {% generation %} markers to data.chat_template, or set data.loss_on=all"
             )
         return self._render(messages[:turn], True, False)[0]
 
@@ -142,13 +145,13 @@ class TurnCutter:
 
 
 def _common(one: str, other: str) -> str:
-    """What both begin with."""
+    """The longest common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
 def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Sorted, apart, none empty."""
+    """The spans sorted and disjoint, without empty ones."""
     found: list[Span] = []
     for start, end in sorted(set(spans)):
         if found and start <= found[-1][1]:

@@ -1,4 +1,4 @@
-"""Messages as people bring them, in one spelling.
+"""Read messages of several common spellings into one spelling.
 
     {"from": "human", "value": "Hi"}                                     -> {"role": "user", "content": "Hi"}
     {"role": "user", "content": [{"type": "text", "text": "Hi"}]}        -> {"role": "user", "content": "Hi"}
@@ -6,14 +6,14 @@
         -> {"role": "assistant", "content": "",
             "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
 
-The result is OpenAI's spelling with JSON values only: content is a string, arguments are an object, a tool is
-`{"type": "function", "function": ...}`. What a chat template needs in another form (arguments as JSON text, `null`
-beside tool calls) is a matter of the template: `ChatRenderer` decides it.
+The result is OpenAI's spelling with JSON values only: content is a string, arguments are an object, and a tool is
+`{"type": "function", "function": ...}`. If a chat template needs another form (arguments as JSON text, null content
+next to tool calls), `ChatRenderer` converts the messages.
 
-Parquet and Arrow give every message all the keys that any message has, with null for the missing ones. So a key with
-null is the same as no key: in a message, in a tool, in arguments that are an object. A null inside arguments that are
-JSON text was written by somebody and stays, and so does a null in a list. An empty list, object or string says nothing
-and is left out as well, except as content and as a thought.
+Parquet and Arrow give every message the keys of all messages, with null for the missing ones. A key with null therefore
+counts as missing: in a message, in a tool, and in arguments given as an object. A null in arguments given as JSON text
+is deliberate and is kept, as is a null in a list. Empty lists, objects and strings are dropped as well, except empty
+content and empty reasoning.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ SHAREGPT_ROLES = {
 """Values of ShareGPT's `from`. `function_call` is a tool call as JSON text."""
 
 METADATA = ("id", "message_id", "parent_id", "uuid", "index", "timestamp", "created", "created_at", "model")
-"""Fields of a message that are about it and not part of it: they are left out."""
+"""Fields of a message that are metadata; they are dropped."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names of the field with the assistant's thoughts; the first is the one that templates read."""
+"""Names of the field with the assistant's reasoning; templates read the first one."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """`untrained`: indexes of assistant messages that are not trained (OpenAI's `weight: 0`)."""
+    """Messages and tools. `untrained`: indices of assistant messages without a loss (OpenAI's `weight: 0`)."""
 
     messages: tuple[Message, ...]
     tools: list[Any] | None = None
@@ -67,7 +67,7 @@ class Conversation:
         return self.messages[0]["role"] in ("system", "developer")
 
     def with_system(self, text: str) -> Conversation:
-        """The same conversation behind a system message."""
+        """The same conversation with a system message in front."""
         return replace(
             self,
             messages=({"role": "system", "content": text}, *self.messages),
@@ -83,12 +83,14 @@ def read_conversation(
     tools_column: str = "tools",
     system: str | None = None,
 ) -> Conversation:
-    """`messages` is a list of messages or that list as JSON text, spelled as OpenAI does (`role`, `content`) or as
-    ShareGPT does (`from`, `value`). `system` comes from a column or setting of its own and goes first.
+    """Read a list of messages, or such a list as JSON text.
+
+    A message is spelled as OpenAI does (`role`, `content`) or as ShareGPT does (`from`, `value`). `system`: a system
+    prompt from another column or setting; it becomes the first message.
     """
     listed = _listed(messages, column, "a list of messages")
     if not listed:
-        raise RowError(f"{column!r} is empty; expected a list of messages")
+        raise RowError(f"{column!r} is empty; give one message or more")
     read: list[Message] = []
     untrained: set[int] = set()
     for index, message in enumerate(listed):
@@ -104,8 +106,8 @@ def read_conversation(
         return found
     if found.has_system:
         raise RowError(
-            f"{column}[0] is a {read[0]['role']} message, and the row has a system prompt of its own besides; "
-            "expected one of them"
+            f"{column}[0] is a {read[0]['role']} message, but the row has a separate system prompt as well; remove one "
+            "of them"
         )
     return found.with_system(check_encodable(system, "system"))
 
@@ -118,7 +120,7 @@ def _listed(value: object, column: str, expected: str) -> list[Any]:
     if isinstance(found, tuple):
         found = list(found)
     if not isinstance(found, list):
-        raise RowError(f"{column!r} is {shown(value)}; expected {expected}, or one as JSON text")
+        raise RowError(f"{column!r} is {shown(value)}; expected {expected}, or JSON text of it")
     return found
 
 
@@ -147,7 +149,7 @@ def _message(message: object, name: str, untrained: set[int], index: int) -> Mes
     if thoughts:
         rest["reasoning_content"] = _thought(thoughts, name)
     if content is None and not (calls or "refusal" in rest):
-        raise RowError(f"{name}.content is null; expected a string (or a list of text parts)")
+        raise RowError(f"{name}.content is null; expected a string or a list of text parts")
     kept: Message = {"role": check_encodable(role, f"{name}.role"), "content": _text(content, f"{name}.content")}
     kept |= rest
     if calls:
@@ -162,23 +164,25 @@ def _thought(thoughts: dict[str, Any], name: str) -> str:
         if not isinstance(value, str):
             raise RowError(f"{name}.{key} is {shown(value)}; expected a string")
     if len(set(thoughts.values())) > 1:
-        raise RowError(f"{name} has different texts in {' and '.join(thoughts)}; expected one of them")
+        raise RowError(f"{name} has different texts in {' and '.join(thoughts)}; keep one of them")
     return str(next(iter(thoughts.values())))
 
 
 def _trained(weight: object, role: str, name: str) -> bool:
-    """OpenAI's `weight`: 1 is trained, 0 is not. Only the assistant's messages can be trained."""
+    """OpenAI's `weight`: 1 trains the message, 0 does not. Only assistant messages can have weight 1."""
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight not in (0, 1):
-        raise RowError(f"{name}.weight is {shown(weight)}; expected 0 (not trained) or 1")
+        raise RowError(f"{name}.weight is {shown(weight)}; expected 1 to train on the message or 0 not to")
     if weight == 1 and role not in ("assistant", "gpt", "model", "bot", "ai", "chatgpt"):
-        raise RowError(f"{name}.weight is 1, and the message is of role {role!r}; expected it on the assistant's only")
+        raise RowError(
+            f"{name}.weight is 1, but the message has the role {role!r}; give weight 1 to assistant messages only"
+        )
     return weight == 1
 
 
 def _from_sharegpt(given: dict[str, Any], name: str) -> dict[str, Any]:
     sender = given.pop("from")
     if "content" in given:
-        raise RowError(f"{name} has 'from' and 'content'; expected from and value, or role and content")
+        raise RowError(f"{name} has 'from' and 'content'; expected 'from' and 'value', or 'role' and 'content'")
     value = given.pop("value", None)
     if sender == "function_call":
         if not isinstance(value, (str, dict, list)):
@@ -194,23 +198,25 @@ def _from_sharegpt(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _text(content: object, name: str) -> str:
-    """The text of a message; parts of text are concatenated."""
+    """The text of a message. Text parts are concatenated."""
     if content is None:
         return ""
     if isinstance(content, str):
         return check_encodable(content, name)
     if not isinstance(content, list):
-        raise RowError(f"{name} is {shown(content)}; expected a string (or a list of text parts)")
+        raise RowError(f"{name} is {shown(content)}; expected a string or a list of text parts")
     texts: list[str] = []
     for index, part in enumerate(content):
         if isinstance(part, dict):
             part = {key: value for key, value in part.items() if value is not None}
             kind = part.pop("type", "text" if set(part) == {"text"} else None)
             if kind not in TEXT_PARTS:
-                raise RowError(f"{name}[{index}].type is {shown(kind)}; expected text, the only kind that is trained")
+                raise RowError(
+                    f"{name}[{index}].type is {shown(kind)}; expected 'text', because padfree reads text only"
+                )
             text = part.pop("text", None)
             if part and any(value not in ("", [], {}) for value in part.values()):
-                raise RowError(f"{name}[{index}] has {next(iter(part))!r} beside its text; expected type and text only")
+                raise RowError(f"{name}[{index}] has the key {next(iter(part))!r}; expected 'type' and 'text' only")
         else:
             text = part
         if not isinstance(text, str):
@@ -226,7 +232,7 @@ def _calls(calls: object, name: str) -> list[Message]:
 
 
 def _call(call: object, name: str) -> Message:
-    """`{"id", "type", "function": {"name", "arguments"}}`, the arguments as an object."""
+    """A tool call as `{"id", "type", "function": {"name", "arguments"}}`, with the arguments as an object."""
     if not isinstance(call, dict):
         raise RowError(f"{name} is {shown(call)}; expected an object with function.name and function.arguments")
     given = {key: value for key, value in call.items() if value is not None}
@@ -250,7 +256,7 @@ def _call(call: object, name: str) -> Message:
     else:
         arguments = _plain(arguments, f"{name}.function.{field}")
     if not isinstance(arguments, dict):
-        raise RowError(f"{name}.function.{field} is {shown(arguments)}; expected an object, or one as JSON text")
+        raise RowError(f"{name}.function.{field} is {shown(arguments)}; expected an object, or JSON text of one")
     kept: Message = {"type": "function"}
     if "id" in given:
         kept["id"] = given.pop("id")
@@ -266,13 +272,13 @@ def _call(call: object, name: str) -> Message:
 
 
 def _legacy_call(given: dict[str, Any], name: str) -> list[Message]:
-    """OpenAI's `function_call`, the spelling before `tool_calls`."""
+    """OpenAI's `function_call`, the predecessor of `tool_calls`."""
     call = given.pop("function_call", None)
     return [] if call is None else [_call({"function": call}, f"{name}.function_call")]
 
 
 def _check_results(messages: list[Message], column: str) -> None:
-    """A result that names its call (`tool_call_id`) names one that is waiting for it."""
+    """Check that each `tool_call_id` is the id of an earlier call without a result."""
     waiting: set[str] = set()
     for index, message in enumerate(messages):
         waiting |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
@@ -280,7 +286,10 @@ def _check_results(messages: list[Message], column: str) -> None:
         if answered is None:
             continue
         if not isinstance(answered, str) or (waiting and answered not in waiting):
-            raise RowError(f"{column}[{index}].tool_call_id is {shown(answered)}; expected the id of an earlier call")
+            raise RowError(
+                f"{column}[{index}].tool_call_id is {shown(answered)}; expected the id of an earlier call that has no "
+                "result yet"
+            )
         waiting.discard(answered)
 
 
@@ -308,9 +317,9 @@ def _tools(tools: object, column: str) -> list[Any] | None:
 
 
 def _plain(value: Any, name: str, *, nulls: bool = False, depth: int = 0) -> Any:
-    """A JSON value, checked and copied. Keys with null are left out unless `nulls`."""
+    """A checked copy of a JSON value. Keys with null are dropped unless `nulls`."""
     if depth > DEEPEST:
-        raise RowError(f"{name[:100]}... is nested more than {DEEPEST} levels deep; expected less")
+        raise RowError(f"{name[:100]}... is nested too deeply; expected at most {DEEPEST} levels")
     if isinstance(value, str):
         return check_encodable(value, name)
     if value is None or isinstance(value, bool):
@@ -332,4 +341,4 @@ def _plain(value: Any, name: str, *, nulls: bool = False, depth: int = 0) -> Any
                 check_encodable(key, name)
                 kept[key] = _plain(one, f"{name}.{key}", nulls=nulls, depth=depth + 1)
         return kept
-    raise RowError(f"{name} is of type {type(value).__name__}; expected a JSON value")
+    raise RowError(f"{name} has the type {type(value).__name__}; expected a JSON value")

@@ -1,4 +1,4 @@
-"""What can be chosen about data: plain values, checked once."""
+"""Settings that decide how rows become tokens."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from padfree.errors import UserError, check_choice
 def check_max_length(max_length: int | None) -> None:
     if max_length is not None and max_length < 2:
         raise UserError(
-            "max_length", "", "give 2 or more (the first token is never predicted), or None", value=max_length
+            "max_length",
+            "is too short: the first token of a sample is never predicted",
+            "give 2 or more, or None for no limit",
+            value=max_length,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSettings:
-    """How rows become tokens, for all tasks. In a recipe each is a setting of `[data]`, and messages name it so:
-    `data.columns`.
+    """How rows become tokens, for all tasks. In a recipe these are settings of `[data]`; errors name them accordingly
+    (`data.columns`).
 
-    `columns` maps a column of the file to its field: `{"question": "prompt", "answer": "response", "note": "unused"}`.
-    `prompt_format`: a prompt goes through the chat template (`chat`) or is used as it is (`plain`). `auto` is `chat` if
-    there is a template. `chat_template` replaces the tokenizer's own, and `template_arguments` are handed to it
-    (`{"enable_thinking": False}`). `day` is what a template that writes the date takes for today.
-    `turns`: whether the assistant turns of a conversation are trained in one sample (`together`) or in one sample each
-    (`apart`). `auto` is `together` if the template shows earlier turns as they were written.
-    `system`: the system prompt of conversations that have none. `prompt_template`: a text prompt made of columns.
-    `append_eos`: text that is not ended by a chat template gets the tokenizer's end-of-sequence token.
-    `split`, `subset`: of a Hub id.
-    `overlong` samples, of more than `max_length` tokens, are an `error`, are cut (`truncate`) or left out (`drop`).
+    `columns` maps a column of the file to a field: `{"question": "prompt", "answer": "response", "note": "unused"}`.
+    `prompt_format`: render a prompt with the chat template (`chat`) or use it as plain text (`plain`). `auto` is `chat`
+    if there is a template. `chat_template` replaces the tokenizer's template. `template_arguments` are passed to the
+    template (`{"enable_thinking": False}`). `day`: the current date as the template sees it.
+    `turns`: train the assistant turns of a conversation in one sample (`together`) or each in its own sample (`apart`).
+    `auto` is `together` if the template does not change earlier turns.
+    `system`: the system prompt of conversations that have none. `prompt_template`: a prompt composed of columns.
+    `append_eos`: append the end-of-sequence token to text that no chat template ends.
+    `split`, `subset`: the part of a Hub data set to read.
+    `overlong`: samples of more than `max_length` tokens raise an `error`, or are cut (`truncate`) or skipped (`drop`).
+    `on_bad_row`: a row that cannot be used raises an `error`, or is skipped (`skip`).
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -68,11 +72,11 @@ class SFTDataSettings(TextSettings):
     loss_on: LossOn = "assistant"
 
     def __post_init__(self) -> None:
-        # `super()` without arguments does not see the class that `slots` makes anew.
+        # With `slots=True` the class is created a second time, and `super()` without arguments refers to the first one.
         TextSettings.__post_init__(self)
         check_choice("loss_on", self.loss_on, LossOn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutDataSettings(TextSettings):
-    """What a rollout trains on stands in its row (`response_length`, `loss_mask`), so there is no more to choose."""
+    """No further settings: columns of the row (`response_length`, `loss_mask`) decide which tokens are trained."""

@@ -1,21 +1,21 @@
-"""Tokenised samples, read from disk as they are asked for.
+"""Tokenised samples, read from disk on access.
 
     data = TokenizedDataset(folder, max_length=1024, overlong="truncate")
     len(data), data.lengths          no token is read
     data[17]                         Sample(tokens=..., loss_mask=..., uid="train.jsonl:18", source="train.jsonl")
 
-A data set is a folder and two settings. Pickled, that is all that travels, so that any number of processes may open it;
-the system keeps one copy of the tokens for all of them.
+A data set is a folder and two settings, and only these are pickled. Any number of processes can open it; they share the
+memory-mapped tokens.
 
-Neighbouring samples of the same file and line belong to one row: a conversation whose template rewrites earlier turns
-becomes one sample for each trained turn.
+Consecutive samples of the same file and line belong to one row: a conversation whose template changes earlier turns
+becomes one sample per trained turn.
 
     samples      0 | 1 2 3 | 4          row_starts  0 1 4 5
     uid          train.jsonl:17 | train.jsonl:18 turn 1, turn 2, turn 3 | train.jsonl:19
     group        None | train.jsonl:18 for each of the three | None
 
-`max_length` is applied here and not when tokenising: another length needs no other cache. Truncation keeps the first
-tokens; a sample that is left with nothing to train on is dropped, and listed as dropped.
+`max_length` is applied here and not when tokenising, so that a change of it does not tokenise again. Truncation keeps
+the first tokens. A sample without a trained token after truncation is dropped, and listed as dropped.
 """
 
 from __future__ import annotations
@@ -40,34 +40,31 @@ from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
 from padfree.errors import UserError, check_choice
 
 SCANNED_TOKENS = 1 << 22
-"""How many tokens are looked at in one go."""
+"""`first_token_from` compares this many tokens at a time."""
 
 
 class StoredSamples(ABC):
-    """Samples whose lengths and rows are known without reading tokens; `report` says what became of every row."""
+    """Samples whose lengths and rows are known without reading tokens. `report` counts the rows used and not used."""
 
     lengths: NDArray[np.int64]  # [N] tokens of each sample
-    row_starts: NDArray[np.int64]  # [R+1] row r has samples row_starts[r] to row_starts[r + 1]
+    row_starts: NDArray[np.int64]  # [R+1] row r has the samples [row_starts[r], row_starts[r + 1])
     report: DataReport
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Of tokens and masks of all samples as they are here; other files, settings or versions may give the same."""
+        """A hash of the tokens and masks of all samples. Different files or settings can give the same samples."""
 
     @abstractmethod
     def __getitem__(self, index: SupportsIndex) -> Sample: ...
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Where a sample stands: its file and line, and the turn if the row has several samples."""
+        """The location of a sample: its file and line, and the turn if the row has several samples."""
 
     @abstractmethod
     def first_token_from(self, least: int) -> tuple[int, int] | None:
-        """The first sample with a token id of `least` or more, and that id; None where there is none.
-
-        All tokens are read for it.
-        """
+        """The first sample with a token id of `least` or more, and that id; None if there is none. Reads all tokens."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -86,7 +83,7 @@ class TokenizedDataset(StoredSamples):
     """The samples of one cache folder."""
 
     samples_per_row: ClassVar[int | None] = None  # None: any number
-    drops_whole_rows: ClassVar[bool] = False  # also with overlong "truncate"
+    drops_whole_rows: ClassVar[bool] = False  # drop a row if one of its samples is dropped, also with "truncate"
 
     def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
         check_max_length(max_length)
@@ -98,8 +95,8 @@ class TokenizedDataset(StoredSamples):
         num_samples, num_tokens = int(metadata["samples"]), int(metadata["tokens"])
         self._files: list[dict[str, Any]] = metadata["files"]
         self._digests: list[str] = metadata["digests"]
-        # Plain arrays over the mapped memory: numpy's memmap takes ten times as long to cut a slice, and would carry
-        # its file along wherever a slice is pickled.
+        # Plain arrays over the mapped memory: slicing numpy's memmap takes ten times as long, and a pickled slice of it
+        # would contain its file.
         self._tokens = np.asarray(open_array(self.folder, "tokens", (num_tokens,)))
         self._mask = np.asarray(open_array(self.folder, "mask", (num_tokens,)))
         self._rows = np.asarray(open_array(self.folder, "rows", (num_samples, 2)))
@@ -108,7 +105,7 @@ class TokenizedDataset(StoredSamples):
         assert offsets[-1] == num_tokens
         self._starts: NDArray[np.int64] = offsets[:-1]
         self.lengths = np.diff(offsets)
-        self._kept: NDArray[np.int64] = np.arange(num_samples)
+        self._kept: NDArray[np.int64] = np.arange(num_samples)  # stored index of each sample in use
         begins = np.ones(num_samples, dtype=np.bool_)
         begins[1:] = (self._rows[1:] != self._rows[:-1]).any(1)
         self._first_of_row: NDArray[np.int64] = np.append(np.flatnonzero(begins), num_samples)  # [all rows + 1]
@@ -131,10 +128,10 @@ class TokenizedDataset(StoredSamples):
         )
 
     def _limit(self) -> tuple[list[SkippedRow], list[SkippedRow]]:
-        """Apply `max_length`; the rows that were truncated, and those that were dropped.
+        """Apply `max_length`. Returns the truncated rows and the dropped rows.
 
-        `overlong` "drop" leaves out a row with a sample that is too long, as if the row were one sample. "truncate"
-        cuts the sample, and drops it if its trained tokens are gone; the other samples of the row stay.
+        `overlong="drop"` drops a whole row if one of its samples is too long. `overlong="truncate"` cuts the sample,
+        and drops it if no trained token is left; the other samples of the row are kept.
         """
         if self.max_length is None:
             return [], []
@@ -143,59 +140,63 @@ class TokenizedDataset(StoredSamples):
             first = int(over[0])
             raise UserError(
                 "data.max_length",
-                f"{self.max_length}, but {len(over)} of {len(self.lengths)} samples are longer, the first "
-                f"({self._uid(first)}) {self.lengths[first]} tokens",
+                f"{self.max_length}, but {len(over)} of {len(self.lengths)} samples are longer; the first is "
+                f"{self._uid(first)} with {self.lengths[first]} tokens",
                 f"set data.overlong=truncate or data.overlong=drop, or data.max_length={self.lengths[over].max()}",
             )
         usable = np.ones(len(self.lengths), dtype=np.bool_)
-        for place in over.tolist():
-            start = self._starts[place]
-            usable[place] = self.overlong == "truncate" and self._mask[start + 1 : start + self.max_length].any()
+        for stored in over.tolist():
+            start = self._starts[stored]
+            usable[stored] = self.overlong == "truncate" and self._mask[start + 1 : start + self.max_length].any()
         keep = usable.copy()
         truncated: list[SkippedRow] = []
         dropped: list[SkippedRow] = []
         for row in np.unique(self._row_of[over]).tolist():
-            places = np.arange(self._first_of_row[row], self._first_of_row[row + 1])
+            stored_of_row = np.arange(self._first_of_row[row], self._first_of_row[row + 1])
             if self.overlong == "drop" or self.drops_whole_rows:
-                keep[places] = usable[places].all()
-            lost = places[~keep[places]]
-            if len(lost) == len(places):
-                first = int(places[~usable[places]][0])
-                nothing = ", and nothing to train on before it" if self.overlong == "truncate" else ""
+                keep[stored_of_row] = usable[stored_of_row].all()
+            lost = stored_of_row[~keep[stored_of_row]]
+            if len(lost) == len(stored_of_row):
+                first = int(stored_of_row[~usable[stored_of_row]][0])
+                nothing = ", and no trained token within it" if self.overlong == "truncate" else ""
                 dropped.append(self._note(first, nothing))
             else:
-                first = int(places[self.lengths[places] > self.max_length][0])
-                gone = ", ".join(str(place - places[0] + 1) for place in lost.tolist())
+                first = int(stored_of_row[self.lengths[stored_of_row] > self.max_length][0])
+                gone = ", ".join(str(stored - stored_of_row[0] + 1) for stored in lost.tolist())
                 truncated.append(
-                    self._note(first, f"; left out, with nothing to train on: turn {gone}" if gone else "")
+                    self._note(first, f"; dropped because no trained token is left: turn {gone}" if gone else "")
                 )
         self._kept = np.flatnonzero(keep)
         if len(over) and not len(self._kept):
             longest = self.lengths.max()
-            raise UserError("data.max_length", f"{self.max_length} leaves no sample", f"set data.max_length={longest}")
+            raise UserError(
+                "data.max_length",
+                f"{self.max_length} leaves no sample to train on",
+                f"set data.max_length={longest} to keep all samples",
+            )
         self.lengths = np.minimum(self.lengths[self._kept], self.max_length)
         return truncated, dropped
 
-    def _note(self, place: int, more: str) -> SkippedRow:
-        file, line = self._rows[place]
-        turn = self._turn(place)
+    def _note(self, stored: int, more: str) -> SkippedRow:
+        file, line = self._rows[stored]
+        turn = self._turn(stored)
         which = "" if turn is None else f"turn {turn} has "
-        reason = f"{which}{self.lengths[place]} tokens, max_length {self.max_length}{more}"
+        reason = f"{which}{self.lengths[stored]} tokens, over data.max_length {self.max_length}{more}"
         return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
 
-    def _turn(self, place: int) -> int | None:
-        """Which of the samples of its row this is, from 1; None if the row has no other."""
-        row = self._row_of[place]
+    def _turn(self, stored: int) -> int | None:
+        """The number of a sample among the samples of its row, from 1; None if the row has only this sample."""
+        row = self._row_of[stored]
         first, end = self._first_of_row[row], self._first_of_row[row + 1]
-        return None if self.samples_per_row is not None or end - first == 1 else int(place - first) + 1
+        return None if self.samples_per_row is not None or end - first == 1 else int(stored - first) + 1
 
-    def _row_name(self, place: int) -> str:
-        file, line = self._rows[place]
+    def _row_name(self, stored: int) -> str:
+        file, line = self._rows[stored]
         return f"{self._files[file]['name']}:{line}"
 
-    def _uid(self, place: int) -> str:
-        turn = self._turn(place)
-        return self._row_name(place) if turn is None else f"{self._row_name(place)} turn {turn}"
+    def _uid(self, stored: int) -> str:
+        turn = self._turn(stored)
+        return self._row_name(stored) if turn is None else f"{self._row_name(stored)} turn {turn}"
 
     def place(self, index: int) -> str:
         return self._uid(int(self._kept[index]))
@@ -204,43 +205,43 @@ class TokenizedDataset(StoredSamples):
         for start in range(0, len(self._tokens), SCANNED_TOKENS):
             over = np.flatnonzero(self._tokens[start : start + SCANNED_TOKENS] >= least)
             for position in (over + start).tolist():
-                place = int(np.searchsorted(self._starts, position, side="right")) - 1
-                index = int(np.searchsorted(self._kept, place))
-                kept = index < len(self._kept) and self._kept[index] == place
-                if kept and position < self._starts[place] + self.lengths[index]:
+                stored = int(np.searchsorted(self._starts, position, side="right")) - 1
+                index = int(np.searchsorted(self._kept, stored))
+                kept = index < len(self._kept) and self._kept[index] == stored
+                if kept and position < self._starts[stored] + self.lengths[index]:
                     return index, int(self._tokens[position])
         return None
 
     @property
     def digest(self) -> str:
-        places = hashlib.sha256(self._kept.tobytes() + self.lengths.tobytes()).hexdigest()
-        # Which samples are one row matters too. Where each row is one sample there is nothing to add.
+        kept = hashlib.sha256(self._kept.tobytes() + self.lengths.tobytes()).hexdigest()
+        # The hash also covers which samples form a row, unless each row is one sample.
         several = self.samples_per_row is None and len(self.row_starts) - 1 < len(self)
         rows = [hashlib.sha256(self.row_starts.tobytes()).hexdigest()] if several else []
-        return hash_of([*self._digests, places, *rows])
+        return hash_of([*self._digests, kept, *rows])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
         number = self._checked(index)
-        place = int(self._kept[number])
-        start = self._starts[place]
+        stored = int(self._kept[number])
+        start = self._starts[stored]
         end = start + self.lengths[number]
         return Sample(
             tokens=self._tokens[start:end],
             loss_mask=self._mask[start:end],
-            uid=self._uid(place),
-            group=None if self._turn(place) is None else self._row_name(place),
-            source=self._files[self._rows[place, 0]]["name"],
+            uid=self._uid(stored),
+            group=None if self._turn(stored) is None else self._row_name(stored),
+            source=self._files[self._rows[stored, 0]]["name"],
         )
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64] | None:
-        """[N] of all places of the folder; None where rows were read without."""
+        """[N] the number stored for each sample of the folder; None if the rows have no numbers."""
         if not read_metadata(self.folder).get("numbers"):
             return None
         return np.asarray(open_array(self.folder, "numbers", (len(self._rows),)))
 
     def number(self, index: SupportsIndex) -> float | None:
-        """The number of a sample's row, where rows have one: a margin, a label."""
+        """The number stored for a sample's row (a margin or a label); None if rows have none."""
         numbers = self._numbers
         return None if numbers is None else float(numbers[self._kept[as_index(index)]])
 
@@ -251,8 +252,8 @@ class TokenizedDataset(StoredSamples):
 class PairDataset(TokenizedDataset):
     """Preference pairs: sample 2i is the chosen answer of pair i, sample 2i + 1 the rejected one.
 
-    `group` names the pair, and `reward` is 1 for the chosen answer and 0 for the other. `report` counts pairs. Where
-    rows may have margins, that of a pair is the term `margin` of its chosen answer.
+    `group` names the pair. `reward` is 1 for the chosen answer and 0 for the rejected one. `report` counts pairs. If
+    margins are read, the margin of a pair is `terms["margin"]` of its chosen answer.
     """
 
     samples_per_row: ClassVar[int | None] = 2
@@ -272,9 +273,9 @@ class PairDataset(TokenizedDataset):
 
 
 class MixedDataset(StoredSamples):
-    """The samples of several sources by name, one source after the other.
+    """The samples of several named sources, one source after the other.
 
-    Samples carry the name of their source: `source`, and in front of `uid` and `group` where it is not the file's name.
+    `source` of a sample is the name of its source. `uid` and `group` begin with it, unless it is the name of the file.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:
@@ -314,7 +315,7 @@ class MixedDataset(StoredSamples):
 
 
 def of_source(name: str, sample: Sample) -> Sample:
-    """The same sample as one of the source `name` of a mixture."""
+    """The same sample, labelled as a sample of the source `name` of a mixture."""
     return replace(
         sample,
         uid=None if sample.uid is None else labelled(name, sample.uid),

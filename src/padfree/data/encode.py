@@ -1,18 +1,18 @@
-"""Text to tokens, and which tokens are trained on: exact to the token.
+"""Text to tokens and exact loss masks.
 
-    joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      one text with borders (a rendered conversation)
-               tokens of the whole text; a border between two tokens is where the mask changes
-    apart      "What is 2+2?" | "4"                             texts that only follow each other (prompt, response)
-               each tokenised by itself, the tokenizer's own beginning (bos) before them, eos behind them
+    joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      one text in pieces (a rendered conversation)
+               the whole text is tokenised; the loss mask changes at the borders between pieces
+    apart      "What is 2+2?" | "4"                             separate texts (prompt, response)
+               each text is tokenised on its own; bos (if the tokenizer adds one) before them, eos after them
 
-A joined text is tokenised whole, as everybody tokenises a conversation. It happens that one token would lie across a
-border: a reply that begins with a newline, behind a header that ends with one. No mask is right for such a token, and
-the model never sees it, since its prompt ends at the border. Then the text is cut at its borders and the pieces are
-tokenised by themselves; that the result still reads the same is verified (a tokenizer that begins every text with a
-space fails that), and where it does not the row is refused.
+A joined text is tokenised as a whole, as is usual for conversations. A token can then span a border, for example if a
+header ends with a newline and the reply begins with one. No mask is right for such a token, and the model never sees it
+at inference, because its prompt ends at the border. In this case the text is cut at its borders and each piece is
+tokenised on its own. The row is refused if the tokens of the pieces do not decode to the same text; this happens with
+tokenizers that add a space in front of every text.
 
-Texts that stand apart are never joined, so that no token can lie across their border: the mask is exact, and the prompt
-has the tokens it has when the model is sampled.
+Separate texts are never joined, so that no token can span their border. The mask is exact, and the prompt has the same
+tokens as at inference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MOST_CHARACTERS = 1 << 23
-"""A longer text takes a tokenizer minutes, and no model can read it."""
+"""The longest text of a row. A tokenizer takes minutes for longer texts, and no model has such a context."""
 
 
 class Piece(NamedTuple):
@@ -44,8 +44,8 @@ class Piece(NamedTuple):
 class Passage:
     """The text of one sample in pieces.
 
-    `joined`: the pieces are one text, complete with its control tokens. `begun`: texts that stand apart, but the first
-    one has all that belongs at its beginning.
+    `joined`: the pieces are one text, which already contains its special tokens. `begun`: the pieces are separate
+    texts, and the first one already has the special tokens that belong at the beginning.
     """
 
     pieces: tuple[Piece, ...]
@@ -54,7 +54,7 @@ class Passage:
 
     @staticmethod
     def of_spans(text: str, spans: Sequence[tuple[int, int]]) -> Passage:
-        """A joined text that is trained on inside these spans (sorted, apart, none empty)."""
+        """A joined text that is trained inside these spans (sorted, disjoint, none empty)."""
         pieces: list[Piece] = []
         done = 0
         for start, end in spans:
@@ -71,21 +71,21 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """A tokenizer, what it puts before a text, and what ends one."""
+    """Tokenises passages and computes their loss masks."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool = True) -> None:
         if append_eos and tokenizer.eos_token_id is None:
             raise UserError(
                 "data.append_eos",
-                "true, but the tokenizer has no eos token",
-                "set data.append_eos=false, or its eos_token",
+                "true, but the tokenizer has no end-of-sequence token",
+                "set data.append_eos=false, or set eos_token in the tokenizer's files",
             )
         self._tokenizer = tokenizer
         self._beginning = _beginning(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id if append_eos else None
 
     def encode(self, passages: Sequence[Passage]) -> list[Encoded | RowError]:
-        """All passages in one call of the tokenizer, which is several times as fast as one by one."""
+        """Encode all passages with one call of the tokenizer, which is several times as fast as one call each."""
         texts: list[str] = []
         firsts: list[int | RowError] = []
         for passage in passages:
@@ -93,7 +93,9 @@ class Encoder:
             size = sum(map(len, pieces))
             if size > MOST_CHARACTERS:
                 firsts.append(
-                    RowError(f"{size:,} characters of text; expected at most {MOST_CHARACTERS:,}, in several rows")
+                    RowError(
+                        f"the text has {size:,} characters; expected at most {MOST_CHARACTERS:,}, so split the row"
+                    )
                 )
                 continue
             firsts.append(len(texts))
@@ -139,13 +141,14 @@ class Encoder:
         cut = self._ids([piece.text for piece in passage.pieces])["input_ids"]
         if self._text([token for ids in cut for token in ids]) != self._text(whole):
             raise RowError(
-                "a token lies across the border of an assistant turn, and cutting there changes the text with this "
-                "tokenizer; change the white space at the start of the reply, or set data.loss_on=all"
+                "one token spans the start or end of an assistant turn, and this tokenizer cannot tokenise the turn "
+                "separately without changing the text; change the white space at the start of the answer, or set "
+                "data.loss_on=all"
             )
         return _concatenated([(ids, piece.trained) for ids, piece in zip(cut, passage.pieces, strict=True)])
 
     def _borders(self, passage: Passage, batch: Any, index: int) -> list[int] | None:
-        """The first token behind each inner border of the pieces; None where a border is not between two tokens."""
+        """The index of the first token after each border between pieces; None if a border is inside a token."""
         if len(passage.pieces) > 1 and not self._tokenizer.is_fast:
             return None
         found: list[int] = []
@@ -153,13 +156,13 @@ class Encoder:
         for piece in passage.pieces[:-1]:
             character += len(piece.text)
             before = batch.char_to_token(index, character - 1)
-            behind = batch.char_to_token(index, character)
-            # A character that no token claims is white space that the tokenizer does not count as part of its token.
-            if before is None or behind is None or before == behind:
+            after = batch.char_to_token(index, character)
+            # A character without a token is white space that the tokenizer does not assign to any token.
+            if before is None or after is None or before == after:
                 return None
-            if batch.token_to_chars(index, behind).start != character:
+            if batch.token_to_chars(index, after).start != character:
                 return None
-            found.append(behind)
+            found.append(after)
         return found
 
     def _text(self, ids: list[int]) -> str:
@@ -173,7 +176,7 @@ def _concatenated(parts: Sequence[tuple[list[int], bool]]) -> Encoded:
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer itself puts before a text: `[bos]` for most that have one, nothing for others."""
+    """The tokens that the tokenizer adds before a text: `[bos]` for most tokenizers that have one, else nothing."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer("a")["input_ids"]
     starts = [start for start in range(len(full)) if full[start : start + len(plain)] == plain]

@@ -1,19 +1,19 @@
-"""Which columns of a file hold which fields, recognised by their names.
+"""Recognise which columns of a file hold which fields, by the names of the columns.
 
     file       Instruction, input, output, id
     format     "pair"                                                     prompt and response
     fields     {"prompt": "Instruction", "input": "input", "response": "output", ...}     field -> column of this file
     unused     ("id",)
 
-A format is a set of fields that together make a sample. A field is known by its own name or by one of its usual names
-(`question` for `prompt`), in upper or lower case. A file that can be read in two ways is refused with the choices, each
-as a `data.columns` that works. `data.columns` maps a column to a field, or to `unused`.
+A format is a set of fields that together make a sample. A field is recognised by its own name or by another usual name
+(`question` for `prompt`), case-insensitive. `data.columns` maps a column to a field, or to `unused`. If a file can be
+read in several ways, an error lists them, each as a `data.columns` setting that works.
 
-Some columns change what a row means (a `label` that calls the answer bad). A row that has a value there is refused
-unless its format uses the column, or `data.columns` says that it is unused. This holds for each row, because rows of
-JSON Lines may have other columns than the first row.
+Some columns change the meaning of a row, for example a `label` that marks the answer as bad. A row with a value in such
+a column is refused, unless its format uses the column or `data.columns` marks it as unused. Every row is checked,
+because rows of JSON Lines can have different columns.
 
-Rows keep their own column names, so that an error names what is in the file.
+Rows keep their own column names, so that errors name the columns of the file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_CHOICES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """The fields that a row of this format needs, and those that it may have."""
+    """The required and optional fields of a format."""
 
     kind: str
     needs: tuple[str, ...]
@@ -47,11 +47,11 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
-    """The formats that a reader takes. All names of columns are in lower case.
+    """The formats that a reader accepts. All column names are in lower case.
 
-    `names`: columns that are recognised as a field. `hints`: columns that a message suggests for a field. `guarded`:
-    columns that change what a row means, each with what is lost without it. `elsewhere`: columns that belong to other
-    data, and what to do with such data. `rest`: what happens to the other columns.
+    `names`: column names recognised as a field. `hints`: column names that an error suggests for a field. `guarded`:
+    columns that change the meaning of a row, each with the reason. `elsewhere`: columns of data for another command,
+    with the advice to give. `rest`: what happens to the other columns.
     """
 
     formats: tuple[Format, ...]
@@ -59,9 +59,9 @@ class Schema:
     hints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     guarded: Mapping[str, str] = field(default_factory=dict)
     elsewhere: tuple[tuple[frozenset[str], str], ...] = ()
-    preferred: tuple[str, ...] = ()  # kinds that win over others if a row has both
+    preferred: tuple[str, ...] = ()  # kinds of formats that win if a row has several
     rest: str = "not used"
-    number: str | None = None  # the field that is stored as the number of a row: a margin, say
+    number: str | None = None  # the field that is stored as the number of a row, for example a margin
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -77,27 +77,28 @@ class Schema:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """How the rows of a file are read. `columns` has the column of every field that the format takes: the field's own
-    name if the first row has no column for it.
+    """How the rows of a file are read.
+
+    `columns` maps every field of the format to a column: to the field's own name if the first row has no column for it.
     """
 
     kind: str
     columns: Mapping[str, str]
     used: tuple[str, ...] = ()  # columns of the first row that are read
-    unused: tuple[str, ...] = ()  # and those that are not
-    watched: Mapping[str, str] = field(default_factory=dict)  # columns, in lower case, in which no row may have a value
-    resolved: frozenset[str] = frozenset()  # columns that need no look, in any row
+    unused: tuple[str, ...] = ()  # columns of the first row that are not read
+    watched: Mapping[str, str] = field(default_factory=dict)  # lower-case columns that must be empty -> the reason
+    resolved: frozenset[str] = frozenset()  # columns that `check` does not look at
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Columns of a table that are read or looked at."""
+        """Columns of a table that are read or checked."""
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
     def __getitem__(self, name: str) -> str:
         return self.columns[name]
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Refuse a row with a value in a column that would change what the row means."""
+        """Refuse a row with a value in a column that would change the meaning of the row."""
         for column in row.keys() - self.resolved:
             why = self.watched.get(column.lower())
             if why is not None and has_value(row[column]):
@@ -106,10 +107,10 @@ class Fields:
 
 
 def has_value(value: object) -> bool:
-    """Whether a column says something in a row. False and 0 do."""
+    """Whether a column of a row is not empty. False and 0 count as values."""
     if isinstance(value, str):
         return bool(value.strip())
-    if isinstance(value, Mapping):  # of Parquet: an image of nulls
+    if isinstance(value, Mapping):  # from Parquet, a missing image is an object of nulls
         return any(inside not in (None, "", [], {}) for inside in value.values())
     return value is not None and value != []
 
@@ -128,7 +129,9 @@ def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
         if list(mapping.values()).count(name) > 1:
             both = [other for other, target in mapping.items() if target == name]
             raise UserError(
-                "data.columns", f"{both} are all mapped to {name!r}", f"map one, as in {setting({both[0]: name})}"
+                "data.columns",
+                f"the columns {both} are all mapped to {name!r}",
+                f"map only one of them, as in {setting({both[0]: name})}",
             )
 
 
@@ -141,7 +144,10 @@ def setting(mapping: Mapping[str, str]) -> str:
 
 
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
-    """What to write on a command line that has `mapping` to have `more` as well. Braces replace what was there."""
+    """The arguments that add `more` to a command line that already sets `mapping`.
+
+    `data.columns={...}` replaces the earlier mapping, so that it must repeat it.
+    """
     words = setting(more)
     return setting({**mapping, **more}) if words.startswith("data.columns=") else words
 
@@ -149,20 +155,22 @@ def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
 def resolve(
     first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema, file: str, also: Sequence[str] = ()
 ) -> Fields:
-    """How to read a file with this first row. `also`: columns that are read besides (by `data.prompt_template`)."""
+    """How to read a file with this first row. `also`: further columns to read, named in `data.prompt_template`."""
     for column, name in mapping.items():
         if column not in first and name != UNUSED:  # a later row may have a column that is not used
             raise UserError(
                 "data.columns",
-                f"(for {name!r}) is not in {file}, which has {sorted(first)}",
-                "correct the name",
+                f"(mapped to {name!r}) is not a column of {file}, which has {sorted(first)}",
+                "correct the name of the column",
                 value=column,
             )
     readings = [reading for format in schema.formats for reading in _readings(format, first, mapping, schema)]
     readings = _best(readings, first, schema)
     if not readings:
         raise UserError(
-            "data.columns", f"{file} has {sorted(first)}; expected {schema.expected()}", f"{_cure(first, schema)}"
+            "data.columns",
+            f"{file} has the columns {sorted(first)}; expected {schema.expected()}",
+            f"{_cure(first, schema)}",
         )
     if len(readings) > 1:
         ways = [_choice(reading, first, mapping, schema) for reading in readings[:MOST_CHOICES]]
@@ -173,19 +181,19 @@ def resolve(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reading:
-    """A format with the columns of this file for its fields."""
+    """A format, and the column of this file for each of its fields."""
 
     format: Format
     columns: Mapping[str, str]
 
 
 def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> list[_Reading]:
-    """All ways to read a file in this format: none if a field is missing, several if two columns could be one field."""
+    """All ways to read a file in this format: none if a field is missing, several if a field has several candidates."""
     mapped = {name: column for column, name in mapping.items() if name != UNUSED}
     if not format.takes(mapped):
         return []
     free = [column for column in first if column not in mapping]
-    # `prompt` and `response` are certain. `question`, `answer` and `response` could be meant in two ways.
+    # Columns named `prompt` and `response` are certain. `question`, `answer` and `response` together are ambiguous.
     certain = all(name in mapped or name in free for name in format.needs) and "messages" not in format.needs
     found: dict[str, list[str]] = {}
     for name in (*format.needs, *format.may):
@@ -196,7 +204,7 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
         else:
             found[name] = [column for column in free if column.lower() in schema.names_of(name)]
     prompts = found.get("prompt", [])
-    if len(prompts) > 1:  # Alpaca's `input` is a prompt only if nothing else is
+    if len(prompts) > 1:  # `input` is the prompt only if no other column can be
         found["prompt"] = prompts = [column for column in prompts if column.lower() != "input"]
     follows = "input" in mapped or any(column.lower() == "instruction" for column in prompts)
     if "input" in found and not follows:
@@ -211,9 +219,9 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
 
 
 def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
-    """The readings that no other one makes needless."""
+    """The most specific readings, preferred formats first."""
     needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
-    # Without its prompt a pair could be read as one that has none.
+    # A row with prompt, chosen and rejected could also be read as chosen and rejected only.
     found = [one for one in readings if not any(set(one.format.needs) < other for other in needs.values())]
     if len({one.format.kind for one in found}) > 1:
         preferred = [
@@ -238,14 +246,14 @@ def _fields(
     if unknown:
         raise UserError(
             "data.prompt_template",
-            f"{{{unknown[0]}}} is not a column of {file}, which has {sorted(first)}",
-            "correct it",
+            f"names {{{unknown[0]}}}, which is not a column of {file}; it has {sorted(first)}",
+            "correct the name of the column",
         )
     if also and not {"prompt", reading.columns["prompt"]} & set(also):
         raise UserError(
             "data.prompt_template",
-            f"it has no {{prompt}}, so that {reading.columns['prompt']!r} of {file} would be lost",
-            "write where it goes",
+            f"does not contain {{prompt}}, so that the column {reading.columns['prompt']!r} of {file} would be lost",
+            "add {prompt} to the template",
         )
     used = {*reading.columns.values(), *(name for name in also if name in first)}
     ignored = {column for column, name in mapping.items() if name == UNUSED}
@@ -253,11 +261,11 @@ def _fields(
     for column in left:
         why = schema.guarded.get(column.lower())
         if why is not None and has_value(first[column]):
-            follow = f"{added(mapping, {column: 'input'})} to put it behind the prompt, or "
+            follow = f"{added(mapping, {column: 'input'})} to append it to the prompt, or "
             follow = follow if _may_follow(column, reading) else ""
             ignore = f"{added(mapping, {column: UNUSED})} to ignore it"
-            raise UserError("data.columns", f"{file} has {column!r}, {why}", f"set {follow}{ignore}")
-    # Later rows may have the optional fields of the format. Other columns that mean something were not foreseen.
+            raise UserError("data.columns", f"{file} has a column {column!r}, {why}", f"set {follow}{ignore}")
+    # Later rows can have the optional fields of the format. Other columns with a known meaning must stay empty.
     optional = {name for name in reading.format.may if name != "input" or _takes_input(reading)}
     taken = (*reading.format.needs, *(name for name in reading.format.may if name in optional))
     unforeseen = dict.fromkeys(_all_names(schema), "which the first row of the file does not have")
@@ -278,13 +286,13 @@ def _takes_input(reading: _Reading) -> bool:
 
 
 def _may_follow(column: str, reading: _Reading) -> bool:
-    """Whether a column that is left over may be a text that belongs behind the prompt."""
+    """Whether an unused column may hold text to append to the prompt."""
     possible = "input" in reading.format.may and "input" not in reading.columns
     return possible and column.lower() in CONTEXT
 
 
 CONTEXT = ("input", "context", "passage")
-"""Columns that belong to a prompt. Only Alpaca's `input`, beside `instruction`, is known to follow it."""
+"""Columns that belong to a prompt. Only Alpaca's `input`, next to `instruction`, is appended without being told."""
 
 
 def _all_names(schema: Schema) -> set[str]:
@@ -292,7 +300,7 @@ def _all_names(schema: Schema) -> set[str]:
 
 
 def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
-    """A way to read a file, as a setting: the columns that are needed, and those that must be called unused."""
+    """A reading as a setting: the required columns, and the columns that must be marked as unused."""
     needed = {reading.columns[name]: name for name in reading.format.needs}
     lost = [name for name, value in first.items() if name.lower() in schema.guarded and has_value(value)]
     unused = dict.fromkeys((name for name in lost if name not in reading.columns.values()), UNUSED)
@@ -301,16 +309,16 @@ def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, s
 
 
 def _cure(first: Mapping[str, Any], schema: Schema) -> str:
-    """What to do with a file that has none of the formats."""
+    """The advice for a file that matches none of the formats."""
     likely = _likely(first, schema)
     ways = [what for columns, what in schema.elsewhere if columns <= {name.lower() for name in first}]
     if likely is not None:
-        ways.append(f"say which they are, as in {setting(likely)}")
-    return "; or ".join(ways) or "add what is missing"
+        ways.append(f"map its columns, as in {setting(likely)}")
+    return "; or ".join(ways) or "add the missing columns"
 
 
 def _likely(first: Mapping[str, Any], schema: Schema) -> dict[str, str] | None:
-    """A mapping that makes a sample of these columns: by their usual names, else by their order; None: no idea."""
+    """A mapping that may fit these columns, guessed by usual names, then by order; None if there is no guess."""
     for format in schema.formats:
         found = {name: _hinted(name, first, schema) for name in format.needs}
         if all(found.values()) and len(set(found.values())) == len(found):
@@ -327,7 +335,7 @@ def _likely(first: Mapping[str, Any], schema: Schema) -> dict[str, str] | None:
 
 
 def _hinted(name: str, first: Mapping[str, Any], schema: Schema) -> str | None:
-    """The column that is probably this field."""
+    """The column that probably holds this field."""
     names = (*schema.names_of(name), *schema.hints.get(name, ()))
     columns = {column.lower(): column for column in reversed(list(first))}
     found = (columns[each] for each in names if each in columns)

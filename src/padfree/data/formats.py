@@ -1,11 +1,12 @@
-"""The formats that data files come in, by task, and the names that their columns usually have.
+"""The formats of data files, by task, and the usual names of their columns.
 
     SFT       messages | prompt, response | text | input_ids
     pairs     prompt, chosen, rejected | messages, chosen, rejected | chosen, rejected
     prompts   prompt | messages
 
-`response` is also called `output` or `answer`, and so on (`NAMES`): Alpaca, ShareGPT and the formats of TRL, OpenAI and
-LLaMA-Factory are these formats under other names. docs/data.md has the list. Rollouts are in `padfree.data.rollouts`.
+A column of another usual name counts as the field: `output` or `answer` as `response`, and so on (`NAMES`). Alpaca,
+ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are these formats with other names. docs/data.md has the list.
+The format of rollouts is in `padfree.data.rollouts`.
 """
 
 from __future__ import annotations
@@ -35,26 +36,27 @@ _TEXT_ONLY = "which is not text; padfree trains on text only"
 _PROMPT = "which belongs to the prompt"
 _RESPONSE = "which belongs to the response"
 _TOKENS = "which is about token ids in 'input_ids'"
-_CHAT = "which only a conversation or a prompt can have"
+_CHAT = "which this format cannot have, only a conversation or a prompt"
+_WEIGHT = "which weighs rows; padfree supports weights of sources (data.sources) and of messages only"
 GUARDED = {
-    "label": "which says whether an answer is good; padfree kto reads it, and here every answer would count as good",
-    "weight": "which weighs rows; padfree has weights of sources (data.sources) and of messages only",
-    "weights": "which weighs rows; padfree has weights of sources (data.sources) and of messages only",
+    "label": "which marks answers as good or bad; padfree kto reads it, but this command would train on all answers",
+    "weight": _WEIGHT,
+    "weights": _WEIGHT,
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ONLY),
     **dict.fromkeys(("input", "context", "passage"), _PROMPT),
-    "functions": "which are tools in a former format of OpenAI; rewrite them as 'tools'",
-    "chat_template_kwargs": "which are arguments of the chat template for each row",
+    "functions": "which holds tools in an old OpenAI format; convert it to 'tools'",
+    "chat_template_kwargs": "which sets template arguments per row; padfree supports data.template_arguments only",
     **dict.fromkeys(("system", "system_prompt", "tools", "history"), _CHAT),
 }
-"""Columns that change what a row means."""
+"""Columns that change the meaning of a row, each with the reason."""
 
-_PAIRS = frozenset(("chosen", "rejected")), "train on preference pairs with padfree dpo or padfree reward"
+_PAIRS = frozenset(("chosen", "rejected")), "use padfree dpo or padfree reward for preference pairs"
 _UNPAIRED = (
     frozenset(("label",)),
-    "train on single answers with a label with padfree kto",
+    "use padfree kto for single answers with a label",
 )
-_TOKENIZED = frozenset(("input_ids",)), "bring text: token ids are for padfree sft and for rollouts"
-_ROLLOUTS = frozenset(("reward",)), "train on rollouts with padfree rl"
+_TOKENIZED = frozenset(("input_ids",)), "give text: only padfree sft and rollouts accept token ids"
+_ROLLOUTS = frozenset(("reward",)), "use padfree rl for rollouts"
 
 SFT_SCHEMA = Schema(
     formats=(
@@ -69,7 +71,7 @@ SFT_SCHEMA = Schema(
         **GUARDED,
         **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), _RESPONSE),
         **dict.fromkeys(("labels", "loss_mask", "completion_mask", "assistant_masks", "attention_mask"), _TOKENS),
-        **dict.fromkeys(("position_ids", "seq_lengths"), "which belongs to rows that are packed; bring single samples"),
+        **dict.fromkeys(("position_ids", "seq_lengths"), "which belongs to packed data; give unpacked samples"),
     },
     elsewhere=(_PAIRS, _ROLLOUTS),
 )
@@ -83,7 +85,7 @@ PAIR_SCHEMA = Schema(
     ),
     names=NAMES,
     hints=HINTS,
-    guarded={**GUARDED, "margin": "which padfree reward uses and padfree dpo does not"},
+    guarded={**GUARDED, "margin": "which padfree dpo does not use, only padfree reward"},
     elsewhere=(_UNPAIRED, _TOKENIZED),
     preferred=("prompted",),
 )
@@ -108,7 +110,7 @@ PROMPT_SCHEMA = Schema(
     hints={"prompt": ("task", "user")},
     guarded={name: why for name, why in GUARDED.items() if name not in ("label", "weight", "weights")},
     elsewhere=(_PAIRS, _TOKENIZED),
-    rest="other columns, for the reward",
+    rest="passed to the reward",
 )
 
 TITLES = {
@@ -118,7 +120,7 @@ TITLES = {
     "tokens": "token ids",
     "prompted": "pairs",
     "continued": "pairs that continue a conversation",
-    "implicit": "pairs whose common beginning is the prompt",
+    "implicit": "pairs whose common prefix is the prompt",
     "prompt": "prompts",
 }
 
@@ -139,7 +141,7 @@ def _is_sharegpt(messages: object) -> bool:
 
 
 def reading_notes(files: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A line for each way in which files are read: `data: train.jsonl is read as ...`."""
+    """One line per way of reading, with the files read so: `data: train.jsonl is read as ...`."""
     names: dict[str, list[str]] = {}
     for file in files:
         if file.get("read_as"):

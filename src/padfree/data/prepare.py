@@ -1,11 +1,11 @@
-"""Files of text to a `TokenizedDataset`: tokenised once, by several processes, and from then on only opened.
+"""Text files to a `TokenizedDataset`: tokenised once by several processes, then opened from the cache.
 
     sources -> chunk 1, chunk 2, ... -> process i tokenises chunks i, i + k, i + 2k, ... -> results in order -> store
 
-Every process has one chunk at a time: it is given the next one when its result has been taken. So results come in the
-order of the rows whatever the number of processes, memory stays bounded, and no pipe can block.
+Every process works on one chunk at a time and gets the next one after its result has been received. Results therefore
+come in the order of the rows for any number of processes, memory stays bounded, and no pipe can block.
 
-`padfree.data.tokenize` says what a row becomes.
+`padfree.data.tokenize` turns rows into samples.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int], None]
-"""Called with how many bytes of the sources are done and how many there are."""
+"""Called with the number of bytes of the sources read so far and the total."""
 
 READING = 1
-"""Counts changes in what rows become."""
+"""Version of the code that turns rows into samples; part of the cache key."""
 
 BYTES_PER_PROCESS = 16 << 20
-"""A process takes seconds to start: below this much text for each it is not worth it."""
+"""One tokenising process is started for each so many bytes of text, because a process takes seconds to start."""
 
 
 def load_pairs(
@@ -65,9 +65,10 @@ def load_pairs(
     progress: bool | Progress = False,
     margins: bool = False,
 ) -> PairDataset:
-    """Preference pairs, as `load_sft` loads samples: `chosen` and `rejected` of each row, with what is before them.
+    """Load preference pairs: `chosen` and `rejected` of each row, with the prompt. The arguments are those of
+    `load_sft`.
 
-    With `margins` a row may have a `margin`, too, which is then the term `margin` of its chosen answer.
+    With `margins` a row can have a `margin`, which becomes `terms["margin"]` of its chosen answer.
     """
     kind, schema = (RewardTokenizer, REWARD_SCHEMA) if margins else (PairTokenizer, PAIR_SCHEMA)
     return load_rows(
@@ -84,11 +85,12 @@ def load_sft(
     num_workers: int | None = None,
     progress: bool | Progress = False,
 ) -> TokenizedDataset:
-    """Tokenise files, folders or Hub data sets, or open what an earlier call made of the same.
+    """Tokenise files, folders or Hub data sets, or open the result of an earlier call from the cache.
 
-    `cache` is a folder (`default_cache_folder()`). `num_workers` processes tokenise, 0 being this one; without it there
-    are as many as there is text for, up to 8 and the number of cores. `progress`: True for a bar (it needs rich), or a
-    function. Processes import the script that started them, so this call belongs under `if __name__ == "__main__":`.
+    `cache`: a folder, by default `default_cache_folder()`. `num_workers`: the number of tokenising processes; 0
+    tokenises in this process. The default depends on the amount of text, up to 8 and the number of cores. `progress`:
+    True for a progress bar (needs rich), or a function. Worker processes import the main script, so put this call under
+    `if __name__ == "__main__":`.
     """
     return load_rows(
         data,
@@ -118,7 +120,7 @@ def load_rows(
     num_workers: int | None = None,
     progress: bool | Progress = False,
 ) -> Dataset:
-    """The same for rows of any `schema`, which a `kind` of tokenizer makes samples of and a `dataset` gives back."""
+    """Load rows of any `schema`. `kind` turns rows into samples; `dataset` is the class of the result."""
     settings = settings or SFTDataSettings()
     found = _tokenised(data, kind, schema, tokenizer, settings, cache, num_workers, progress)
     return dataset(found, max_length=settings.max_length, overlong=settings.overlong)
@@ -134,17 +136,17 @@ def _tokenised(
     num_workers: int | None,
     progress: bool | Progress,
 ) -> Path:
-    """The folder of the cache that has these data."""
+    """The cache folder with the tokenised data, tokenising it first if needed."""
     check_mapping(settings.columns, schema)
     if num_workers is not None and num_workers < 0:
-        raise UserError("num_workers", "", "give 0 or more", value=num_workers)
+        raise UserError("num_workers", "is negative", "give 0 or more", value=num_workers)
     sources = open_sources(data, split=settings.split, subset=settings.subset)
     folder = Path(cache) if cache is not None else default_cache_folder()
     identity = _identity(sources, tokenizer, settings, folder)
     chat = chat_renderer(tokenizer, settings, day=settings.day)
     if chat is not None and chat.depends_on_day:
         identity["day"] = chat.day.isoformat()
-        settings = replace(settings, day=chat.day)  # midnight may come before the last row
+        settings = replace(settings, day=chat.day)  # fix the date, in case midnight passes while tokenising
     if schema is not SFT_SCHEMA:
         identity["kinds"] = [format.kind for format in schema.formats]
     if schema.number is not None:
@@ -163,7 +165,7 @@ def _tokenised(
 def _identity(
     sources: list[RecordSource], tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings, cache: Path
 ) -> dict[str, Any]:
-    """All that the tokens depend on."""
+    """Everything that the tokens depend on; its hash is the cache key."""
     import tokenizers
     import transformers
 
@@ -225,13 +227,13 @@ def _build(
             source.check_unchanged()
         names = [source.name for source in sources]
         if not any(rows):
-            raise UserError("data", f"no rows in {', '.join(names)}", "give a file that has some")
+            raise UserError("data", f"{', '.join(names)} has no rows", "give a file with rows")
         if not writer.num_samples:
             first = writer.skipped[0]
             raise UserError(
                 "data",
-                f"none of {sum(rows)} rows can be used, the first ({first.file}:{first.line}): {first.reason}",
-                "give rows that can",
+                f"none of {sum(rows)} rows can be used; the first, {first.file}:{first.line}: {first.reason}",
+                "correct the rows",
             )
         files = [
             {"name": source.name, "unit": source.unit, "rows": count, "read_as": reading and reading[1]}
@@ -244,7 +246,7 @@ def _build(
 def _reading_of(
     source: RecordSource, settings: SFTDataSettings, tokenize: RowTokenizer, schema: Schema
 ) -> tuple[Fields, str] | None:
-    """How a file is read, and the same in words; None if none of its rows can be read."""
+    """How a file is read, as `Fields` and in words; None if none of its rows can be read."""
     first = source.first_row()
     if first is None:
         return None
@@ -252,8 +254,8 @@ def _reading_of(
     if fields.kind in ("messages", "continued") and not tokenize.renders_chat:
         raise UserError(
             "data.prompt_format",
-            f"without a chat template, but {source.name} has {fields['messages']!r}",
-            "give a file as data.chat_template, and set data.prompt_format=chat",
+            f"uses no chat template, but {source.name} has messages in {fields['messages']!r}",
+            "set data.chat_template to a file with a template, and data.prompt_format=chat",
             value=settings.prompt_format,
         )
     if fields.kind in ("text", "tokens") and settings.loss_on == "last":
@@ -267,7 +269,7 @@ def _reading_of(
 
 
 def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, renders_chat: bool) -> str:
-    """What happens to the text of a file, and which settings do not apply to it."""
+    """In words: whether the text goes through the chat template, and which settings do not apply to this file."""
     plain = not renders_chat or (fields.kind == "implicit" and not is_messages(first.get(fields["chosen"])))
     how = ""
     if fields.kind in ("pair", "prompted", "continued", "implicit"):
@@ -277,7 +279,7 @@ def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, re
         idle.append("data.system")
     if settings.prompt_template is not None and "prompt" not in fields.columns:
         idle.append("data.prompt_template")
-    return how + (f"; without {' and '.join(idle)}" if idle else "")
+    return how + (f"; {' and '.join(idle)} {'do' if len(idle) > 1 else 'does'} not apply" if idle else "")
 
 
 def _worker_count(asked: int | None, size: int) -> int:
@@ -298,7 +300,7 @@ def _in_order(
         for number, chunk, fields in tasks:
             yield number, chunk, tokenize(chunk, fields)
         return
-    # A process that is forked while other threads hold locks may never wake up, so each is started afresh.
+    # Spawn, because a process forked while another thread holds a lock can deadlock.
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         connections: list[Connection[Any, Any]] = []
@@ -308,7 +310,7 @@ def _in_order(
             process.start()
             theirs.close()
             stack.callback(process.join)
-            stack.callback(ours.close)  # the last callback runs first: a process ends when its connection closes
+            stack.callback(ours.close)  # runs before `process.join`: a process ends when its connection closes
             connections.append(ours)
         waiting: list[_Task | None] = [None] * num_workers
         turn = 0
@@ -343,13 +345,13 @@ def _died() -> UserError:
     return UserError(
         "num_workers",
         "a tokenising process died",
-        "see what it wrote, and use fewer if memory was short, or num_workers 0",
+        "read its error output; if memory ran out, use fewer processes, or num_workers=0",
     )
 
 
 def _serve(connection: Connection[Any, Any], tokenize: RowTokenizer) -> None:
-    """A process of its own: chunks in, tokens out, until the other side closes."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores already
+    """Main loop of a worker process: receives chunks and sends tokens, until the connection closes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             chunk, fields = connection.recv()

@@ -1,11 +1,11 @@
-"""One row of a data file: how it is parsed, how a field is checked, and what is said of a row that cannot be used.
+"""One row of a data file: parsing, checks of its fields, and errors about rows that cannot be used.
 
     train.jsonl line 17: 'response' is null; expected a string
     ^^^^^^^^^^^ ^^^^^^^   ^^^^^^^^           ^^^^^^^^
     file        line       field             what was expected
 
-A `RowError` knows the field and what was expected; who knows the file and the line puts them in front. What becomes of
-a bad row is the caller's setting (`on_bad_row`): the first one stops the run, or each is skipped and listed.
+A `RowError` has the field and what was expected; the caller adds the file and the line. The setting `on_bad_row`
+decides what happens: the first bad row stops the run, or bad rows are skipped and listed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, ParamSpec, TypeVar
 from padfree.errors import UserError
 
 LARGEST = 1e38
-"""Numbers end here: they become float32."""
+"""Numbers must be smaller than this in absolute value, because they become float32."""
 
 
 class RowError(UserError):
-    """What is wrong with one row, without the place of the row."""
+    """A problem with one row, without the file and line of the row."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("", reason, "")
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 def attempt(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
 ) -> _Result | RowError:
-    """What the function returns, or the `RowError` it raises, for work on many rows at once."""
+    """The function's result, or the `RowError` that it raises; used to process many rows at once."""
     try:
         return function(*arguments, **keywords)
     except RowError as error:
@@ -48,7 +48,7 @@ def attempt(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedRow:
-    """A row that is not in the data set as it stands in its file, and why. `line` counts from 1."""
+    """A row that was skipped, dropped or truncated, and the reason. `line` counts from 1."""
 
     file: str
     line: int
@@ -57,9 +57,9 @@ class SkippedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataReport:
-    """What became of every row: `num_rows` = used + skipped + dropped; the truncated rows are among the used ones.
+    """The rows used and not used: `num_rows` = used + skipped + dropped. Truncated rows count as used.
 
-    A used row gives one sample, or several. `used` is None if every used row gives one.
+    A used row gives one or more samples. `used` is None if every used row gives one sample.
     """
 
     num_rows: int
@@ -77,12 +77,12 @@ class DataReport:
 
     @property
     def num_used(self) -> int:
-        """Rows that gave at least one sample."""
+        """Rows that give at least one sample."""
         return self.num_samples if self.used is None else self.used
 
     @staticmethod
     def merged(reports: Mapping[str, DataReport]) -> DataReport:
-        """One report of several sources, by name; file names get the name of their source."""
+        """One report for several named sources. File names get the name of their source in front."""
         each = list(reports.items())
 
         def rows(field: str) -> tuple[SkippedRow, ...]:
@@ -111,7 +111,7 @@ class DataReport:
         )
 
     def write(self, path: str | Path) -> None:
-        """Every skipped, dropped and truncated row as a line of JSON: action, file, line, reason."""
+        """Write every skipped, dropped and truncated row as a line of JSON: action, file, line, reason."""
         with open(path, "w", encoding="utf-8") as file:
             for action, rows in (
                 ("skipped", self.skipped),
@@ -124,7 +124,7 @@ class DataReport:
 
 
 def labelled(name: str, label: str | int) -> str:
-    """The label of a file, sample or group of the source `name` in a mixture: unique if the names are.
+    """The label of a file, sample or group in a mixture: `label` with the name of its source in front.
 
     source math     train.jsonl:18 -> math/train.jsonl:18        a.jsonl: a.jsonl:18 -> a.jsonl:18
     """
@@ -133,11 +133,15 @@ def labelled(name: str, label: str | int) -> str:
 
 
 def bad_row(row: SkippedRow, unit: str) -> UserError:
-    return UserError(f"{row.file} {unit} {row.line}", f"{row.reason}", "correct it, or set data.on_bad_row=skip")
+    return UserError(
+        f"{row.file} {unit} {row.line}",
+        f"{row.reason}",
+        "correct the row, or set data.on_bad_row=skip to skip rows like this",
+    )
 
 
 def shown(value: object) -> str:
-    """A value in an error message: short, on one line, in JSON's words."""
+    """A value as shown in an error message: short, on one line, as in JSON."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, (list, tuple)):
@@ -151,29 +155,32 @@ def shown(value: object) -> str:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """One line of JSON Lines, with or without what ends it."""
+    """Parse one line of JSON Lines, with or without its line ending."""
     try:
         record = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RowError(f"byte {error.start + 1} is not UTF-8; expected a JSON object in UTF-8") from None
     except RecursionError:
-        raise RowError("nested too deeply; expected a JSON object") from None
+        raise RowError("the JSON is nested too deeply; expected a JSON object with fewer levels") from None
     except json.JSONDecodeError as error:
-        raise RowError(f"not JSON at column {error.colno} ({error.msg}); expected one JSON object") from None
-    except ValueError:  # Python converts no integers of more than a few thousand digits
-        raise RowError("an integer of thousands of digits; expected numbers a computer can hold") from None
+        raise RowError(
+            f"is not valid JSON at character {error.colno} ({error.msg}); expected one JSON object per line"
+        ) from None
+    except ValueError:  # Python refuses to convert integers of more than a few thousand digits
+        raise RowError("has an integer with thousands of digits; expected smaller numbers") from None
     return as_record(record)
 
 
 def as_record(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RowError(f"{shown(value)} as a row; expected a JSON object")
+        raise RowError(f"the row is {shown(value)}; expected a JSON object")
     return value
 
 
 def present(record: Mapping[str, Any], field: str, expected: str) -> Any:
     if field not in record:
-        raise RowError(f"no {field!r}; expected {expected} (the row has {', '.join(map(repr, record)) or 'no fields'})")
+        columns = ", ".join(map(repr, record)) or "no columns"
+        raise RowError(f"{field!r} is missing; expected {expected} (the row has {columns})")
     if record[field] is None:
         raise RowError(f"{field!r} is null; expected {expected}")
     return record[field]
@@ -187,13 +194,14 @@ def string(record: Mapping[str, Any], field: str) -> str:
 
 
 def check_encodable(text: str, field: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no character and which no tokenizer takes."""
+    """Refuse lone surrogates: JSON can encode half of a surrogate pair, but no tokenizer accepts it."""
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RowError(
-                f"{field!r} has a lone surrogate at character {error.start + 1}; expected Unicode text"
+                f"{field!r} has a lone surrogate (half of a character) at position {error.start + 1}; expected valid "
+                "Unicode text"
             ) from None
     return text
 

@@ -1,9 +1,10 @@
-"""A process that judges texts for `padfree.rollout.environment.reward_workers`: asked and answered through its pipes.
+"""A worker process that computes rewards for `padfree.rollout.environment.reward_workers`. It talks through pipes.
 
-    length (8 bytes), (text, row, uid)   ->   length, (True, reward) or (False, the `UserError`)
+    request: length (8 bytes), (text, row, uid)   ->   response: length, (True, reward) or (False, the `UserError`)
 
-What the reward prints goes to the standard error, and what it reads is empty, so that questions and answers stay apart.
-The process ends with its input. A reward that cannot be imported is the answer to every question.
+Standard output of the reward function is redirected to standard error and its standard input is empty, so that it
+cannot disturb the protocol. The process ends when its input ends. If the reward cannot be imported, every response is
+that error.
 """
 
 from __future__ import annotations

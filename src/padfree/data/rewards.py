@@ -1,4 +1,4 @@
-"""Rewards of a response: two built in, and the user's own by import path.
+"""Reward functions: two built-in ones, and user-defined ones by import path.
 
     reward = load_reward("number_after_hashes")          or "exact_match", or "my_rewards:length_penalty"
     reward("6 + 1 = 7\\n#### 7", {"answer": "#### 7.0"}, uid="train.jsonl:3")      -> 1.0
@@ -7,9 +7,9 @@ A reward function takes the response and the row that its prompt came from, with
 
     def length_penalty(response: str, row: Mapping[str, Any]) -> float: ...
 
-It is code of its own, so what it raises or returns is checked, and the error names the sample.
-`padfree.config.functions` finds it. `model:folder` is a reward model, which judges whole batches
-(`padfree.train.rl.reward_model`). `check_reward_name` says what is wrong with a name without importing anything.
+Its exceptions and return values are checked, and errors name the sample. `padfree.config.functions` imports it.
+`model:folder` names a reward model, which scores whole batches (`padfree.train.rl.reward_model`). `check_reward_name`
+checks a name without importing anything.
 """
 
 from __future__ import annotations
@@ -35,30 +35,34 @@ _DIGITS = re.compile(r"(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?")
 
 
 def exact_match(response: str, row: Mapping[str, Any]) -> float:
-    """1 where the response is the row's `answer`, white space at the ends aside; else 0."""
+    """1 if the response equals the row's `answer`, ignoring white space at the ends; else 0."""
     return float(response.strip() == str(_answer(row)).strip())
 
 
 def number_after_hashes(response: str, row: Mapping[str, Any]) -> float:
-    """1 where the number after `####` is the one in the row's `answer` (after its `####`, if it has one); else 0.
+    """1 if the number after the last `####` equals the number in the row's `answer`; else 0.
 
-    `#### 1,234.50`, `####$1234.5` and `#### +1234.5.` are the same number. The last `####` counts.
+    `#### 1,234.50`, `####$1234.5` and `#### +1234.5.` are the same number. The number of `answer` is the one after its
+    last `####`, or else the one that it begins with.
     """
     answer = str(_answer(row))
     expected = hashed_number(answer) if "####" in answer else leading_number(answer)
     if expected is None:
-        raise UserError("answer", f"{shown(answer)} has no number", "give one, alone or after '####'")
+        raise UserError("answer", f"{shown(answer)} has no number", "give a number, alone or after '####'")
     return float(hashed_number(response) == expected)
 
 
 def hashed_number(text: str) -> Decimal | None:
-    """The number behind the last `####`; None without one."""
-    _, found, behind = text.rpartition("####")
-    return leading_number(behind) if found else None
+    """The number after the last `####`; None if there is none."""
+    _, found, after = text.rpartition("####")
+    return leading_number(after) if found else None
 
 
 def leading_number(text: str) -> Decimal | None:
-    """The number a text begins with: sign, currency sign, thousands separators and a full stop behind it allowed."""
+    """The number that a text begins with; None if there is none.
+
+    It can have a sign, a currency sign, thousands separators, and a full stop after it.
+    """
     match = _NUMBER.match(text.strip())
     if match is None:
         return None
@@ -74,7 +78,7 @@ def _answer(row: Mapping[str, Any]) -> str | int | float:
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise UserError(
-            "answer", f"{shown(answer)} in the row", "give a string or a number to compare the response with"
+            "answer", f"is {shown(answer)} in the row", "give a string or a number to compare the response with"
         )
     return answer
 
@@ -85,7 +89,7 @@ USER_REWARD = UserFunction(setting="reward", noun="reward", arguments=("response
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function under the name it was asked for; calling it checks what comes back."""
+    """A reward function and the name it was loaded by. Calling it checks the return value."""
 
     name: str
     function: RewardFunction
@@ -94,8 +98,8 @@ class Reward:
         try:
             value: Any = self.function(response, row)
         except KeyboardInterrupt:
-            raise  # a signal, outside of a run
-        except BaseException as error:  # SystemExit, too: a reward does not end the run
+            raise  # Ctrl-C outside of a run
+        except BaseException as error:  # also SystemExit: a reward function must not end the run
             raise UserError(
                 "reward",
                 f"{self.name} raised {type(error).__name__}: {first_line(error)} for sample {uid!r}",
@@ -111,18 +115,21 @@ class Reward:
 
 
 def check_reward_name(name: str) -> None:
-    """Refuse a name that cannot be a reward's. Nothing is imported: no code but padfree's own runs."""
+    """Raise if the name cannot name a reward. Imports nothing and runs no user code."""
     if name in BUILT_IN or model_of(name):
         return
     if not is_path(name):
         raise UserError(
-            "reward", "", f"use one of {', '.join(BUILT_IN)}, or 'module:function', or 'model:folder'", value=name
+            "reward",
+            "is not a reward",
+            f"use one of {', '.join(BUILT_IN)}, or 'module:function', or 'model:folder'",
+            value=name,
         )
     USER_REWARD.check(name)
 
 
 def load_reward(name: str) -> Reward:
-    """A built-in reward, or `module:function` from the installed packages or the current folder, which is imported."""
+    """Load a built-in reward, or import `module:function` from the installed packages or the current folder."""
     check_reward_name(name)
-    assert model_of(name) is None, "a model is no function: padfree.train.rl.reward_model"
+    assert model_of(name) is None, "padfree.train.rl.reward_model loads reward models"
     return Reward(name, BUILT_IN[name] if name in BUILT_IN else USER_REWARD.load(name))

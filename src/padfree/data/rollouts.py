@@ -1,30 +1,32 @@
-"""Rollout files to samples: token ids or text, a reward, a group, and what the sampler reported of each token.
+"""Read rollout files into samples: token ids or text, a reward, a group, and per-token arrays such as logprobs.
 
     {"tokens": [5, 6, 7, 8, 9], "response_length": 3, "reward": 1.0, "logprobs": [-0.1, -0.2, -0.3]}
      tokens     5    6    7    8    9         entry j of every array belongs to token j
      loss_mask  0    0    1    1    1
-     logprobs   0    0  -.1  -.2  -.3         given for the response: moved to its tokens, 0 before them
+     logprobs   0    0  -.1  -.2  -.3         given for the response: aligned with its tokens, 0 before them
 
-A row is one of these, tokens being preferred where a row has both (they are what the sampler drew):
+A row has one of these sets of columns. If it has both tokens and text, the tokens are used, because they are the ones
+that were sampled.
 
-    tokens, and response_length or loss_mask (or both)
-    prompt_tokens and response_tokens
-    prompt and response           text; a tokenizer is needed. The prompt through the chat template, with the generation
-                                  prompt, or as it is; the response as it is, by itself; eos behind (`append_eos`)
+    tokens, and response_length or loss_mask (or both) prompt_tokens and response_tokens prompt and response
+    text; needs a tokenizer. The prompt is rendered with the chat template and the generation
+                                  prompt, or used as plain text. The response is tokenised on its own, with eos after it
+                                  (`append_eos`)
 
-and has `reward`, a number. It may have
+It also has `reward`, a number. It can have
 
-    loss_mask                                           0 or 1 (multi-turn: what a tool wrote is 0)
-    logprobs, ref_logprobs, advantages, returns, values one number a token; null where nothing is trained
-    group                                               a name or number, in every row or in none; without, rows of one
-                                                        prompt are a group
+    loss_mask                                           0 or 1 (multi-turn: 0 for the output of tools)
+    logprobs, ref_logprobs, advantages, returns, values one number per token; null allowed for untrained tokens
+    group                                               a string or integer, in every row or in none; without it, rows
+                                                        with the same prompt form a group
     uid, raw_reward
 
-A `loss_mask` and the arrays have as many entries as the sample has tokens, or as the response has: the last
-`response_length` tokens, or, where there is only a loss mask, all from the first trained token on. Groups are taken as
-they are named over all files that are read together.
+`loss_mask` and the arrays have one entry per token of the sample, or one per token of the response. The response is the
+last `response_length` tokens or, if there is only a loss mask, all tokens from the first trained one on. The same group
+name in several files means the same group.
 
-An untrained rollout is kept: its reward counts in its group. Truncation at `max_length` keeps the first tokens.
+A rollout without trained tokens is kept, because its reward counts in its group. Truncation at `max_length` keeps the
+first tokens.
 """
 
 from __future__ import annotations
@@ -84,21 +86,21 @@ SCHEMA = Schema(
 TITLES = {"tokens": "rollouts in tokens", "token pair": "rollouts in tokens", "text": "rollouts in text"}
 LOGPROBS = ("logprobs", "ref_logprobs")
 ROUNDING = 1e-3
-"""How far above 0 a log-probability may be: samplers compute them in low precision."""
+"""How far above 0 a log-probability may be, because samplers compute in low precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RolloutData:
-    """The samples of rollout files, in the order of their rows, and what became of every row."""
+    """The samples of rollout files in the order of their rows, and a report about all rows."""
 
     samples: Sequence[Sample]
-    lines: Sequence[int]  # of each sample in its file, `source`
+    lines: Sequence[int]  # line of each sample in its file (`Sample.source`)
     report: DataReport
     notes: tuple[str, ...] = ()  # how the files are read
 
 
 class _Tokens(NamedTuple):
-    """All tokens of a rollout, where its response begins, and which are trained on."""
+    """The tokens of a rollout, the index of the first response token, and the loss mask."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
     response_start: int
@@ -106,14 +108,14 @@ class _Tokens(NamedTuple):
 
 
 class _RolloutRead(NamedTuple):
-    """A row as a sample, and whether the row names its group."""
+    """The sample of a row, and whether the row has a group column."""
 
     sample: Sample
     named: bool
 
 
 class _RolloutReader:
-    """Rows to samples."""
+    """Turns rows into samples."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, settings: RolloutDataSettings) -> None:
         self._encoder = Encoder(tokenizer, append_eos=settings.append_eos) if tokenizer is not None else None
@@ -127,7 +129,7 @@ class _RolloutReader:
         return () if self._rows is None else self._rows.template_names
 
     def read(self, chunk: Chunk, fields: Fields) -> list[_RolloutRead | RowError]:
-        """What each row of the chunk is, in order."""
+        """The sample or the error of each row of the chunk, in order."""
         rows = [attempt(record_of, record) for record in chunk.records]
         if fields.kind == "text":
             tokens = self._encoded(rows, fields)
@@ -155,7 +157,7 @@ class _RolloutReader:
 
     def _passage(self, row: dict[str, Any], fields: Fields) -> Passage:
         if row.get(fields["loss_mask"]) is not None:
-            raise RowError(f"{fields['loss_mask']!r} with text; expected it with token ids only")
+            raise RowError(f"{fields['loss_mask']!r} needs token ids, but the row has text; remove the column")
         assert self._rows is not None
         response = string(row, fields["response"])
         if self._chat is None:
@@ -181,13 +183,14 @@ def _given_tokens(row: dict[str, Any], fields: Fields) -> _Tokens:
         return _Tokens(tokens, start, _loss_mask(row, fields["loss_mask"], len(tokens), start))
     if row.get(fields["loss_mask"]) is None:
         raise RowError(
-            f"neither {fields['response_length']!r} nor {fields['loss_mask']!r}; expected one, to tell the response"
+            f"{fields['response_length']!r} and {fields['loss_mask']!r} are both missing; add one of them to mark the "
+            "tokens of the response"
         )
     mask = _loss_mask(row, fields["loss_mask"], len(tokens), 0)
     if not mask.any() and row.get(fields["group"]) is None:
         raise RowError(
-            f"{fields['loss_mask']!r} has no 1, so that nothing tells the prompt; "
-            f"expected {fields['response_length']!r} or {fields['group']!r} with it"
+            f"{fields['loss_mask']!r} has no 1, so that the end of the prompt is unknown; add "
+            f"{fields['response_length']!r} or {fields['group']!r}"
         )
     return _Tokens(tokens, _first_trained(mask), mask)
 
@@ -195,7 +198,7 @@ def _given_tokens(row: dict[str, Any], fields: Fields) -> _Tokens:
 def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> _RolloutRead:
     tokens, response_start, mask = found
     if not len(tokens):
-        raise RowError("no tokens; expected one or more")
+        raise RowError("the row has no tokens; expected one or more")
     prompt = np.ascontiguousarray(tokens[:response_start], dtype=np.int64)
     arrays: dict[str, Any] = {
         field: array
@@ -216,7 +219,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
 
 
 def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: int) -> NDArray[np.bool_]:
-    """[length] what is trained on: the response, or what the row's mask says of it."""
+    """[length] the loss mask: the row's own mask, or the whole response."""
     mask = np.zeros(length, dtype=np.bool_)
     if row.get(column) is None:
         mask[response_start:] = True
@@ -229,14 +232,14 @@ def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: in
     mask[start:] = values
     if mask[:response_start].any():
         where = int(np.argmax(mask))
-        raise RowError(f"{column}[{where}] is 1 in the prompt; expected 1 in the response only")
+        raise RowError(f"{column} is 1 at token {where}, which belongs to the prompt; expected 1 in the response only")
     return mask
 
 
 def _token_array(
     row: dict[str, Any], column: str, response_start: int, mask: NDArray[np.bool_], is_logprob: bool
 ) -> NDArray[np.float32] | None:
-    """[n] one number a token, 0 where the row has none."""
+    """[n] one number per token, 0 for tokens without one; None if the row does not have the column."""
     if row.get(column) is None:
         return None
     values = items(row, column, "a list of numbers")
@@ -254,14 +257,14 @@ def _token_array(
 
 
 def _aligned(entries: int, column: str, length: int, response_start: int) -> int:
-    """The token that the first of so many entries belongs to."""
+    """The index of the token that the first of `entries` entries belongs to."""
     if entries == length:
         return 0
     if entries == length - response_start:
         return response_start
     raise RowError(
-        f"{column!r} has {entries} entries; expected {length} (one a token) "
-        f"or {length - response_start} (one a token of the response)"
+        f"{column!r} has {entries} entries; expected {length} (one per token) "
+        f"or {length - response_start} (one per token of the response)"
     )
 
 
@@ -275,7 +278,7 @@ def _name(row: dict[str, Any], column: str, default: str) -> str | int:
 
 
 class _CollectedRollouts:
-    """Samples, and rows that did not become one as they stand."""
+    """Collects samples, and rows that are skipped, dropped or truncated."""
 
     def __init__(self, settings: RolloutDataSettings) -> None:
         self._settings = settings
@@ -298,10 +301,10 @@ class _CollectedRollouts:
             self._unnamed.append((self.samples[-1], file, line, unit))
 
     def _refuse_unnamed(self) -> None:
-        """A row without a group among rows that have one would be compared with nothing, or with the wrong rows."""
+        """Refuse rows without a group if other rows have one: their advantages would be wrong."""
         if self._first_named is None or not self._unnamed:
             return
-        error = RowError(f"no group, but {self._first_named} has one; expected a group in every row, or in none")
+        error = RowError(f"has no group, but {self._first_named} has one; give every row a group, or none")
         for _, file, line, unit in self._unnamed:
             self.skip(file, line, unit, error)
         unnamed = {id(sample) for sample, *_ in self._unnamed}
@@ -313,13 +316,13 @@ class _CollectedRollouts:
             self.samples.append(sample)
             self.lines.append(line)
             return
-        reason = f"{len(sample)} tokens, max_length {limit}"
+        reason = f"{len(sample)} tokens, over data.max_length {limit}"
         note = SkippedRow(file=file, line=line, reason=reason)
         if self._settings.overlong == "error":
             raise UserError(
                 "data.max_length",
                 f"{limit}, but {file}:{line} has {len(sample)} tokens",
-                "set data.overlong=truncate or data.overlong=drop, or raise it",
+                "set data.overlong=truncate or data.overlong=drop, or raise data.max_length",
             )
         if self._settings.overlong == "drop":
             self.dropped.append(note)
@@ -338,13 +341,13 @@ class _CollectedRollouts:
         self._refuse_unnamed()
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
-            raise UserError("data", f"no rows in {', '.join(self.rows_per_file)}", "give a file that has some")
+            raise UserError("data", f"{', '.join(self.rows_per_file)} has no rows", "give a file with rows")
         if not self.samples:
             first = (self.skipped or self.dropped)[0]
             raise UserError(
                 "data",
-                f"none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}",
-                "give rows that can",
+                f"none of {num_rows} rows can be used; the first, {first.file}:{first.line}: {first.reason}",
+                "correct the rows",
             )
         report = DataReport(
             num_rows=num_rows,
@@ -364,7 +367,7 @@ def read_rollouts(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> RolloutData:
-    """Read rollout files, or folders of them. The tokenizer is needed for rollouts in text."""
+    """Read rollout files, or folders of them. Rollouts given as text need the tokenizer."""
     settings = settings or RolloutDataSettings()
     check_mapping(settings.columns, SCHEMA)
     reader = _RolloutReader(tokenizer, settings)
@@ -378,12 +381,14 @@ def read_rollouts(
             files.append({"name": source.name, "read_as": described(fields, first, SCHEMA, TITLES[fields.kind])})
         if fields is not None and fields.kind == "text" and tokenizer is None:
             raise UserError(
-                "model.tokenizer", f"none, but {source.name} holds text", "give a folder or Hub id, or token ids"
+                "model.tokenizer",
+                f"is not set, but {source.name} holds text",
+                "set it to a folder or Hub id, or give rollouts as token ids",
             )
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(fields.needed if fields else ()):
             collected.rows_per_file[source.name] += len(chunk.numbers)
-            # Without a row that can be read there are no fields, and none is needed to say what is wrong with them.
+            # If no row can be read, there are no fields. The errors of the rows do not need them.
             results = reader.read(chunk, fields or Fields(kind="tokens", columns={}))
             for line, result in zip(chunk.numbers, results, strict=True):
                 if isinstance(result, RowError):

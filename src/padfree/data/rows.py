@@ -1,15 +1,15 @@
-"""One row to what it says: a conversation, or a prompt in plain text.
+"""Read a row as a conversation, or as a prompt in plain text.
 
     {"instruction": "Add.", "input": "2+2", "output": "4"}
         prompt       user: "Add.\\n\\n2+2"
         completed    user: "Add.\\n\\n2+2"   assistant: "4"     the response is trained, earlier assistant turns are not
 
     {"chosen": [u1, a1, u2, a2], "rejected": [u1, a1, u2, b2]}
-        pair         u1 a1 u2 | a2          u1 a1 u2 | b2        the common beginning is the context of both answers
+        pair         u1 a1 u2 | a2          u1 a1 u2 | b2        the common messages are the context of both answers
 
-A prompt or an answer is a text, a list of messages, or such a list as JSON text. An answer that is a list may also be a
-whole conversation, the prompt included. Then the prompt must be its beginning, or its last user turn. White space
-around a message does not count in the comparison. After the context comes the assistant, in every case.
+A prompt or an answer is a text, a list of messages, or such a list as JSON text. An answer can also be a whole
+conversation that includes the prompt. The prompt must then be its first messages or its last user turn; white space
+around messages is ignored in this comparison. The first message after the context is always from the assistant.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class PlainPair(NamedTuple):
 
 
 class RowReader:
-    """Rows to conversations, with the settings that add something to them."""
+    """Turns rows into conversations, and applies `data.system` and `data.prompt_template`."""
 
     def __init__(self, settings: TextSettings, *, renders_chat: bool) -> None:
         if settings.system is not None and not renders_chat:
             raise UserError(
                 "data.system",
-                ", but prompts do not go through a chat template",
-                "leave it out, or set data.chat_template to a file and data.prompt_format=chat",
+                "has no effect, because prompts are not rendered with a chat template",
+                "remove it, or set data.chat_template to a file and data.prompt_format=chat",
                 value=settings.system,
             )
         self._system = settings.system
@@ -64,11 +64,11 @@ class RowReader:
         return self._with_default(self._own_conversation(row, fields))
 
     def prompt(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """The `prompt` of a row, with what belongs to it."""
+        """The `prompt` of a row, with its `input`, `history` and system prompt."""
         return self._with_default(self._own_prompt(row, fields))
 
     def completed(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """`prompt` and `response`. Only assistant turns of the response are trained."""
+        """`prompt` and `response` as one conversation. Only the assistant messages of the response are trained."""
         context = self._own_prompt(row, fields)
         answer = _answer(row, fields["response"])
         messages, start = _joined(context, answer, fields["prompt"], fields["response"])
@@ -76,7 +76,7 @@ class RowReader:
         return self._with_default(found)
 
     def pair(self, row: Mapping[str, Any], fields: Fields) -> tuple[Conversation, Conversation] | PlainPair:
-        """`chosen` and `rejected`, each behind the context that they share."""
+        """`chosen` and `rejected`, each after the context that they share."""
         columns = fields["chosen"], fields["rejected"]
         if not self._renders_chat or (fields.kind == "implicit" and _are_texts(row, columns)):
             return self._plain_pair(row, fields)
@@ -97,7 +97,7 @@ class RowReader:
         start = _context_length(whole[0], whole[1], columns)
         for answer, messages, column in zip(answers, whole, columns, strict=True):
             if any(index + len(messages) - len(answer.messages) >= start for index in answer.untrained):
-                raise RowError(f"{column!r} has a weight of 0 in its answer; expected an answer to train on")
+                raise RowError(f"{column!r} has a message of weight 0 in its answer; remove the weight")
         tools = context.tools if context is not None else _read_tools(row, fields)
         shared = whole[0][:start]
         chosen, rejected = (
@@ -118,9 +118,12 @@ class RowReader:
         if is_messages(value):
             for name in ("input", "history"):
                 if name in fields.columns and has_value(row.get(fields[name])):
-                    raise RowError(f"{fields[name]!r} beside messages in {column!r}; expected it beside a text")
+                    raise RowError(
+                        f"{fields[name]!r} cannot be combined with messages in {column!r}; remove it, or give the "
+                        "prompt as a string"
+                    )
             if self._template is not None:
-                raise RowError(f"{column!r} is {shown(value)}; expected a text for data.prompt_template")
+                raise RowError(f"{column!r} is {shown(value)}; expected a string, because data.prompt_template is set")
             given: Any = [value] if isinstance(value, dict) else value
         else:
             given = [*_history(row, fields), {"role": "user", "content": self._prompt_text(row, fields)}]
@@ -139,13 +142,13 @@ class RowReader:
     # Plain text
 
     def plain_prompt(self, row: Mapping[str, Any], fields: Fields) -> str:
-        """A prompt that does not go through a chat template."""
+        """The prompt of a row as plain text, without a chat template."""
         for name in ("system", "history", "tools"):
             column = fields.columns.get(name)
             if column is not None and column not in self.template_names and has_value(row.get(column)):
                 raise RowError(
-                    f"{column!r} is {shown(row[column])}, and there is no chat template; expected it in "
-                    f"data.prompt_template, as {{{column}}}"
+                    f"{column!r} is {shown(row[column])}, but prompts are plain text; add {{{column}}} to "
+                    "data.prompt_template, or set data.chat_template"
                 )
         return self._prompt_text(row, fields)
 
@@ -170,28 +173,30 @@ class RowReader:
             prompt = self.plain_prompt(row, fields)
             if len(prompt.split()) > 3 and chosen.startswith(prompt) and rejected.startswith(prompt):
                 raise RowError(
-                    f"{fields['chosen']!r} and {fields['rejected']!r} begin with {fields['prompt']!r}; expected the "
-                    f"answers alone (or data.columns.{fields['prompt']}=unused)"
+                    f"{fields['chosen']!r} and {fields['rejected']!r} begin with the text of {fields['prompt']!r}; "
+                    f"remove it from both, or set data.columns.{fields['prompt']}=unused"
                 )
             return PlainPair(prompt, chosen, rejected)
         if fields.kind == "continued":
             raise RowError(
-                f"{fields['messages']!r} needs a chat template; expected data.chat_template, or a text prompt"
+                f"{fields['messages']!r} needs a chat template; set data.chat_template, or give the prompt as a string"
             )
         if not self._implicit_text:
             raise RowError(
-                f"{fields['chosen']!r} is a text without a prompt; expected messages, or data.prompt_format=plain"
+                f"{fields['chosen']!r} is a string and the row has no prompt; give messages, or set "
+                "data.prompt_format=plain"
             )
         end = _common_words(chosen, rejected)
         if not chosen[:end].strip():
             raise RowError(
-                f"{fields['chosen']!r} and {fields['rejected']!r} have no common beginning; expected one, or a 'prompt'"
+                f"{fields['chosen']!r} and {fields['rejected']!r} have no common prefix, and the row has no prompt; "
+                "add a 'prompt' column"
             )
         return PlainPair(chosen[:end], chosen[end:], rejected[end:])
 
 
 def is_messages(value: object) -> bool:
-    """Whether a prompt or an answer is a conversation and not a text."""
+    """Whether a prompt or an answer is a list of messages and not a text."""
     if isinstance(value, dict):
         return "role" in value or "from" in value
     if not isinstance(value, str):
@@ -214,7 +219,7 @@ def _are_texts(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
 
 
 def _answer(row: Mapping[str, Any], column: str) -> Conversation:
-    """A text, a message, or messages."""
+    """An answer as a conversation: from a text, one message, or a list of messages."""
     value = row.get(column)
     if not is_messages(value):
         return Conversation(messages=({"role": "assistant", "content": string(row, column)},))
@@ -235,7 +240,7 @@ def _read_tools(row: Mapping[str, Any], fields: Fields) -> list[Any] | None:
 
 
 def _history(row: Mapping[str, Any], fields: Fields) -> list[Message]:
-    """Alpaca's `history`: earlier turns as [prompt, response] each, or as messages."""
+    """Alpaca's `history`: earlier turns, as a list of [prompt, response] or as messages."""
     column = fields.columns.get("history")
     if column is None or not has_value(row.get(column)):
         return []
@@ -245,7 +250,7 @@ def _history(row: Mapping[str, Any], fields: Fields) -> list[Message]:
     messages: list[Message] = []
     for index, turn in enumerate(turns if isinstance(turns, list) else [turns]):
         if not isinstance(turn, (list, tuple)) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
-            raise RowError(f"{column}[{index}] is {shown(turn)}; expected a prompt and a response")
+            raise RowError(f"{column}[{index}] is {shown(turn)}; expected a list of two strings, [prompt, response]")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return messages
 
@@ -256,7 +261,7 @@ def _filled(row: Mapping[str, Any], fields: Fields, name: str) -> str:
     value = row.get(column)
     if isinstance(value, (bool, int, float)):
         if value != value or value in (float("inf"), float("-inf")):
-            raise RowError(f"{column!r} is {shown(value)}; expected a text or a finite number")
+            raise RowError(f"{column!r} is {shown(value)}; expected a string or a finite number")
         return json.dumps(value)
     return string(row, column)
 
@@ -268,7 +273,7 @@ def _with_system(found: Conversation, system: str | None, system_column: str, co
     if not found.has_system:
         return found.with_system(system)
     if found.messages[0]["content"].strip() != system.strip():
-        raise RowError(f"{system_column!r} and {column}[0] are different system prompts; expected one of them")
+        raise RowError(f"{system_column!r} and {column}[0] are different system prompts; keep one of them")
     return found
 
 
@@ -278,16 +283,18 @@ def _with_system(found: Conversation, system: str | None, system_column: str, co
 def _joined(
     context: Conversation, answer: Conversation, prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """The messages of prompt and answer, and where the answer begins."""
+    """The messages of prompt and answer, and the index of the first message of the answer."""
     asked, said = context.messages, answer.messages
     if said[0]["role"] in ("assistant", "tool"):
         messages, start = (*asked, *said), len(asked)
     else:
         messages, start = _whole(asked, said, prompt_column, column)
     if messages[start - 1]["role"] == "assistant":
-        raise RowError(f"{prompt_column!r} ends with the assistant; expected it to end before the answer")
+        raise RowError(
+            f"{prompt_column!r} ends with an assistant message; expected it to end with a user or tool message"
+        )
     if start == len(messages):
-        raise RowError(f"{column!r} has no answer behind {prompt_column!r}; expected a message of the assistant")
+        raise RowError(f"{column!r} has no answer after {prompt_column!r}; add an assistant message")
     if messages[start]["role"] != "assistant":
         raise RowError(
             f"{column!r} continues {prompt_column!r} with the role {messages[start]['role']!r}; expected 'assistant'"
@@ -298,11 +305,11 @@ def _joined(
 def _whole(
     asked: Sequence[Message], said: Sequence[Message], prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """The same for an answer that is a whole conversation: the prompt is part of it."""
+    """Like `_joined`, for an answer that is a whole conversation and includes the prompt."""
     own, rest = _split(asked)
     system, turns = _split(said)
     if own and system and not _alike(own, system):
-        raise RowError(f"{prompt_column!r} and {column!r} have different system messages; expected the same")
+        raise RowError(f"{prompt_column!r} and {column!r} have different system messages; make them equal")
     system = own or system
     users = [index for index, message in enumerate(turns) if message["role"] == "user"]
     if _alike(rest, turns[: len(rest)]):
@@ -310,8 +317,8 @@ def _whole(
     if len(rest) == 1 and users and _alike(rest, [turns[users[-1]]]):
         return (*system, *turns), len(system) + users[-1] + 1
     raise RowError(
-        f"{column!r} is a whole conversation, and {prompt_column!r} is neither its beginning nor its last user turn; "
-        "expected the same prompt in both, or the answer alone"
+        f"{column!r} is a whole conversation, but {prompt_column!r} is neither its first messages nor its last user "
+        "turn; give the same prompt in both columns, or only the answer"
     )
 
 
@@ -324,7 +331,7 @@ def _split(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Mes
 def _conversation(
     messages: tuple[Message, ...], start: int, context: Conversation, answer: Conversation | None = None
 ) -> Conversation:
-    """Messages of which only those from `start` on are trained."""
+    """A conversation in which only messages from `start` on are trained."""
     untrained = {index for index in range(start) if messages[index]["role"] == "assistant"}
     if answer is not None:
         before = len(messages) - len(answer.messages)
@@ -336,42 +343,48 @@ def _conversation(
 
 
 def _context_length(chosen: Sequence[Message], rejected: Sequence[Message], columns: tuple[str, str]) -> int:
-    """How many messages two conversations share before their answers."""
+    """The number of messages that two conversations share before their answers."""
     start = 0
     while start < min(len(chosen), len(rejected)) and _alike([chosen[start]], [rejected[start]]):
         start += 1
     if start == len(chosen) == len(rejected):
         raise _same_answers(*columns)
     if start == 0:
-        raise RowError(f"{columns[0]!r} and {columns[1]!r} have no message in common; expected the same prompt")
+        raise RowError(f"{columns[0]!r} and {columns[1]!r} have no message in common; begin both with the same prompt")
     for messages, column in zip((chosen, rejected), columns, strict=True):
         if start == len(messages):
-            raise RowError(f"{column!r} is only the beginning of the other answer; expected two answers to one prompt")
+            raise RowError(
+                f"{column!r} is only the beginning of the other conversation; expected two answers to the same prompt"
+            )
     for messages, column in zip((chosen, rejected), columns, strict=True):
         if messages[start]["role"] != "assistant":
             raise RowError(
-                f"{column!r} has the role {messages[start]['role']!r} where the answers differ; expected both to share "
-                "all messages before the assistant's answer"
+                f"{column!r} has a message of role {messages[start]['role']!r} where the two conversations first "
+                "differ; expected the same messages before the assistant's answers"
             )
         for message in messages[start:]:
             if message["role"] not in ("assistant", "tool"):
                 raise RowError(
-                    f"{column!r} has the role {message['role']!r} behind the first difference of the answers; expected "
-                    "them to differ in the assistant's last turn only"
+                    f"{column!r} has a message of role {message['role']!r} after the first difference between the "
+                    "answers; expected them to differ in the last assistant turn only"
                 )
         if messages[-1]["role"] != "assistant":
-            raise RowError(f"{column!r} ends with the role {messages[-1]['role']!r}; expected 'assistant'")
+            raise RowError(
+                f"{column!r} ends with a message of role {messages[-1]['role']!r}; expected the role 'assistant'"
+            )
     if chosen[start - 1]["role"] == "assistant":
-        raise RowError(f"message {start} before the answers is the assistant's; expected the prompt to end before it")
+        raise RowError(
+            f"message {start}, the last one before the answers, is from the assistant; expected a user or tool message"
+        )
     return start
 
 
 def _same_answers(chosen: str, rejected: str) -> RowError:
-    return RowError(f"{chosen!r} and {rejected!r} are the same; expected two different answers")
+    return RowError(f"{chosen!r} and {rejected!r} are equal; give two different answers")
 
 
 def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
-    """Whether messages are the same, white space around their content aside."""
+    """Whether messages are equal, ignoring white space around their content."""
     return len(some) == len(others) and all(
         one == other or {**one, "content": one["content"].strip()} == {**other, "content": other["content"].strip()}
         for one, other in zip(some, others, strict=True)
@@ -379,12 +392,12 @@ def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
 
 
 def _common_words(one: str, other: str) -> int:
-    """How many characters two texts share, up to white space: both have something left."""
+    """The length of the common prefix of two texts that ends at a word. Both texts keep at least one character."""
     most = min(len(one), len(other)) - 1
     end = next((index for index in range(most) if one[index] != other[index]), most)
     if end > 0 and not one[end - 1].isascii():  # a script without spaces between words
         return end
-    # White space belongs to the answer: tokenizers put a space before a word into its token.
+    # The white space belongs to the answers, because tokenizers put the space before a word into the token of the word.
     while end > 0 and not (one[end].isspace() and other[end].isspace() and not one[end - 1].isspace()):
         end -= 1
     return end

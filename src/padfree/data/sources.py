@@ -1,16 +1,16 @@
-"""Where rows come from: JSON Lines, JSON, Parquet, a folder of them, or a data set of the Hugging Face Hub.
+"""Read rows from JSON Lines, JSON, Parquet, folders of these, or a data set of the Hugging Face Hub.
 
     "data/"                                     every .jsonl, .json and .parquet file below it, sorted by path
     ["a/train.jsonl", "b/train.jsonl"]          named a/train.jsonl and b/train.jsonl from their common folder
     "openai/gsm8k"                              not on this disk: a Hub id, through the datasets package
     -> RecordSource ... -> Chunk(rows 1 to 512), Chunk(rows 513 to 1024), ...
 
-A sample is known by the name of its file and its line (`train.jsonl:17`), wherever the file lies. Lines, records and
-rows count from 1. A line of white space holds no row and is passed over, but it counts as a line. A byte order mark at
-the start of a file is passed over too. A `.json` file holds one list of records; one that begins with `{` is read as
-JSON Lines, which is what such files mostly are. Hidden files and folders, and files with other endings, are not data.
+A sample is named by its file and line (`train.jsonl:17`), in whatever folder the file is. Lines, records and rows count
+from 1. Blank lines are skipped but counted. A byte order mark at the start of a file is ignored. A `.json` file holds
+one list of records; a `.json` file that begins with `{` is read as JSON Lines, because most such files are JSON Lines.
+Hidden files and folders, and files with other suffixes, are ignored.
 
-Chunks of JSON Lines carry unparsed bytes, so that parsing, too, is done by whoever tokenises them.
+Chunks of JSON Lines hold unparsed bytes, so that the tokenising processes also do the parsing.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from padfree.errors import UserError, first_line
 CHUNK_ROWS = 512
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 28
-"""A longer line is not a row: nobody ended the lines of this file."""
+"""The longest line of a JSON Lines file. A longer line means that the file has no line breaks."""
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 Record = bytes | Any
-"""A line that is still to be parsed, or a record."""
+"""An unparsed line, or a record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Consecutive rows of one source. `size` is their share of the source's size."""
+    """Consecutive rows of one source. `size`: their share of the source's size in bytes."""
 
     source: str
     unit: str
@@ -55,7 +55,7 @@ class Chunk:
 
 
 class RecordSource(ABC):
-    """One file, or one data set of the Hub. `size` is in bytes, for the progress bar and the number of processes."""
+    """One file, or one data set of the Hub. `size`: bytes, for the progress bar and the number of processes."""
 
     name: str
     unit: str = "row"
@@ -67,11 +67,11 @@ class RecordSource(ABC):
 
     @abstractmethod
     def check_unchanged(self) -> None:
-        """Raise if the content is not what it was when the source was opened."""
+        """Raise if the content has changed since the source was opened."""
 
     @abstractmethod
     def first_row(self) -> dict[str, Any] | None:
-        """The first row that can be read; None without one."""
+        """The first row that can be read; None if there is none."""
 
     def columns(self) -> list[str] | None:
         """The names of the columns; None if no row can be read."""
@@ -80,13 +80,13 @@ class RecordSource(ABC):
 
     @abstractmethod
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
-        """All rows in order; columns other than these may be left out."""
+        """All rows in order. A source may leave out columns that are not in `columns`."""
 
     def _chunk(self, numbers: list[int], records: list[Record], size: int) -> Chunk:
         return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size)
 
     def _numbered(self, parts: Iterable[list[Any]], num_rows: int) -> Iterator[Chunk]:
-        """Chunks of `num_rows` rows in all, each with its share of the size."""
+        """The parts as numbered chunks, each with its share of the size. `num_rows`: rows of all parts."""
         first = 0
         for records in parts:
             end = first + len(records)
@@ -108,13 +108,17 @@ class FileSource(RecordSource):
             with open(path, "rb"):
                 self._opened = path.stat()
         except OSError as error:
-            raise UserError("data", f"{path} cannot be read ({error.strerror})", "make it readable") from None
+            raise UserError(
+                "data", f"{path} cannot be read ({error.strerror})", "give a file that can be read"
+            ) from None
         self.size = self._opened.st_size
 
     def check_unchanged(self) -> None:
         now = self.path.stat()
         if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
-            raise UserError("data", f"{self.name} was changed while it was read", "try again when it is complete")
+            raise UserError(
+                "data", f"{self.name} changed while it was being read", "run again when nothing writes to it"
+            )
 
     def digest(self) -> str:
         with open(self.path, "rb") as file:
@@ -132,7 +136,7 @@ class JsonLinesFile(FileSource):
                     raise UserError(
                         "data",
                         f"{self.name} line {number} has {LINE_BYTES:,} bytes or more",
-                        "end each row with a newline",
+                        "put each row on a line of its own",
                     )
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 number += 1
@@ -141,7 +145,7 @@ class JsonLinesFile(FileSource):
         for _, line in self._lines():
             try:
                 return parse_line(line)
-            except RowError:  # it is reported when its turn comes
+            except RowError:  # reported later, when the chunks are read
                 continue
         return None
 
@@ -170,9 +174,11 @@ class JsonFile(FileSource):
         try:
             records = json.loads(text.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            raise UserError(self.name, f"not JSON in UTF-8 ({error})", "expected one list of records") from None
+            raise UserError(
+                self.name, f"is not valid JSON in UTF-8 ({error})", "give one list of objects, or use JSON Lines"
+            ) from None
         if not isinstance(records, list):
-            raise UserError(self.name, f"{shown(records)}", "expected one list of records")
+            raise UserError(self.name, f"holds {shown(records)}", "give one list of objects, or use JSON Lines")
         return records
 
     def first_row(self) -> dict[str, Any] | None:
@@ -190,7 +196,9 @@ class ParquetFile(FileSource):
         try:
             return parquet.ParquetFile(self.path)
         except ValueError as error:  # pyarrow's own errors are ValueErrors
-            raise UserError(self.name, f"not a Parquet file ({first_line(error)})", "correct or remove it") from None
+            raise UserError(
+                self.name, f"is not a valid Parquet file ({first_line(error)})", "replace or remove the file"
+            ) from None
 
     def first_row(self) -> dict[str, Any] | None:
         batch = next(self._open().iter_batches(batch_size=1), None)
@@ -205,7 +213,7 @@ class ParquetFile(FileSource):
 
 
 class HubSource(RecordSource):
-    """A `datasets.Dataset`: rows are read from its own memory-mapped files."""
+    """A `datasets.Dataset`. Rows are read from its memory-mapped files."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset = dataset
@@ -213,11 +221,11 @@ class HubSource(RecordSource):
         self.size = int(dataset.data.nbytes)
 
     def digest(self) -> str:
-        # What datasets itself keys its caches by: it follows the content and every transformation.
+        # The cache key of the datasets package. It changes with the content and with every transformation.
         return str(self.dataset._fingerprint)
 
     def check_unchanged(self) -> None:
-        """What datasets has loaded stays as it is."""
+        """Nothing to check: a loaded data set does not change."""
 
     def first_row(self) -> dict[str, Any] | None:
         if not len(self.dataset):
@@ -247,10 +255,10 @@ def record_of(record: Record) -> dict[str, Any]:
 def open_sources(
     data: str | Path | Iterable[str | Path], *, split: str = "train", subset: str | None = None
 ) -> list[RecordSource]:
-    """The sources behind paths, folders and Hub ids, in the order given; a folder's files sorted by path."""
+    """The sources of paths, folders and Hub ids, in the given order. The files of a folder are sorted by path."""
     entries = [data] if isinstance(data, (str, Path)) else list(data)
     if not entries:
-        raise UserError("data", "nothing given", "give a file, a folder or a Hub id")
+        raise UserError("data", "is empty", "give a file, a folder or a Hub id")
     found: list[RecordSource | Path] = []
     bases: list[Path] = []
     for entry in entries:
@@ -268,8 +276,10 @@ def open_sources(
                 found.append(_hub_dataset(str(entry), split, subset))
         except (OSError, RuntimeError) as error:  # a name too long, no permission, no such user
             reason = getattr(error, "strerror", None) or error
-            raise UserError("data", f"{shortened(str(entry))} cannot be read ({reason})", "give another") from None
-    # What names a sample must not change when the folder is moved, or when a file is added to it.
+            raise UserError(
+                "data", f"{shortened(str(entry))} cannot be read ({reason})", "give a file, a folder or a Hub id"
+            ) from None
+    # The names of samples must not change if the folder is moved or files are added to it.
     base = os.path.commonpath(bases) if bases else ""
     sources = [
         _file_source(source, source.relative_to(base).as_posix()) if isinstance(source, Path) else source
@@ -286,18 +296,22 @@ def _files_below(folder: Path) -> list[Path]:
     visible = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
     found = sorted(folder / path for path in visible if path.suffix in SUFFIXES and not (folder / path).is_dir())
     if not found:
-        raise UserError("data", f"the folder {folder} has no {', '.join(SUFFIXES)} file", "give one that has")
+        raise UserError(
+            "data", f"the folder {folder} has no {', '.join(SUFFIXES)} file", "give a folder with data files"
+        )
     return found
 
 
 def _file_source(path: Path, name: str) -> FileSource:
     if path.suffix not in SUFFIXES:
         raise UserError(
-            "data", f"{path} ends in {path.suffix!r}", f"give a {', '.join(SUFFIXES)} file, or a folder of them"
+            "data",
+            f"{path} has the suffix {path.suffix!r}, which is not supported",
+            f"give a {', '.join(SUFFIXES)} file, or a folder of them",
         )
     if path.suffix == ".parquet":
         return ParquetFile(path, name)
-    lines = JsonLinesFile(path, name)  # which refuses what is not a file
+    lines = JsonLinesFile(path, name)  # also checks that the path is a readable regular file
     if path.suffix == ".json":
         with open(path, "rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -311,7 +325,9 @@ def _saved_dataset(folder: Path, split: str) -> HubSource:
     loaded = datasets.load_from_disk(str(folder))
     if isinstance(loaded, dict):
         if split not in loaded:
-            raise UserError("data.split", f"is not in {folder}", f"set it to one of {', '.join(loaded)}", value=split)
+            raise UserError(
+                "data.split", f"is not a split of {folder}", f"set it to one of {', '.join(loaded)}", value=split
+            )
         return HubSource(loaded[split], f"{folder.name}/{split}")
     return HubSource(loaded, folder.name)
 
@@ -319,14 +335,16 @@ def _saved_dataset(folder: Path, split: str) -> HubSource:
 def _hub_dataset(name: str, split: str, subset: str | None) -> HubSource:
     if Path(name).suffix in SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise UserError("data", f"{name} does not exist", "give a file, a folder or a Hub id")
-    datasets = optional_package("datasets", "data", f"{name} is not on this disk, so a Hub id", install="datasets")
+    datasets = optional_package(
+        "datasets", "data", f"{name} is not a local path, so it is read as a Hub id", install="datasets"
+    )
     check_name(name, "data", "dataset")
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:
         raise UserError(
             "data",
-            f"{name} (data.subset {subset}, data.split {split}) did not load from the Hub ({first_line(error)})",
+            f"{name} (data.subset {subset}, data.split {split}) cannot be loaded from the Hub ({first_line(error)})",
             "correct the name, data.subset or data.split",
         ) from error
     return HubSource(loaded, "/".join(filter(None, (name, subset, split))))

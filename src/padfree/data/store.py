@@ -1,21 +1,22 @@
-"""Tokenised samples on disk, opened in no time by any number of processes.
+"""Tokenised samples on disk, memory-mapped by any number of processes.
 
     <cache>/<key>/  tokens.npy   int32 [T]     all samples end to end
                     mask.npy     bool  [T]
                     offsets.npy  int64 [N+1]   sample i is [offsets[i], offsets[i+1])
-                    rows.npy     int64 [N, 2]  its file (a place in metadata's list) and line
-                    numbers.npy  float64 [N]   where a row has a number: a margin or a label
+                    rows.npy     int64 [N, 2]  file (index in the list of metadata.json) and line of each sample
+                    numbers.npy  float64 [N]   only if rows have a number: a margin or a label
                     skipped.jsonl              rows that could not be used
-                    metadata.json              what the key was made of, counts, digests of tokens and mask
+                    metadata.json              inputs of the key, counts, digests of tokens and mask
 
-The key is a hash of what the tokens depend on: the content of the files, the tokenizer, the settings that change
-tokens, the versions of transformers and tokenizers, the format of this folder. Whoever finds the folder finds it
-complete: it is written beside and renamed into place. One that is damaged all the same (a file is gone, or shorter than
-it was written) is made anew. A lock lets one process build while others that want the same wait for it.
+The key is a hash of everything that the tokens depend on: the content of the files, the tokenizer, the settings that
+change tokens, the versions of transformers and tokenizers, and the format of this folder. A folder is built under a
+temporary name and then renamed, so that other processes only ever see complete folders. A damaged folder (a file is
+missing or too short) is rebuilt. A lock makes other processes that need the same folder wait while one process builds
+it.
 
-Hashing a file means reading it, which for a large one takes longer than a start should. So a hash is remembered under
-the file's path, size, inode and times of change. A file changed within two seconds of being hashed is not remembered,
-since it may change once more within the resolution of the clock.
+Hashing a large file takes long, because the file must be read. The hash is therefore cached under the file's path,
+size, inode and times of change. The hash of a file that changed less than two seconds before hashing is not cached,
+because another change could have the same time stamp.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from padfree.data.sources import FileSource, RecordSource
 from padfree.errors import UserError
 
 FORMAT = 2
-_SETTLED_NANOSECONDS = 2_000_000_000
+_MINIMUM_AGE = 2_000_000_000  # nanoseconds since the last change of a file whose hash is cached
 
 
 def default_cache_folder() -> Path:
@@ -53,7 +54,7 @@ def default_cache_folder() -> Path:
 
 
 def content_digest(source: RecordSource, cache: Path) -> str:
-    """The hash of a source's content, remembered for a file that has not changed."""
+    """The hash of a source's content, from the cache if the file has not changed."""
     if not isinstance(source, FileSource):
         return source.digest()
     now = time.time_ns()
@@ -65,8 +66,8 @@ def content_digest(source: RecordSource, cache: Path) -> str:
         if re.fullmatch("[0-9a-f]{64}", digest):  # else the file is damaged
             return digest
     digest = source.digest()
-    if now - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NANOSECONDS:
-        with contextlib.suppress(OSError):  # a cache may be there to be read only
+    if now - max(status.st_mtime_ns, status.st_ctime_ns) > _MINIMUM_AGE:
+        with contextlib.suppress(OSError):  # the cache can be read-only
             remembered.parent.mkdir(parents=True, exist_ok=True)
             written = remembered.with_name(f"{remembered.name}.{os.getpid()}")
             written.write_text(digest)
@@ -75,7 +76,7 @@ def content_digest(source: RecordSource, cache: Path) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A hash of all that decides what a tokenizer makes of a text or a conversation."""
+    """A hash of everything that affects how a tokenizer encodes a text or renders a conversation."""
     identity: dict[str, Any] = {
         "class": type(tokenizer).__name__,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
@@ -83,7 +84,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
         "template": tokenizer.chat_template,
     }
     if tokenizer.is_fast:
-        # Padding and truncation change with every call that pads or truncates; they stand before the added tokens.
+        # Leave out padding and truncation, which change when the tokenizer is used; they come before the added tokens.
         _, name, backend = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')
         assert name
         identity["backend"] = hashlib.sha256(backend.encode()).hexdigest()
@@ -101,19 +102,19 @@ def hash_of(value: Any) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """One line for what a disk refuses."""
+    """Turn an `OSError` while writing into a `UserError`."""
     try:
         yield
     except OSError as error:
         raise UserError(
             "cache",
             f"{error.filename or folder} cannot be written ({error.strerror or error})",
-            "free space there, or set PADFREE_CACHE to another folder",
+            "free disk space or correct the permissions, or set PADFREE_CACHE to another folder",
         ) from error
 
 
 class ArrayWriter:
-    """An .npy file that grows: the header is written again with the final length, in the same place."""
+    """Writes an .npy file piece by piece. `finish` overwrites the header with the final length."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...] = ()) -> None:
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  closed by close()
@@ -139,14 +140,14 @@ class ArrayWriter:
 
     @property
     def digest(self) -> str:
-        """Of all that was appended."""
+        """A hash of everything appended so far."""
         return self._digest.hexdigest()
 
     def finish(self) -> None:
-        """Write the header and wait until all is on disk: a rename must not overtake the content."""
+        """Write the final header and sync the file to disk, so that a later rename cannot expose incomplete content."""
         self._file.seek(0)
         length = self._write_header()
-        assert length == self._header_length  # numpy leaves room in it for a first dimension of any size
+        assert length == self._header_length  # numpy reserves room for a first dimension of any size
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -155,7 +156,7 @@ class ArrayWriter:
 
 
 class Writer(contextlib.ExitStack):
-    """The files of one folder. It is complete after `finish`."""
+    """Writes the files of one folder. The folder is complete after `finish`."""
 
     def __init__(self, folder: Path, *, numbers: bool = False) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class Writer(contextlib.ExitStack):
         self.skipped: list[SkippedRow] = []
 
     def _close(self, array: ArrayWriter) -> None:
-        with writing(self._folder):  # closing writes what is still in memory
+        with writing(self._folder):  # closing flushes buffered data
             array.close()
 
     @property
@@ -195,7 +196,7 @@ class Writer(contextlib.ExitStack):
         lines: NDArray[np.int64],
         numbers: NDArray[np.float64] | None = None,
     ) -> None:
-        """Samples of one file: their tokens and masks end to end, their lengths, lines and numbers."""
+        """Append samples of one file: tokens and masks end to end; length, line and number of each sample."""
         assert len(tokens) == len(mask) == lengths.sum()
         with writing(self._folder):
             self._offsets.append(self._tokens.length + np.cumsum(lengths, dtype=np.int64))
@@ -233,17 +234,21 @@ def _write_text(path: Path, text: str) -> None:
 def find_or_build(
     cache: Path, key: str, build: Callable[[Path], None], *, intact: Callable[[Path], bool] = Path.exists
 ) -> Path:
-    """The folder of this key; `build` fills it if it is not there, or not `intact`.
+    """The folder of this key. If it is missing or not `intact`, `build` creates it.
 
-    Of several processes one builds, the others wait.
+    If several processes call this, one builds and the others wait.
     """
     folder = cache / key
     if intact(folder):
         return folder
-    # A process that is being spawned imports the script that started it. If that leads here, it would wait for the
-    # lock of the very process that waits for it. multiprocessing itself tells by this attribute.
+    # A spawned process imports the main script. If that import leads here, the process would wait for the lock of its
+    # parent, which waits for the process. multiprocessing sets this attribute during the import.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UserError("num_workers", "the script loads its data on import", "put it under if __name__ == '__main__'")
+        raise UserError(
+            "num_workers",
+            "the main script loads its data when it is imported",
+            "put the call under if __name__ == '__main__', or set num_workers=0",
+        )
     with writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / f"{key}.lock"):
@@ -259,7 +264,7 @@ def find_or_build(
                 beside.chmod(0o777 & ~_umask())
                 beside.rename(folder)
         except (OSError, UserError):
-            # On a file system without locks another process may have been first; both built the same.
+            # On a file system without locks, another process can have built the same folder first.
             if not intact(folder):
                 raise
         finally:
@@ -269,7 +274,7 @@ def find_or_build(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Wait until no other process has the lock; on a file system without locks do not."""
+    """Hold the lock. On a file system without locks, do not wait."""
     from filelock import FileLock
 
     lock = FileLock(path)
@@ -282,7 +287,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files are there and as long as they were written."""
+    """Whether all files exist with their full length."""
     if not folder.exists():
         return False
     try:
@@ -310,14 +315,20 @@ def _umask() -> int:
 def read_metadata(folder: Path) -> dict[str, Any]:
     path = folder / "metadata.json"
     if not path.exists():
-        raise UserError("cache", f"{folder} has no metadata.json", "delete the folder, it will be made anew")
+        raise UserError("cache", f"{folder} has no metadata.json", "delete the folder; the next run rebuilds it")
     try:
         metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = isinstance(metadata["format"], int)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError("cache", f"{path} is damaged ({error})", "delete the folder, it will be made anew") from None
+        raise UserError(
+            "cache", f"{path} is damaged ({error})", "delete its folder; the next run rebuilds it"
+        ) from None
     if not known or metadata["format"] != FORMAT:
-        raise UserError("cache", f"{folder} has format {metadata['format']}, not {FORMAT}", "tokenise the data again")
+        raise UserError(
+            "cache",
+            f"{folder} has format {metadata['format']}, but this version reads format {FORMAT}",
+            "delete the folder; the next run rebuilds it",
+        )
     return metadata
 
 
@@ -327,14 +338,14 @@ def read_skipped(folder: Path) -> list[SkippedRow]:
 
 
 def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """One array of the folder, read from disk only where it is touched."""
+    """One array of the folder, memory-mapped."""
     path = folder / f"{name}.npy"
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UserError("cache", f"{path} is damaged ({error})", f"delete {folder}, it will be made anew") from None
+        raise UserError("cache", f"{path} is damaged ({error})", f"delete {folder}; the next run rebuilds it") from None
     if array.shape != shape:
         raise UserError(
-            "cache", f"{path} has shape {array.shape}, not {shape}", f"delete {folder}, it will be made anew"
+            "cache", f"{path} has shape {array.shape}, not {shape}", f"delete {folder}; the next run rebuilds it"
         )
     return array

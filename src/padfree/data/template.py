@@ -1,17 +1,17 @@
-"""A chat template as a program that ends: the environment of transformers with bounds on memory, time and the clock.
+"""Render chat templates with limits on memory and time.
 
-A template comes with a model from a hub, so it is untrusted code. transformers' sandbox keeps it away from Python's
-internals. It does not stop `{{ 'a' * 10**10 }}`, ten nested loops over `range(100000)`, or `[x, x]` forty times over.
-Every operation of Jinja that can make a large value out of small ones is checked here before it runs:
+A template comes with a model from the Hub, so it is untrusted code. The sandbox of transformers protects Python's
+internals, but it does not stop `{{ 'a' * 10**10 }}`, ten nested loops over `range(100000)`, or forty nested `[x, x]`.
+Here every Jinja operation that can make a large value from small ones is checked before it runs:
 
     +  ~  joined blocks          the size of the result
-    *  **  %  methods  filters   the product of the sizes of all operands, where the operation may multiply them
-    [a, b]  (a, b)  {k: v}       the number of values inside, shared ones counted as often as they are shown
-    loops, calls                 the processor time since the beginning
+    *  **  %  methods  filters   the product of the sizes of all operands, if the operation can multiply them
+    [a, b]  (a, b)  {k: v}       the number of values inside; a shared value counts each time it occurs
+    loops, calls                 the CPU time since rendering began
 
-The text is what `apply_chat_template` renders. Two things differ. `strftime_now` writes a given day (at 00:00) and not
-the moment. And printing a list, an object, null or a boolean is an error: Jinja would write Python's repr, which no
-model was meant to see.
+The text equals that of `apply_chat_template`, with two exceptions. `strftime_now` formats a given day (at 00:00)
+instead of the current time. Printing a list, an object, null or a boolean is an error: Jinja would write Python's repr,
+which is almost certainly a mistake.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MAX_SOURCE = 1 << 20
 MAX_VALUE = 1 << 24  # characters or elements of one value
 MAX_NODES = 1 << 17  # values inside a list or an object
 MAX_BITS = 1 << 12  # of an integer
-MAX_INTEGER = 10_000  # as an argument of a filter: a width, an indentation, a number of items
+MAX_INTEGER = 10_000  # largest integer argument of a filter: a width, an indentation, a number of items
 MAX_SECONDS = 20.0
 OUTPUT_PER_INPUT = 64
 OUTPUT_ALLOWANCE = 1 << 20
-"""A rendered text has at most this many characters besides `OUTPUT_PER_INPUT` for each one of the conversation."""
+"""A rendered text has at most OUTPUT_ALLOWANCE + OUTPUT_PER_INPUT * (characters of the conversation) characters."""
 
 _SHRINKING = frozenset(
     (
@@ -72,14 +72,14 @@ _SHRINKING = frozenset(
         "removesuffix",
     )
 )
-"""Methods of str, list, dict and numbers whose result is not larger than what it is made of."""
+"""Methods of str, list, dict and numbers whose result is not larger than their operands."""
 _WIDTH = re.compile(r"\d{5,}|\*")
 _UNUSABLE_FILTERS = ("random",)
 _UNUSABLE_GLOBALS = ("lipsum",)
 
 
 class TemplateBoundError(TemplateError):
-    """A template asks for more memory or time than rendering a conversation needs."""
+    """A template exceeds a limit on memory or time."""
 
 
 class TemplateReprError(TemplateError):
@@ -87,7 +87,7 @@ class TemplateReprError(TemplateError):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """`day` is what `strftime_now` writes; `clock_reads` counts its calls in one rendering."""
+    """The environment with limits. `strftime_now` formats `day`; `clock_reads` counts its calls in one rendering."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -130,10 +130,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _check_time(self) -> None:
         if time.thread_time() > self._deadline:
-            raise TemplateBoundError(f"it takes more than {MAX_SECONDS:.0f} seconds")
+            raise TemplateBoundError(f"rendering takes more than {MAX_SECONDS:.0f} seconds")
 
     def _steps(self, iterable: Iterable[Any]) -> Iterable[Any]:
-        """What a loop goes through."""
+        """The iterable of a loop, with time checks."""
         self._check_time()
         if isinstance(iterable, (Undefined, str)) or (isinstance(iterable, Sized) and len(iterable) < 256):
             return iterable
@@ -173,7 +173,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_checks(template: nodes.Template) -> nodes.Template:
-    """Loops, literals of several values and `~` go through filters that check them."""
+    """Wrap loops, list and dict literals, and `~` in filters that check them."""
 
     def checked(node: Any, name: str) -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
@@ -199,7 +199,7 @@ def _with_checks(template: nodes.Template) -> nodes.Template:
 def _printable(value: Any) -> Any:
     if value is None or isinstance(value, (bool, list, tuple, dict)):
         kind = {"NoneType": "null", "bool": "a boolean", "dict": "an object"}.get(type(value).__name__, "a list")
-        raise TemplateReprError(f"it prints {kind} as Python writes it")
+        raise TemplateReprError(f"it prints {kind} as Python's repr")
     return value
 
 
@@ -224,7 +224,7 @@ def _sized(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Refuse a value that is larger written out than in memory, because it holds the same list many times."""
+    """Refuse a value with too many values inside; one that contains the same list many times is small in memory."""
     if isinstance(value, (list, tuple, dict)):
         waiting: list[Any] = [value]
         count = 0
@@ -242,10 +242,10 @@ def _check_product(name: str, values: Iterable[Any]) -> None:
     product = 1
     for value in values:
         product *= max(_size(value), 1)
-        if isinstance(value, dict):  # of `translate`: each character by a text
+        if isinstance(value, dict):  # `translate` can replace each character with a text
             product *= max((_size(one) for one in value.values()), default=1)
         if product > MAX_VALUE:
-            raise TemplateBoundError(f"{name} may make a text of more than {MAX_VALUE} characters")
+            raise TemplateBoundError(f"{name} can make a text of more than {MAX_VALUE} characters")
 
 
 def _check_number(operator: str, left: Any, right: Any) -> None:
@@ -269,13 +269,13 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Filters take the value among their arguments, behind a context or an environment."""
+    """The filter with checks of its arguments and its result."""
 
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             if isinstance(value, int) and abs(value) > MAX_INTEGER and args and value is not args[0]:
-                raise TemplateBoundError(f"{name} is given the number {value}")
+                raise TemplateBoundError(f"the filter {name} has the argument {value}, over {MAX_INTEGER}")
         if name in ("replace", "join", "indent", "xmlattr"):
             _check_product(name, [value for value in (*args, *kwargs.values()) if isinstance(value, (str, int, list))])
         elif name in ("tojson", "string", "pprint", "list", "sort", "unique", "sum"):
@@ -291,11 +291,13 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 @lru_cache(maxsize=64)
 def compiled(source: str, day: datetime.date) -> Any:
-    """The template of jinja2. Everything that can be wrong with its text is a UserError of one line."""
+    """The compiled Jinja template. Raises a `UserError` if its text is not a valid template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     if len(source) > MAX_SOURCE:
-        raise UserError("data.chat_template", f"{len(source)} characters", f"expected at most {MAX_SOURCE}")
+        raise UserError(
+            "data.chat_template", f"the template has {len(source)} characters", f"shorten it to at most {MAX_SOURCE}"
+        )
     environment = BoundedEnvironment(_compile_jinja_template("").environment, day)
     try:
         return environment.from_string(source)
@@ -305,7 +307,7 @@ def compiled(source: str, day: datetime.date) -> Any:
 
 @lru_cache(maxsize=64)
 def compared_texts(source: str) -> frozenset[str]:
-    """Texts that a template compares something with: the roles that it knows are among them."""
+    """The string constants that a template compares with; they include the roles that it knows."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     comparisons = _compile_jinja_template("").environment.parse(source).find_all((nodes.Compare, nodes.Filter))
@@ -319,7 +321,7 @@ def compared_texts(source: str) -> frozenset[str]:
 
 
 def _constants(side: nodes.Node) -> Iterator[nodes.Const]:
-    """A constant, or those in a list; not the `'function'` of `tool['function']`."""
+    """The constants of an operand: itself or the items of a list. Excludes subscripts such as `tool['function']`."""
     if isinstance(side, nodes.Operand):
         yield from _constants(side.expr)
     elif isinstance(side, nodes.Const):
@@ -332,7 +334,7 @@ def _constants(side: nodes.Node) -> Iterator[nodes.Const]:
 def rendered(
     template: Any, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], *, spans: bool = False
 ) -> tuple[str, list[Span]]:
-    """The text, and what `{% generation %}` markers enclose if `spans`. Raises whatever the template raises."""
+    """The text and, if `spans`, the spans inside `{% generation %}` markers. Raises whatever the template raises."""
     blocks: list[str] = []
     found: list[Span] = []
     environment = template.environment
@@ -358,7 +360,7 @@ def _collect(stream: Iterable[str], blocks: list[str], messages: Any, variables:
 
 
 def _length(value: Any) -> int:
-    """Characters of a conversation."""
+    """The number of characters in a conversation."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -1,16 +1,15 @@
-"""Chunks of rows to tokens and masks.
+"""Turn chunks of rows into tokens and loss masks.
 
-What a row becomes, and what of it is trained on:
+    columns            sample                                                               trained tokens
+    messages           the conversation rendered with the chat template; one sample, or     the assistant turns
+                       one per turn if the template changes earlier turns (`turns`)
+    prompt, response   the same                                                             the response
+      no template      prompt and response as plain text, each tokenised on its own, eos    response and eos
+    text               the text, eos                                                        all
+    input_ids          these ids                                                            those with a label, or all
+    chosen, rejected   two samples: the shared context with either answer                   the answer
 
-    messages           the conversation through the chat template; the assistant's turns. One sample, or one for each
-                       turn if the template changes earlier turns (`turns`)
-    prompt, response   the same; the response. Without a template: prompt and response as they are, each tokenised by
-                       itself, eos behind; response and eos
-    text               the text as it is, eos behind; everything
-    input_ids          these ids; those with a label, or all
-    chosen, rejected   two samples: the context that both share, with either answer; the answer
-
-With `loss_on` "all" everything is trained on. A row that leaves nothing to train on is a bad row.
+`loss_on="all"` trains on all tokens. A row without a token to train on is a bad row.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
-"""The label of a token that is not trained on, as in transformers."""
+"""The label of a token that is not trained, as in transformers."""
 
 
 class TokenizedChunk(NamedTuple):
     tokens: NDArray[np.int32]  # [T] the samples end to end
     mask: NDArray[np.bool_]  # [T]
     lengths: NDArray[np.int64]  # [N]
-    lines: NDArray[np.int64]  # [N]; consecutive samples of one line are of one row
-    numbers: NDArray[np.float64]  # [N] that of its row; 0 where a row has none
+    lines: NDArray[np.int64]  # [N] consecutive samples with the same line belong to one row
+    numbers: NDArray[np.float64]  # [N] the number of the sample's row; 0 if the row has none
     skipped: list[SkippedRow]
 
 
 class RowTokenizer:
-    """A tokenizer and settings: chunks to tokens. It is pickled and sent to the processes."""
+    """Turns chunks of rows into tokens. It is pickled and sent to the worker processes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings) -> None:
         self._settings = settings
@@ -60,7 +59,7 @@ class RowTokenizer:
         return self._chat is not None
 
     def __call__(self, chunk: Chunk, fields: Fields | None) -> TokenizedChunk:
-        """`fields` is None for a file of which no row could be read, so that here none will be read either."""
+        """Tokenise a chunk. `fields` is None for a file without a single readable row."""
         rows: list[tuple[int, float, Sequence[Passage | Encoded]]] = []
         skipped: list[SkippedRow] = []
         for line, record in zip(chunk.numbers, chunk.records, strict=True):
@@ -92,11 +91,11 @@ class RowTokenizer:
         )
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
-        """What is stored besides the tokens of a row, where its schema has a `number`."""
+        """The number stored with a row, if its schema has a `number`."""
         return 0.0
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
-        """The samples that a row makes, one or more."""
+        """The samples of a row, one or more."""
         if fields.kind == "text":
             return [Passage(pieces=(Piece(string(row, fields["text"]), True),))]
         if fields.kind == "tokens":
@@ -107,7 +106,7 @@ class RowTokenizer:
         return [Passage(pieces=(Piece(prompt, self._settings.loss_on == "all"), Piece(response, True)))]
 
     def rendered(self, row: Mapping[str, Any], fields: Fields) -> list[tuple[Conversation, RenderedSample]]:
-        """The samples that the chat template makes of a row, each with its conversation; none of a plain row."""
+        """The samples that the chat template renders from a row, each with its conversation; [] for a plain row."""
         if self._chat is None or fields.kind in ("text", "tokens"):
             return []
         read = self.reader.conversation if fields.kind == "messages" else self.reader.completed
@@ -117,14 +116,15 @@ class RowTokenizer:
 
 
 def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = False) -> Encoded:
-    """Token ids of a row as they are, without what `attention_mask` calls padding. `everything` is trained on, or what
-    `labels` or `loss_mask` says; all without them.
+    """The token ids of a row, without the padding that `attention_mask` marks.
+
+    `labels` or `loss_mask` decides which tokens are trained. Without them, or with `everything`, all tokens are.
     """
     tokens = np.array(token_ids(row, fields["input_ids"]), dtype=np.int32)
     trained = np.ones(len(tokens), dtype=np.bool_)
     labels, mask = row.get(fields["labels"]), row.get(fields["loss_mask"])
     if labels is not None and mask is not None:
-        raise RowError(f"{fields['labels']!r} and {fields['loss_mask']!r}; expected one of them")
+        raise RowError(f"has both {fields['labels']!r} and {fields['loss_mask']!r}; keep one of them")
     if labels is not None:
         trained = _labelled(row, fields["labels"], tokens)
     elif mask is not None:
@@ -135,24 +135,24 @@ def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = F
         places = np.flatnonzero(seen)
         if len(places) and len(places) != places[-1] - places[0] + 1:
             gap = int(places[0] + np.argmin(seen[places[0] :]))
-            raise RowError(f"{column}[{gap}] is 0 between tokens; expected 0 for padding at the ends only")
+            raise RowError(f"{column}[{gap}] is 0 between tokens with 1; expected 0 at the start and the end only")
         if labels is not None and trained[~seen].any():
             where = int(np.flatnonzero(trained & ~seen)[0])
-            raise RowError(f"{column}[{where}] is 0, and the token has a label; expected {IGNORED} for padding")
+            raise RowError(f"{column}[{where}] is 0, but the token has a label; give padding the label {IGNORED}")
         tokens, trained = tokens[seen], trained[seen]
     return Encoded(tokens, np.ones_like(trained) if everything else trained)
 
 
 def _labelled(row: Mapping[str, Any], column: str, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """[n] whether a token has a label, which is the token itself: labels are not shifted."""
+    """[n] whether each token has a label. Labels are not shifted: the label of a token is its own id."""
     labels = items(row, column, "a list of labels")
     if len(labels) != len(tokens):
-        raise RowError(f"{column!r} has {len(labels)} entries; expected {len(tokens)}, one a token")
+        raise RowError(f"{column!r} has {len(labels)} entries; expected {len(tokens)}, one per token")
     for index, label in enumerate(labels):
         if type(label) is not int or label not in (IGNORED, tokens[index]):
             raise RowError(
                 f"{column}[{index}] is {shown(label)}; expected the token's own id, {tokens[index]}, or {IGNORED} "
-                "(labels that are not shifted)"
+                "(labels must not be shifted)"
             )
     return np.array([label != IGNORED for label in labels], dtype=np.bool_)
 
@@ -160,7 +160,7 @@ def _labelled(row: Mapping[str, Any], column: str, tokens: NDArray[np.int32]) ->
 def _zeros_and_ones(row: Mapping[str, Any], column: str, length: int) -> NDArray[np.bool_]:
     values = items(row, column, "a list of 0 and 1")
     if len(values) != length:
-        raise RowError(f"{column!r} has {len(values)} entries; expected {length}, one a token")
+        raise RowError(f"{column!r} has {len(values)} entries; expected {length}, one per token")
     for index, value in enumerate(values):
         if not isinstance(value, int) or value not in (0, 1):
             raise RowError(f"{column}[{index}] is {shown(value)}; expected 0 or 1")
@@ -168,16 +168,16 @@ def _zeros_and_ones(row: Mapping[str, Any], column: str, length: int) -> NDArray
 
 
 def _problem(encoded: Encoded | RowError) -> str | None:
-    """Why there is no sample; None: there is one."""
+    """The reason why a row cannot be used; None if it can."""
     if isinstance(encoded, RowError):
         return str(encoded)
     if not encoded.loss_mask[1:].any():
-        return f"{len(encoded.tokens)} tokens and none to train on; expected a token with another before it"
+        return f"has {len(encoded.tokens)} tokens and none to train on; expected a trained token after the first token"
     return None
 
 
 class PairTokenizer(RowTokenizer):
-    """Rows of two answers to two samples each: the context that the answers share, with either of them."""
+    """Turns each row of two answers into two samples: the shared context with the chosen and the rejected answer."""
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
         found = self.reader.pair(row, fields)
@@ -188,8 +188,8 @@ class PairTokenizer(RowTokenizer):
         chosen, rejected = (self._answered(one, column) for one, column in zip(found, columns, strict=True))
         if chosen.pieces[0] != rejected.pieces[0]:
             raise RowError(
-                f"the chat template shows the context of {columns[0]!r} and of {columns[1]!r} differently; expected "
-                "the same text before both answers"
+                f"the chat template renders the context of {columns[0]!r} and {columns[1]!r} differently; set "
+                "data.chat_template to a template that renders the same text before both answers"
             )
         return [chosen, rejected]
 
@@ -198,13 +198,13 @@ class PairTokenizer(RowTokenizer):
         samples = self._chat.samples(conversation, loss_on="assistant", turns="auto")
         if len(samples) != 1:
             raise RowError(
-                f"{column!r} has {len(samples)} assistant turns, and the chat template changes earlier ones; expected "
-                "an answer of one turn"
+                f"{column!r} has {len(samples)} assistant turns, and the chat template changes earlier turns; give an "
+                "answer of one turn"
             )
         return Passage.of_spans(samples[0].text, samples[0].spans)
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
-        """Prompts (texts, messages or conversations) with an answer each, as `__call__` makes samples of pairs."""
+        """Encode prompts (texts, messages or conversations) with one answer each, as `__call__` encodes pairs."""
         passages = [attempt(self._answer_to, prompt, answer) for prompt, answer in rows]
         encoded = iter(self._encoder.encode([one for one in passages if isinstance(one, Passage)]))
         return [next(encoded) if isinstance(one, Passage) else one for one in passages]
@@ -221,7 +221,7 @@ class PairTokenizer(RowTokenizer):
 
 
 class RewardTokenizer(PairTokenizer):
-    """The same rows, which may have a `margin`: by how much the chosen answer should score more."""
+    """Like `PairTokenizer`, for rows with an optional `margin`: how much higher the chosen answer should score."""
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
         column = fields["margin"]

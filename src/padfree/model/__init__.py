@@ -1,16 +1,22 @@
-"""Stock Hugging Face models on packed rows.
+"""Stock Hugging Face models on packs.
 
-adapter     attach: padfree's attention in a stock model, or a refusal
-interface   the attention function that the model then calls
-probe       whether an architecture can be packed, tried on a small copy
-shrink      the config of that copy
-outputs     hidden states, and the head that scores them
-scalar      heads that give one number: reward models, critics
-structure   a model without weights, and the list of its layers
-files       which files hold which tensors
-load        weights into a model, each rank reading what it holds
-lora        adapters
-export      back to a Hugging Face folder
+adapter            attach: use padfree's attention in a stock model, or refuse the model
+interface          the attention function that an attached model calls
+probe              test on a small copy whether an architecture can be packed
+shrink             the config of the small copy
+mixers             layers that mix tokens without attention: recurrences, convolutions
+sharing            whether samples of a pack can share prefixes in a model
+outputs            hidden states, and the head that scores them
+scalar_head        heads that give one number: reward models, critics
+routers            routers of mixtures of experts
+roles              the role of each parameter
+structure          a model without weights, and the list of its layers
+model_files        which files hold which tensors
+load               load weights; each rank reads only its part
+lora               adapters
+wrapper            the language model inside a multimodal checkpoint
+nonfinite_tensors  find NaN and infinity in weights
+export             write a Hugging Face folder
 """
 
 from padfree.batch import LmHead

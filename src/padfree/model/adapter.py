@@ -1,18 +1,19 @@
 """Attach padfree's attention to a stock HF model.
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
-    hidden = model(**local_batch.model_inputs())        one row of samples laid end to end; attention stays in each
+    hidden = model(**local_batch.model_inputs())        a pack of samples end to end; attention stays inside each sample
 
-`attach` changes the name of the model's attention implementation, through transformers' own interface, and adds a
-forward pre-hook that checks the arguments. No class, method or weight is replaced, and
-`model.set_attn_implementation("sdpa")` undoes it. Attach first, then compile the layers, then wrap them in activation
-checkpointing, then apply FSDP2. In a compiled layer attention is one operator; over context ranks it is a graph break.
+`attach` sets the model's attention implementation through transformers' own interface, and adds a forward pre-hook that
+checks the arguments. It replaces no class, method or weight, and `model.set_attn_implementation("sdpa")` undoes it.
+Attach first, then compile the layers, then wrap them in activation checkpointing, then apply FSDP2. In a compiled layer
+attention is one operator; over context ranks it is a graph break.
 
-Before that, the architecture must pass: padfree must be able to do what the config says, and a small copy must compute
-the same packed as one sample at a time (`padfree.model.probe`). Otherwise the model is refused with the reason.
+Before that, `attach` tests the architecture: padfree must support the features in the config, and a small copy must
+give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise the model is refused with the
+reason.
 
-The backend is the one in the batch's AttnContext, if it names one; else the one named here; else the fastest that can
-serve (`auto`).
+The backend is the one in the batch's AttnContext if it names one, else the one given to `attach`, else the fastest that
+supports the call (`auto`).
 """
 
 from __future__ import annotations
@@ -101,54 +102,60 @@ TESTED = (
 )
 """Architectures whose packed logits and parameter gradients the tests compare with one sample at a time."""
 
-PADDED_CURE = "train it on padded rows, by transformers.Trainer with DataCollatorForSeq2Seq(tokenizer)"
-"""What to do with a model that cannot be packed."""
+PADDED_CURE = "train it with padding, using transformers.Trainer and DataCollatorForSeq2Seq(tokenizer)"
+"""The advice for a model that cannot be packed."""
 
 LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
     "chunked_attention",
     "attention",
-    # mixers, which the probe finds by what they do
+    # mixers, which the probe finds by their behaviour
     "linear_attention",
     "mamba",
     "hybrid",
     "conv",
     "recurrent",
-    # no tokens meet
+    # no interaction between tokens
     "mlp",
     "moe",
 )
-"""The kinds of layers, as HF configs name them, that padfree computes. Of others the small copy may not show what the
-real model does."""
+"""The layer types of HF configs that padfree supports. For other types, a small copy may not represent the model."""
 
 HARMLESS_FIELDS = (
     "sliding_window",  # passed to every layer that has one
-    "max_window_layers",  # these say which layers have one
+    "max_window_layers",  # this and the next three say which layers have a window
     "sliding_window_pattern",
     "_sliding_window_pattern",
     "prefix_dense_sliding_window_pattern",
-    "chunk_size_feed_forward",  # a way to save memory
-    "mamba_chunk_size",  # recurrences are computed by chunks, and chunks pass their state on
+    "chunk_size_feed_forward",  # only saves memory
+    "mamba_chunk_size",  # recurrences are computed in chunks, which pass on their state
     "chunk_size",
     "block_size",
-    "attention_chunk_size",  # of layers of the type chunked_attention
+    "attention_chunk_size",  # for layers of the type chunked_attention
 )
-"""Whole-number fields about windows and chunks that hide no mask."""
+"""Integer fields about windows and chunks that do not imply an unknown mask."""
 
 
 def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool = True) -> PreTrainedModel:
-    """The same model, whose forward now takes `attn_context` and attends inside samples only.
+    """Return the same model, whose forward now takes `attn_context` and attends inside samples only.
 
-    Without `fast_mixers` layers that carry a state run one sample at a time, whatever is installed.
+    With `fast_mixers=False`, layers with a recurrent state run one sample at a time, even if faster kernels are
+    installed.
     """
     if not isinstance(model, PreTrainedModel):
-        raise UserError("model", f"{type(model).__name__}", "give the transformers model itself, before it is wrapped")
+        raise UserError(
+            "model",
+            f"{type(model).__name__} is not a transformers model",
+            "give the transformers model itself, before it is wrapped",
+        )
     name = type(model).__name__
     if isinstance(model, FSDPModule):
-        raise UserError("model", f"{name} is sharded already", "attach first, then fully_shard")
+        raise UserError("model", f"{name} is already sharded", "call attach first, then fully_shard")
     if backend != "auto" and backend not in BACKENDS:
-        raise UserError("backend", "", f"choose auto or one of {', '.join(BACKENDS)}", value=backend)
+        raise UserError(
+            "backend", "is not an attention backend", f"choose auto or one of {', '.join(BACKENDS)}", value=backend
+        )
     reason = unsupported(model.config)
     verdict = None if reason else probe(_probed(model))
     if verdict is None or verdict.leak:
@@ -158,29 +165,33 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
     install(model, verdict.mixers, fast=fast_mixers)
     mark_chunked_layers(model)
     model.set_attn_implementation(register(backend))
-    assert is_attached(model.config), "the probe has seen this class use the AttentionInterface"
+    assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
     for module in {model, base_of(model)}:
         if check_inputs not in module._forward_pre_hooks.values():
-            # in front of others: mixers may get their context in the place of a mask
+            # before other hooks, which may put the context of mixers into the argument of the mask
             module.register_forward_pre_hook(check_inputs, with_kwargs=True, prepend=True)
     return model
 
 
 def _probed(model: PreTrainedModel) -> PreTrainedModel:
-    """What can be tried packed: the model, or what is below a head that gives no output for every token."""
+    """The module that the probe runs: the model, or its base model if the head gives no output per token."""
     return base_of(model) if model.get_output_embeddings() is None else model  # type: ignore[no-untyped-call]
 
 
 def check_stock_packing(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be trained packed with the attention of transformers that it uses."""
+    """Raise if the model cannot be trained packed with its current attention implementation of transformers."""
     if not isinstance(model, PreTrainedModel):
-        raise UserError("model", f"{type(model).__name__}", "give the transformers model itself, before it is wrapped")
+        raise UserError(
+            "model",
+            f"{type(model).__name__} is not a transformers model",
+            "give the transformers model itself, before it is wrapped",
+        )
     name = type(model).__name__
     if is_attached(model.config):
         raise UserError(
             "model",
-            f"{name} is attached, its calls need an attn_context",
-            "take it off with model.set_attn_implementation('sdpa')",
+            f"{name} is attached to padfree and needs an attn_context in every call",
+            "detach it with model.set_attn_implementation('sdpa')",
         )
     reason = unsupported(model.config) or stock_leak(model)
     if reason:
@@ -190,20 +201,20 @@ def check_stock_packing(model: PreTrainedModel) -> None:
 
 
 def unsupported(config: PreTrainedConfig) -> str | None:
-    """What a config says outright that padfree cannot do; None if nothing."""
+    """A feature in the config that padfree does not support; None if there is none."""
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if parts:
-        return f"it is made of several models ({', '.join(parts)}): use its language model instead"
+        return f"it consists of several models ({', '.join(parts)}): use its language model instead"
     if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder and a decoder"
+        return "it has an encoder and a decoder"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
-        return "its layers see tokens that come later"
+        return "its attention is not causal"
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
-            return f"layer type {kind!r} is none of {', '.join(LAYER_TYPES)}"
+            return f"layer type {kind!r} is not supported (supported: {', '.join(LAYER_TYPES)})"
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     if getattr(config, "attention_chunk_size", None) and not chunked:
-        return f"attention_chunk_size {config.attention_chunk_size}: no layer type says which layers attend by chunks"
+        return f"attention_chunk_size is {config.attention_chunk_size}, but no layer has the type chunked_attention"
     for field, value in config.to_dict().items():
         if (
             ("window" in field or "chunk" in field)
@@ -211,22 +222,26 @@ def unsupported(config: PreTrainedConfig) -> str | None:
             and type(value) is int
             and value > 0
         ):
-            return f"{field} {value} may be a mask that padfree does not know"
+            return f"{field} {value} may imply a mask that padfree does not know"
     return None
 
 
 _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
-"""Models whose head was found right: it is asked for in every micro-batch, and compared once."""
+"""Models whose head passed the test, which runs once per model; `lm_head_of` is called for every micro-batch."""
 
 
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """The model's head as it is at this moment; refused where it does not reproduce the model's logits.
+    """The model's head in its current state. Raises if `LmHead` does not reproduce the model's logits.
 
-    Its weight is the model's own parameter: under FSDP2 a DTensor, and whole `inside` the model.
+    The weight is the model's own parameter: under FSDP2 a DTensor, and unsharded `inside` the model.
     """
     head = described_head(model)
     reason = None if model in _PLAIN_HEADS else probe(model).head
     if reason or head is None:
-        raise UserError("model", f"{type(model).__name__} has no plain head: {reason}", "use the model's own logits")
+        raise UserError(
+            "model",
+            f"the head of {type(model).__name__} is not a plain matrix: {reason}",
+            "use the model's own logits",
+        )
     _PLAIN_HEADS.add(model)
     return head

@@ -1,4 +1,4 @@
-"""From a trained model, sharded or not, back to a Hugging Face folder.
+"""Write a trained model, sharded or not, to a Hugging Face folder.
 
     export_model(model, "out", tokenizer)      -> out/config.json, model*.safetensors, generation_config.json, tokenizer
     export_adapters(model, "out", tokenizer)   -> out/adapter_config.json, adapter_model.safetensors, tokenizer
@@ -6,15 +6,14 @@
 `export_model` merges adapters into the weights, in float32. `export_adapters` writes a folder for
 `PeftModel.from_pretrained(base, "out")`.
 
-Every rank calls it; each tensor is gathered in turn, and rank 0 keeps it and writes. Names, layout (experts one by one,
-where transformers stores them so) and file sizes are those of `save_pretrained`, which writes them for an empty copy of
-the model's class, without the wrappers of the trained model.
+Both are collective. Tensors are gathered one by one; rank 0 keeps and writes them. `save_pretrained` writes the files,
+for an empty copy of the model's class without the wrappers of training. Names, layout (experts one by one, if
+transformers stores them so) and file sizes are therefore those of transformers.
 
-A language model that was taken out of a multimodal folder is exported in it: `padfree.model.wrapper`.
+A language model that was extracted from a multimodal folder is exported inside it: `padfree.model.wrapper`.
 
-The folder is written under another name and renamed into place, so that it is complete whenever it is there.
-`padfree_export.json` in it marks it as an export and lists its files: only a folder that has it, and nothing else, is
-ever replaced.
+The folder is written under a temporary name and then renamed, so that it is always complete. `padfree_export.json`
+marks it as an export and lists its files. Only a folder that has this file and no foreign files is ever replaced.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from padfree.model.wrapper import save_whole, wrapper_of
 from padfree.version import __version__
 
 RECORD = "padfree_export.json"
-"""In every export: that it is one, of which version, when it was made, and its files."""
+"""The file in every export that marks it as one; it holds the version, the time and the list of files."""
 
 
 def export_model(
@@ -59,10 +58,10 @@ def export_model(
     dtype: torch.dtype | None = None,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Write `folder`, which `AutoModelForCausalLM.from_pretrained` loads; an export that is there is replaced.
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads. Replaces an earlier export in `folder`.
 
-    `dtype` is that of the parameters in the files; None leaves them as they are, or, with adapters, float32. What the
-    architecture wants in float32 whatever the rest is in stays so.
+    `dtype`: dtype of the parameters in the files. None keeps their dtype, or uses float32 if there are adapters.
+    Parameters that the architecture always keeps in float32 stay in float32.
     """
     if dtype is None and any(is_adapter(name) for name in named_tensors(model)):
         dtype = torch.float32
@@ -92,20 +91,20 @@ def export_model(
 
 
 def _not_finite(tensors: Mapping[str, Tensor], parameters: Collection[str], dtype: torch.dtype) -> str | None:
-    """Weights that nobody should load: not finite, or beyond what the dtype of the files can hold."""
+    """An error if a weight is not finite, also after conversion to the dtype of the files; else None."""
     found = nonfinite_tensor(tensors, parameters)
     if found is None:
         return None
     name = str(dtype).removeprefix("torch.")
     return (
-        f"export: {found} has values that are not finite in {name}; set checkpoint.export_dtype=float32, or go on from "
-        "an earlier checkpoint"
+        f"export: {found} has values that are not finite in {name}; set checkpoint.export_dtype=float32, or continue "
+        "from an earlier checkpoint"
     )
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers draws one of its own, in the middle of ours."""
+    """Hide the progress bar of transformers, which would interfere with padfree's."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -118,15 +117,15 @@ def _no_progress_bar() -> Iterator[None]:
 def export_adapters(
     model: PreTrainedModel, folder: str | Path, tokenizer: Any = None, *, base: str | None = None
 ) -> Path:
-    """Write the adapters alone, which `peft.PeftModel.from_pretrained` loads on top of the model they were made for.
+    """Write only the adapters, which `peft.PeftModel.from_pretrained` loads on top of their base model.
 
-    `base` is where that model is, for PEFT to note.
+    `base`: the path of the base model, stored in the adapter config.
     """
     folder, first = Path(folder), _is_first()
     raise_together(_occupied(folder) if first else None)
     found = {name: gathered(tensor) for name, tensor in named_tensors(model).items() if is_adapter(name)}
     if not found:
-        raise UserError("export", f"{type(model).__name__} has no adapters", "export the model")
+        raise UserError("export", f"{type(model).__name__} has no adapters", "export the model with export_model")
 
     def write(beside: Path) -> None:
         config = copy.deepcopy(model.peft_config[ADAPTER])
@@ -143,9 +142,9 @@ def export_adapters(
 
 
 def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in turn, gathered, by its name in HF files; adapters are added to what they adapt.
+    """Every tensor, gathered, with its name in HF files. Adapters are merged into the weights that they adapt.
 
-    Every rank must go through all of them.
+    Collective: every rank must iterate over all tensors.
     """
     tensors = named_tensors(model)
     adapted = {clean_name(f"{name}.weight"): layer for name, layer in model.named_modules() if is_adapted(layer)}
@@ -161,9 +160,9 @@ def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a tensor on every rank, each of which must call this."""
+    """The whole tensor on every rank. Collective."""
     if isinstance(tensor, DTensor):
-        # Offloaded shards go to the device first, whose backend connects the ranks.
+        # Move offloaded shards to the device first, because the communication backend needs them there.
         tensor = tensor.detach().to(tensor.device_mesh.device_type)
         assert isinstance(tensor, DTensor)
         tensor = tensor.full_tensor()
@@ -175,18 +174,18 @@ def _is_first() -> bool:
 
 
 def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
-    """Let rank 0 write; what fails there fails everywhere."""
+    """Write on rank 0. An error there is raised on all ranks."""
     error = None
     if _is_first():
         try:
             _write(folder, write, tokenizer)
         except (OSError, SafetensorError) as caught:
-            error = f"export: {folder} cannot be written ({' '.join(str(caught).split())}); give a folder with space"
+            error = f"export: {folder} cannot be written ({' '.join(str(caught).split())}); give another folder"
     raise_together(error)
 
 
 def not_an_export(folder: Path) -> str | None:
-    """Why an export must not replace this folder: it has files that no earlier export wrote. None: it may."""
+    """Why an export must not replace this folder: it has files that no export wrote. None if it may be replaced."""
     paths = list(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     if not paths:
         return None
@@ -196,20 +195,20 @@ def not_an_export(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         own = set()
     if not own:
-        return f"is no earlier export of padfree (it has no {RECORD})"
+        return f"is not an earlier export of padfree (it has no {RECORD})"
     others = sorted(path.name for path in paths if path.name not in own)
-    return f"is no earlier export of padfree alone (it has {others[0]})" if others else None
+    return f"holds {others[0]} besides an earlier export of padfree" if others else None
 
 
 def _occupied(folder: Path) -> str | None:
     reason = not_an_export(folder)
-    return None if reason is None else f"export: {folder} {reason}; give a new or an empty folder"
+    return None if reason is None else f"export: {folder} {reason}; give a new or empty folder"
 
 
 def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
     beside, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("writing", "replaced"))
     if replaced.exists() and not folder.exists():
-        replaced.rename(folder)  # an earlier export ended between the two renames below
+        replaced.rename(folder)  # an earlier export was interrupted between the two renames below
     for path in (beside, replaced):
         shutil.rmtree(path, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -236,8 +235,8 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
 
 
 def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same class and config on the meta device, without what was put around the modules of `model`."""
-    # fully_shard gives a model a class of its own, made of FSDPModule and the model's class.
+    """A model of the same class and config on the meta device, without the wrappers of training."""
+    # fully_shard changes the class of a model to a subclass of FSDPModule and the original class.
     original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     assert issubclass(original, PreTrainedModel)
     with torch.device("meta"):
@@ -252,7 +251,7 @@ def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def sync(path: Path) -> None:
-    """Wait until this file or folder is on disk: a rename must not overtake the content."""
+    """Sync this file or folder to disk, so that a later rename cannot expose incomplete content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,19 +1,19 @@
-"""The attention function that a stock HF model calls, and the check of what reaches the model.
+"""The attention function that an attached HF model calls, and the check of the model's inputs.
 
     HF attention layer      query [1, H, T, d]     key, value [1, Hkv, T, d]     **kwargs with attn_context
     cp.attend               q     [T, H, d]        k, v       [T, Hkv, d]        the AttnContext itself
     back to HF              output [1, T, H, dv], None
 
-transformers looks an attention function up by the name in `config._attn_implementation`. Ours is registered as
-`padfree`, or `padfree_<backend>` for a model that was attached to one backend. The name is all a model remembers; what
-depends on data, the `AttnContext`, comes with every call. Nothing is kept between calls, so that recomputed activations
-and a second model in the same process always see their own batch.
+transformers looks up attention functions by the name in `config._attn_implementation`. padfree's function is registered
+as `padfree`, or as `padfree_<backend>` for a model attached with a fixed backend. The model stores only this name. The
+`AttnContext`, which depends on the data, is passed with every call. No state is kept between calls, so that recomputed
+activations and other models in the same process always see their own batch.
 
-No mask function is registered under that name. transformers then hands `None` to its layers without looking at
-`position_ids`, which costs nothing; with one it would compare positions on the device and wait for the answer.
+No mask function is registered under this name. transformers then passes None as the mask without looking at
+`position_ids`. With a mask function it would compare positions on the device and synchronise.
 
-A layer that asks for something padfree does not do is refused: every keyword argument that reaches the function is
-used, or is known to say nothing about attention, or is an error.
+Every keyword argument that reaches the function is either used, or known to be irrelevant to attention, or an error. A
+layer that needs an unsupported feature is therefore refused.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ UNRELATED_ARGUMENTS = (
     "position_ids",
     "use_cache",
 )
-"""Keyword arguments that HF passes down to attention and that say nothing about which key a query sees."""
+"""Keyword arguments that HF passes to attention and that do not affect which keys a query sees."""
 
 
 def register(backend: str) -> str:
-    """Make transformers know padfree's attention on this backend; the name to give to a model."""
+    """Register padfree's attention on this backend with transformers. Returns the name of the implementation."""
     name = NAME if backend == "auto" else f"{NAME}_{backend}"
     AttentionInterface.register(name, partial(attention, backend=backend))
     return name
@@ -58,9 +58,9 @@ def is_attached(config: PreTrainedConfig) -> bool:
 
 
 def need_attached(model: PreTrainedModel) -> None:
-    """Refuse a model that `attach` has not prepared: its own attention would mix the samples of a row, or split them.
+    """Raise if the model was not prepared by `attach`: its own attention would mix the samples of a pack.
 
-    The name of the implementation is not enough, because a model can be given it without having been probed.
+    The name of the implementation alone does not prove it, because it can be set without the test of `attach`.
     """
     if not is_attached(model.config) or check_inputs not in model._forward_pre_hooks.values():
         raise UserError("model", f"{type(model).__name__} is not attached", "call padfree.attach(model) first")
@@ -82,53 +82,59 @@ def attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     output_attentions: bool | None = None,
-    places: Tensor | None = None,  # [T] where each query was in the layer's row, if not here
+    layer_positions: Tensor | None = None,  # [T] index of each query in the layer's input, if it was reordered
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, H, dv] and no attention weights. A backend named in the context wins over the model's own."""
+    """[1, T, H, dv] and None for the attention weights. A backend named in the context overrides `backend`."""
     name = type(module).__name__
     if attn_context is None:
         raise UserError(
-            "attn_context", f"did not reach {name}", "its model drops keyword arguments and cannot be trained packed"
+            "attn_context",
+            f"did not reach {name}, because the model drops keyword arguments",
+            "train this model with padding",
         )
-    if attention_mask is not None and attention_mask is not attn_context:  # a layer hands both kinds of mixers the same
+    if attention_mask is not None and attention_mask is not attn_context:  # some layers pass the context as the mask
         raise UserError(
-            "attention_mask", f"{name} made one", "pass None, attn_context says which tokens belong together"
+            "attention_mask", f"was created in {name}", "pass None: attn_context already describes the samples"
         )
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
-        raise UserError("is_causal", f"False in {name}", "only causal layers can be packed, use a decoder model")
+        raise UserError("is_causal", f"is False in {name}", "use a decoder model: only causal layers can be packed")
     if dropout:
         raise UserError(
-            "dropout", f"{dropout} in {name}", "set the config's attention dropout to 0, or call model.eval()"
+            "dropout", f"is {dropout} in {name}", "set the config's attention dropout to 0, or call model.eval()"
         )
     if output_attentions:
-        raise UserError("output_attentions", "True", "set it to False, attention weights are never formed")
+        raise UserError("output_attentions", "is True, but attention weights are never computed", "set it to False")
     if sliding_window is not None and sliding_window < 1:
         raise UserError(
-            "sliding_window", f"{sliding_window} in {name}", "set the config's window to None or 1 and more"
+            "sliding_window", f"is {sliding_window} in {name}", "set the config's window to None, or to 1 or more"
         )
     for argument, content in others.items():
         if content is not None and argument not in UNRELATED_ARGUMENTS:
-            raise UserError(argument, f"reached {name} and padfree does not know it", "leave it out of the call")
+            raise UserError(argument, f"reached {name}, but padfree does not support it", "remove it from the call")
     if query.shape[0] != 1:
         raise UserError(
-            "input_ids", f"{query.shape[0]} rows", "lay the samples end to end in one row with padfree.pack"
+            "input_ids", f"has a batch size of {query.shape[0]}", "pack the samples into one with padfree.pack"
         )
     if key.shape[2] != query.shape[2]:
         raise UserError(
-            "past_key_values", f"{key.shape[2]} keys for {query.shape[2]} queries", "training needs no cache"
+            "past_key_values",
+            f"gives {key.shape[2]} keys for {query.shape[2]} queries",
+            "remove it: training uses no KV cache",
         )
     if attn_context.backend != "auto":
         backend = attn_context.backend
-    # Views, and views going back as well: the gradient of `states[0]` would be written to memory anew.
+    # Views, in backward as well: the gradient of `states[0]` would need a copy.
     q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     chunk = chunk_of(module)
     if (chunk is not None or counts_positions(module)) and attn_context.segments.parents is not None:
         raise UserError(
-            "share_prefixes", f"{name} counts positions through the row", "make the row with share_prefixes=False"
+            "share_prefixes",
+            f"is not supported by {name}, which counts positions along the whole pack",
+            "pack with share_prefixes=False",
         )
     if counts_positions(module):
-        q = _scaled_by_position(module, q, attn_context, places)
+        q = _scaled_by_position(module, q, attn_context, layer_positions)
     if chunk is not None and attn_context.segments.max_seqlen > chunk:
         attn_context = _chunked(attn_context, chunk, name)
     if torch.compiler.is_compiling() and attn_context.layout is None and attn_context.prefix_keys is not None:
@@ -145,14 +151,14 @@ def attention(
         output = _attend(
             q, k, v, attn_context, backend, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
         )
-    return output.contiguous()[None], None  # HF's own functions return contiguous outputs, and some layers rely on it
+    return output.contiguous()[None], None  # some HF layers rely on contiguous outputs
 
 
 def mark_chunked_layers(model: PreTrainedModel) -> None:
-    """Let each attention layer know by itself that it attends inside chunks of positions, as most of Llama 4's do.
+    """Store the chunk size in each attention layer that attends inside chunks of positions, as most of Llama 4's do.
 
-    The config says it by the layer's number. A compiled layer that asked for its number would be compiled for that
-    number alone, and so would every other layer.
+    The config lists these layers by index. If a compiled layer read its own index, every layer would be compiled
+    separately.
     """
     for module in model.modules():
         config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -162,18 +168,18 @@ def mark_chunked_layers(model: PreTrainedModel) -> None:
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """Tokens of a chunk where `mark_chunked_layers` has found that the layer attends by chunks."""
+    """The chunk size in tokens that `mark_chunked_layers` stored; None if the layer does not attend in chunks."""
     return getattr(module, "_padfree_chunk_tokens", None)
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
-    """The same row in segments of at most `chunk` tokens; positions restart in each sample, so chunks begin with it."""
+    """The same pack in segments of at most `chunk` tokens. Each sample starts a new chunk, as its positions do."""
     if context.layout is not None:
         raise UserError(
             "attention_chunk_size",
-            f"{chunk} in {name}, with a sample of {context.segments.max_seqlen} tokens over {context.world} context "
-            "ranks",
+            f"{chunk} of {name} is not supported for a sample of {context.segments.max_seqlen} tokens on "
+            f"{context.world} context ranks",
             f"use samples of at most {chunk} tokens, or one context rank",
         )
     lengths: list[int] = []
@@ -184,15 +190,15 @@ def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
 
 
 def counts_positions(module: nn.Module) -> bool:
-    """Whether the layer has scaled its queries by positions that it counted through the row, as Llama 4's do."""
+    """Whether the layer scales its queries by positions that it counts along the whole pack, as Llama 4's do."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
-def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, places: Tensor | None) -> Tensor:
-    """The queries [T, H, d] as if each had been scaled by its position in its sample."""
+def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, layer_positions: Tensor | None) -> Tensor:
+    """The queries [T, H, d] rescaled, as if the layer had used the position of each token in its sample."""
     here = torch.arange(len(q), device=q.device)
     tokens = here if context.plan is None else context.plan.own
-    places = here if places is None else places
+    counted = here if layer_positions is None else layer_positions
     starts = context.segments.cu_seqlens
     positions = tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
 
@@ -200,7 +206,7 @@ def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, places: Te
         found: Tensor = torch.log1p(torch.floor((numbers.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
         return found
 
-    scaled: Tensor = q * (scales(positions) / scales(places))[:, None, None]
+    scaled: Tensor = q * (scales(positions) / scales(counted))[:, None, None]
     return scaled.to(q.dtype)
 
 
@@ -211,10 +217,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, backend: str,
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook: refuse what HF would accept and then quietly do wrong with a packed row.
+    """A forward pre-hook that raises for arguments with which HF would silently compute wrong results for a pack.
 
-    Does nothing while the model uses another attention implementation, so that `set_attn_implementation("sdpa")`
-    gives the stock model back, for generation say.
+    It does nothing while the model uses another attention implementation, so that `set_attn_implementation("sdpa")`
+    restores the stock model, for example for generation.
     """
     config = model.config
     assert isinstance(config, PreTrainedConfig)
@@ -222,24 +228,32 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     name = type(model).__name__
     if len(args) > 1:
-        raise UserError(name, f"{len(args)} positional arguments", "pass LocalBatch.model_inputs() as keywords")
-    # A model without positions may hand its base nothing but a mask, in whose place mixers get their context.
+        raise UserError(
+            name, f"was called with {len(args)} positional arguments", "call it with **LocalBatch.model_inputs()"
+        )
+    # A model without positions may pass only a mask to its base; mixers then get their context in place of the mask.
     handed = isinstance(kwargs.get("attention_mask"), AttnContext)
     if handed:
         kwargs = {**kwargs, "attn_context": kwargs["attention_mask"], "attention_mask": None}
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext):
-        raise UserError("attn_context", f"missing in the call of {name}", "pass what LocalBatch.model_inputs() gives")
+        raise UserError("attn_context", f"is missing in the call of {name}", "call it with **LocalBatch.model_inputs()")
     _check_length(args, kwargs, context)
     if kwargs.get("position_ids") is None and not handed:
-        raise UserError("position_ids", "missing, HF would count through the row", "pass LocalBatch.model_inputs()")
+        raise UserError(
+            "position_ids",
+            "is missing, so that HF would count positions along the whole pack",
+            "call the model with **LocalBatch.model_inputs()",
+        )
     for argument, cure in _REFUSED.items():
         if kwargs.get(argument) is not None:
-            raise UserError(argument, f"given to {name}", cure)
+            raise UserError(argument, f"was passed to {name}", cure)
     for argument in ("use_cache", "output_attentions"):
         chosen = kwargs.get(argument)
         if getattr(config, argument, False) if chosen is None else chosen:
-            raise UserError(argument, f"True in the call of {name}", f"pass {argument}=False, a packed row has none")
+            raise UserError(
+                argument, f"is True in the call of {name}, but packs do not support it", f"pass {argument}=False"
+            )
     check_positions(position_limit(config), context.segments.num_positions)
 
 
@@ -254,30 +268,35 @@ def _need_tokens(num_tokens: int, context: AttnContext) -> None:
     expected = context.segments.num_tokens // context.world
     if num_tokens != expected:
         raise UserError(
-            "attn_context", f"made for {expected} tokens, input_ids has {num_tokens}", "pass both from one LocalBatch"
+            "attn_context",
+            f"is for {expected} tokens, but the input has {num_tokens}",
+            "take both from the same LocalBatch",
         )
 
 
 _REFUSED = {
-    "attention_mask": "leave it out, attn_context says which tokens belong together",
-    "past_key_values": "leave it out, training needs no cache",
-    "labels": "leave them out, HF would shift them across samples; use the batch's own labels with padfree.head",
+    "attention_mask": "remove it: attn_context already describes the samples",
+    "past_key_values": "remove it: training uses no KV cache",
+    "labels": "remove them, because HF would shift them across samples, and use the batch's labels with padfree.head",
 }
 
 
 def check_positions(limit: int | None, longest: int) -> None:
-    """Refuse a row whose longest sample changes the rotary frequencies of the others; `limit` is `position_limit`."""
+    """Raise if the longest sample of a pack would change the rotary frequencies of the others.
+
+    `limit`: see `position_limit`.
+    """
     if limit is not None and longest > limit:
         raise UserError(
             "rope_parameters",
-            f"the frequencies of the whole row change when a sample is longer than {limit} tokens, and the longest "
-            f"here has {longest}",
-            f"keep samples and pad within {limit}",
+            f"a sample of more than {limit} tokens changes the rotary frequencies of the whole pack, and the longest "
+            f"has {longest}",
+            f"use samples and padding of at most {limit} tokens",
         )
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The length up to which rotary frequencies do not depend on the longest sample of the row; None: always."""
+    """The length up to which rotary frequencies do not depend on the longest sample of a pack; None: no limit."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return None

@@ -1,31 +1,32 @@
-"""Load a model from a Hugging Face folder; each rank reads only what it will hold.
+"""Load a model from a Hugging Face folder. Each rank reads only its part of the weights.
 
     config.json      -> the model on the meta device: names, shapes and ties, no memory
-    shard(model)     -> whatever the caller does to it there (attach, adapters, checkpointing, compile, FSDP2)
+    shard(model)     -> the caller's transformations there (attach, adapters, checkpointing, compile, FSDP2)
     to_empty(device) -> memory for this rank's part
-    *.safetensors    -> this rank's rows of every tensor, cast to the parameter's dtype
+    *.safetensors    -> this rank's part of every tensor, cast to the parameter's dtype
 
-    weight [6, 3] in a file, FSDP2 over 2 ranks        rank 0 reads rows 0:3, rank 1 rows 3:6
+    weight [6, 3] in a file, FSDP2 over 2 ranks        rank 0 reads [0:3], rank 1 reads [3:6]
 
-Three sources fill the tensors:
+The tensors are filled from one of three sources:
 
-- Files whose names are the model's own: every rank reads its slices.
-- Files that transformers renames or merges on loading (experts stored one by one): rank 0 lets transformers load them
-  on the CPU, and sends each tensor round.
-- Random weights, where they are asked for: rank 0 initialises on the CPU from `seed`, as transformers would, and sends
-  each tensor round. So the numbers do not depend on how many ranks there are.
+- Files with the model's own tensor names: every rank reads its slices.
+- Files whose tensors transformers renames or merges on loading (experts stored one by one): rank 0 loads them with
+  transformers on the CPU and broadcasts each tensor.
+- Random weights, if requested: rank 0 initialises them on the CPU from `seed`, as transformers would, and broadcasts
+each
+  tensor. The values do not depend on the number of ranks.
 
-Tied parameters are one object under two names, also after `to_empty`. Buffers that no file holds (rotary frequencies)
-come from transformers' own `_init_weights`. It runs twice, over buffers filled with 0 and with 1: a buffer that differs
-afterwards is one that the model's code does not restore, and the model is refused.
+Tied parameters stay one object under two names after `to_empty`. Buffers that are not in the files (rotary frequencies)
+come from transformers' own `_init_weights`. It runs twice, with these buffers filled with 0 and with 1. A buffer that
+differs between the two runs is not restored by the model's code, and the model is refused.
 
-Adapters that `shard` has added (`padfree.model.lora`) begin with values drawn from `seed`; the tensors they adapt keep
-their names. A parameter to which `shard` has given another dtype is cast while it is read.
+Adapters added by `shard` (`padfree.model.lora`) are initialised from `seed`; the adapted tensors keep their names. If
+`shard` changes the dtype of a parameter, the values are cast while they are read.
 
-Of a multimodal folder the language model is loaded (`padfree.model.wrapper`), by transformers on rank 0.
+From a multimodal folder only the language model is loaded (`padfree.model.wrapper`), by transformers on rank 0.
 
-`padfree.model.model_files` checks the files. Weights that are not finite are refused, with the file and
-the tensor. Every rank must call this alike.
+`padfree.model.model_files` checks the files. Weights that are not finite raise an error with the file and the tensor.
+Loading is collective.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ from padfree.model.scalar_head import first_weight, scalar_config, scalar_model
 from padfree.model.wrapper import Wrapper, language_config, language_model, remember
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
-"""What activation checkpointing, torch.compile and PEFT put into the names of parameters."""
+"""Parts that activation checkpointing, torch.compile and PEFT add to the names of parameters."""
 
 OTHER_HEADS = r"(lm_head|embed_out|output)\.(weight|bias)"
-"""Names that the heads of causal language models have in files."""
+"""Names of the heads of causal language models in files."""
 
 Region = tuple[slice, ...]
 
@@ -88,12 +89,12 @@ def load_model(
     head: ModelHead = "tokens",
     spread: float | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in training mode, or with `head` "scalar" one that gives numbers.
+    """Load a causal language model in training mode, or with `head="scalar"` a model with a scalar head.
 
-    `source` is a folder, the id of one on the Hub, or a config (file or object). A config gives random weights, and so
-    does `init` "random", whatever the folder has. `shard` is called with the model on the meta device. With `offload`
-    the parameters stay on the CPU, as FSDP2's offloading wants them, and only the buffers go to `device`.
-    A scalar head that no file holds is drawn from `seed` with the standard deviation `spread` (None: the config's).
+    `source`: a folder, a Hub id, or a config (file or object). A config gives random weights, and so does
+    `init="random"`. `shard` is called with the model on the meta device. With `offload`, the parameters stay on the
+    CPU, as FSDP2's offloading requires, and only the buffers go to `device`. A scalar head that is not in the files is
+    initialised from `seed` with the standard deviation `spread` (None: the config's).
     """
     config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
     wrapper = None
@@ -101,8 +102,8 @@ def load_model(
         if head == "scalar":
             raise UserError(
                 "model",
-                f"{config.name_or_path or type(config).__name__} is made of several models, and gets no scalar head",
-                "give the folder of a language model",
+                f"{config.name_or_path or type(config).__name__} is multimodal and cannot have a scalar head",
+                "give a language model",
             )
         if files is not None:
             wrapper = Wrapper(folder=next(iter(files.values())).parent, config=config)
@@ -121,7 +122,7 @@ def load_model(
         shard(model)
     if apart := {tensor_name for tensor_name in named_tensors(model) if not is_adapter(tensor_name)} ^ dtypes.keys():
         raise UserError(
-            "shard", f"takes {min(apart)} apart from what it is tied to", "shard the two in one fully_shard unit"
+            "shard", f"separates {min(apart)} from the tensor it is tied to", "shard the two in one fully_shard unit"
         )
     ties = _ties(model)
     model.to_empty(device="cpu" if offload else device)
@@ -135,7 +136,7 @@ def load_model(
     with torch.no_grad():
         if direct:
             assert files is not None
-            _read_slices({place: stored[place] for place in stored if place in files}, files, name)
+            _read_slices({key: stored[key] for key in stored if key in files}, files, name)
         else:
 
             def source_model() -> PreTrainedModel:
@@ -145,7 +146,7 @@ def load_model(
                     return language_model(wrapper, config, dtype)
                 return _through_transformers(files, config, dtype, trust_remote_code, head)
 
-            _send_round(stored, dtypes, source_model)
+            _broadcast(stored, dtypes, source_model)
         if fresh:
             drawn = first_weight(tensors[SCALAR_WEIGHT].shape, _spread(config) if spread is None else spread, seed)
             local_part(tensors[SCALAR_WEIGHT]).copy_(drawn[local_region(tensors[SCALAR_WEIGHT])])
@@ -171,26 +172,28 @@ def load_model(
 def _generation_config(folder: Path) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # the file may hold anything
+    except Exception as error:  # the file can hold anything
         raise UserError(
-            "model", f"{folder / 'generation_config.json'} cannot be read ({one_line(error)})", "correct or remove it"
+            "model",
+            f"{folder / 'generation_config.json'} cannot be read ({one_line(error)})",
+            "correct or remove the file",
         ) from None
 
 
-# Names, ties and places
+# Names, ties and regions
 
 
 def clean_name(name: str) -> str:
-    """The name a parameter had before its module was wrapped, which is the one in HF files."""
+    """The name of a parameter in HF files: its name without the wrappers of training."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.lstrip(".")
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer once, by its name in HF files; of tied ones the first name.
+    """Every parameter and persistent buffer once, by its name in HF files. Tied tensors have their first name.
 
-    Under FSDP2 the sharded ones: a unit that a forward without backward has left whole is sharded again.
+    Under FSDP2 these are the sharded tensors: units left unsharded by a forward without backward are resharded first.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -204,7 +207,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local_region(tensor: Tensor) -> Region:
-    """Which part of the whole tensor this rank holds."""
+    """The part of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -215,15 +218,15 @@ def local_region(tensor: Tensor) -> Region:
 def region_of(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Region:
-    """The part at `coordinate` of a mesh: [5, 2] sharded by rows over 2 -> rows 0:3 and 3:5."""
+    """The part at `coordinate` of a mesh: [5, 2] sharded in dim 0 over 2 -> [0:3] and [3:5]."""
     bounds = [(0, size) for size in shape]
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
             continue
         assert type(placement) is Shard, f"{placement}: only Shard and Replicate are known here"
         begin, end = bounds[placement.dim]
-        rows = -(-(end - begin) // size)
-        bounds[placement.dim] = (min(begin + index * rows, end), min(begin + (index + 1) * rows, end))
+        part = -(-(end - begin) // size)
+        bounds[placement.dim] = (min(begin + index * part, end), min(begin + (index + 1) * part, end))
     return tuple(slice(begin, end) for begin, end in bounds)
 
 
@@ -234,7 +237,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """(module, attribute) of every parameter that is another one's, with that other one."""
+    """(module, attribute) of every parameter that is tied to an earlier one, with (module, attribute) of that one."""
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for module in model.modules():
@@ -250,7 +253,7 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """`open_model` on every rank; machines may hold different files under one name, and then all must stop."""
+    """`open_model` on every rank. If it fails on one machine, for example because of missing files, all ranks raise."""
     found, error = None, None
     try:
         found = open_model(source, init=init, trust_remote_code=trust_remote_code)
@@ -271,22 +274,27 @@ def _from_config(
         return scalar_model(config, dtype, trust_remote_code)
     if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
         raise UserError(
-            "model", "is no causal language model of transformers", "give one that is", value=config.model_type
+            "model",
+            "is not a causal language model of transformers",
+            "give a causal language model",
+            value=config.model_type,
         )
     try:
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # a config may hold anything
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # a config can hold anything
         raise UserError(
-            "model", f"no model can be made of its config ({one_line(error)})", "give that of a causal language model"
+            "model",
+            f"the config does not describe a valid model ({one_line(error)})",
+            "give the config of a causal language model",
         ) from error
     assert isinstance(model, PreTrainedModel)
     return model
 
 
 def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """What an architecture wants in float32 whatever the rest is in, as `from_pretrained` keeps it."""
+    """Convert tensors that the architecture always keeps in float32, as `from_pretrained` does."""
     for part, kept in model._get_dtype_plan(dtype).items():
         for name, tensor in named_tensors(model).items():
             if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name):
@@ -294,7 +302,7 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers that no file holds, on the CPU, by name; `model` is on the meta device."""
+    """The non-persistent buffers by name, on the CPU. `model` is on the meta device."""
     for tensor in named_tensors(model).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     runs: list[dict[str, Tensor]] = []
@@ -311,17 +319,17 @@ def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
         if not torch.equal(buffer, runs[1][name]):
             raise UserError(
                 "model",
-                f"the _init_weights of {type(model).__name__} does not restore the buffer {name}",
-                "add that to the model's code",
+                f"_init_weights of {type(model).__name__} does not initialise the buffer {name}",
+                "initialise the buffer in the model's code",
             )
     return runs[0]
 
 
-# Filling it
+# Filling the tensors
 
 
 def _names_match(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: bool = False) -> bool:
-    """Whether the files hold the model's tensors as they are, so that slices can be read; `fresh`: but for its head."""
+    """Whether the files hold the model's tensors under their own names. `fresh`: except for the scalar head."""
     if get_model_conversion_mapping(model, add_legacy=False):
         return False
     wanted = set(named_tensors(model)) - ({SCALAR_WEIGHT} if fresh else set())
@@ -333,7 +341,7 @@ def _names_match(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: bo
 
 
 def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
-    """The files of a causal language model without its head, in whose place `model` has another."""
+    """The files of a causal language model without its head, which `model` replaces with another head."""
     own = set(named_tensors(model))
     return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}
 
@@ -363,7 +371,7 @@ def _read_one(file: Any, name: str, tensor: Tensor, path: Path) -> None:
     if tuple(stored.get_shape()) != tuple(tensor.shape):
         raise UserError(
             "model",
-            f"{name} has shape {list(stored.get_shape())} in {path} and {list(tensor.shape)} by its config",
+            f"{name} has shape {list(stored.get_shape())} in {path}, but {list(tensor.shape)} according to the config",
             "give the config that belongs to the weights",
         )
     local = local_part(tensor)
@@ -372,12 +380,12 @@ def _read_one(file: Any, name: str, tensor: Tensor, path: Path) -> None:
 
 
 def nonfinite_weight(model: nn.Module) -> str | None:
-    """The first tensor of which this rank's part is not finite, by its name in HF files."""
+    """The name in HF files of the first tensor whose part on this rank is not finite; None if all are."""
     return nonfinite_tensor(named_tensors(model), {clean_name(name) for name, _ in model.named_parameters()})
 
 
 def _check_finite(model: nn.Module, tensors: Mapping[str, Tensor], files: Mapping[str, Path], model_name: str) -> None:
-    """Refuse weights that hold NaN or infinity, on any rank's part of them."""
+    """Raise on all ranks if the weights hold NaN or infinity on any rank."""
     found, error = nonfinite_weight(model), None
     if found is not None:
         where = files.get(found, model_name)
@@ -388,8 +396,8 @@ def _check_finite(model: nn.Module, tensors: Mapping[str, Tensor], files: Mappin
             if torch.isfinite(stored).all():
                 largest, dtype = float(stored.abs().max()), str(tensors[found].dtype).removeprefix("torch.")
                 problem, fix = (
-                    f"has values up to {largest:.3g}, more than {dtype} can hold",
-                    "give weights in its range",
+                    f"has values up to {largest:.3g}, which exceed the range of {dtype}",
+                    f"use another dtype, or weights in the range of {dtype}",
                 )
         error = UserError("model", f"{found} of {where} {problem}", fix)
     raise_together(error)
@@ -423,29 +431,32 @@ def _through_transformers(
                 ignore_mismatched_sizes=True,
                 trust_remote_code=trust_remote_code,
             )
-    except RuntimeError as error:  # tensors that transformers merges, of which some are missing or of other shapes
-        found = _unlike_config(files, config, dtype, trust_remote_code) or f"its tensors do not fit ({one_line(error)})"
-        raise UserError("model", f"{folder}: {found}", "give whole files and the config that belongs to them") from None
+    except RuntimeError as error:  # tensors that transformers merges are missing or have other shapes
+        found = _unlike_config(files, config, dtype, trust_remote_code) or f"tensors do not fit ({one_line(error)})"
+        raise UserError(
+            "model", f"{folder}: {found}", "give complete files and the config that belongs to them"
+        ) from None
     model, info = loaded
     for kind, cure in (
-        ("missing", "the files are not complete, or belong to another config"),
-        ("unexpected", "the files hold more than the model of this config; give the config that belongs to them"),
-        ("mismatched", "give the config that belongs to the weights"),
+        ("missing", "give complete files, or the config that belongs to them"),
+        ("unexpected", "give the config that belongs to the files"),
+        ("mismatched", "give the config that belongs to the files"),
     ):
         names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in info[f"{kind}_keys"])
         if scalar:  # a causal language model has another head
             names = [name for name in names if name != SCALAR_WEIGHT and not re.fullmatch(OTHER_HEADS, name)]
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            what = "of another shape" if kind == "mismatched" else kind
-            raise UserError("model", f"{names[0]}{others} {what} in {files.get(names[0], folder)}", cure)
+            verb = "is" if len(names) == 1 else "are"
+            what = {"missing": "missing", "unexpected": "unknown to the config, but", "mismatched": "of another shape"}
+            raise UserError("model", f"{names[0]}{others} {verb} {what[kind]} in {files.get(names[0], folder)}", cure)
     assert isinstance(model, PreTrainedModel)
     return model
 
 
 @contextmanager
 def _no_load_report() -> Iterator[None]:
-    """Without the tables that transformers logs of a load: what is wrong is one line of ours."""
+    """Hide the tables that transformers logs while loading; padfree reports problems in one line."""
     before = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
     try:
@@ -457,7 +468,7 @@ def _no_load_report() -> Iterator[None]:
 def _unlike_config(
     files: Mapping[str, Path], config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> str | None:
-    """The first tensor that is not in the files as `save_pretrained` would put it there."""
+    """A description of the first tensor that differs from what `save_pretrained` would write; None if none does."""
     with torch.device("meta"):
         model = _from_config(copy.deepcopy(config), dtype, trust_remote_code)
     tied = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - set(named_tensors(model))
@@ -467,18 +478,18 @@ def _unlike_config(
         if name not in files:
             return f"{name} is missing"
         if name not in wanted:
-            return f"{name} in {files[name].name} is unexpected"
+            return f"{name} in {files[name].name} is not part of the model of this config"
         with opened(files[name]) as file:
             shape = file.get_slice(name).get_shape()
         if shape != wanted[name]:
-            return f"{name} has shape {shape} in {files[name].name} and {wanted[name]} by its config"
+            return f"{name} has shape {shape} in {files[name].name}, but {wanted[name]} according to the config"
     return None
 
 
-def _send_round(
+def _broadcast(
     targets: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], source_model: Callable[[], PreTrainedModel]
 ) -> None:
-    """Fill the tensors from a model that rank 0 makes on the CPU, in which they have these dtypes, one by one."""
+    """Fill the tensors one by one from a model that rank 0 creates on the CPU. `dtypes`: their dtypes in that model."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     whole: dict[str, Tensor] = {}
     error = None
@@ -487,13 +498,13 @@ def _send_round(
             whole = named_tensors(source_model())
         except UserError as caught:
             error = caught
-        except (ValueError, OSError, RuntimeError, SafetensorError) as caught:  # of transformers, which reads the files
-            error = UserError("model", one_line(caught), "give whole files and the config that belongs to them")
+        except (ValueError, OSError, RuntimeError, SafetensorError) as caught:  # raised by transformers
+            error = UserError("model", one_line(caught), "give complete files and the config that belongs to them")
     if error is None and whole and whole.keys() != targets.keys():
         error = UserError(
             "model",
-            f"{min(whole.keys() ^ targets.keys())} is tied to another tensor by the config, but the files hold both, "
-            "and they differ",
+            f"{min(whole.keys() ^ targets.keys())} is tied to another tensor according to the config, but the files "
+            "hold both with different values",
             "set tie_word_embeddings to false in config.json",
         )
     raise_together(error)

@@ -1,21 +1,24 @@
-"""Low-rank adapters (LoRA, by PEFT) that are trained instead of a model's weights.
+"""Low-rank adapters (LoRA, from PEFT) that are trained instead of the model's weights.
 
     y = W x + scale * B (A x)      W [out, in] frozen, A [rank, in], B [out, rank] trained, scale = alpha / rank
 
     q_proj.weight   ->   q_proj.base_layer.weight, q_proj.lora_A.default.weight, q_proj.lora_B.default.weight
 
-`add_adapters` puts PEFT's layers into the model in place: it stays the transformers model that it was, so attention,
-recomputation, compilation, FSDP2 and the head are reached as before. `padfree.model.load.clean_name` takes
-`base_layer` out of names, which are then those in HF files. Attach first: attach looks at the plain architecture.
+`add_adapters` inserts PEFT's layers into the model in place. The model stays a transformers model, so that attention,
+recomputation, compilation, FSDP2 and the head work as before. `padfree.model.load.clean_name` removes `base_layer` from
+names, which gives the names in HF files. Call `attach` first, because it tests the plain architecture.
 
-A is drawn from the seed and its own name, so its numbers do not depend on ranks, order or targets; B is 0, so that the
-model begins as the one without adapters.
+A is initialised from the seed and its own name, so that its values do not depend on ranks, order or targets. B is 0, so
+that the model initially equals the one without adapters.
 
-Adapters are for linear layers below the head. Embeddings and the head are refused, because the losses read the head's
-weight without what an adapter would add. A scalar head (`padfree.model.scalar_head`) is new and trained itself. Refused
-are also linear layers of a mixer whose weight its forward hands to a kernel or multiplies itself (Mamba's time step),
-routers that are linear layers and more (Llama 4), and experts that transformers keeps in one tensor; "all-linear"
-leaves all of these frozen.
+Adapters are for linear layers below the head. These targets are refused, and "all-linear" leaves them frozen:
+
+- embeddings and the head, because the losses read the head's weight directly, without the adapter;
+- linear layers of a mixer whose forward reads their weight directly (Mamba's time step);
+- routers that are more than a linear layer (Llama 4);
+- experts that transformers keeps in one tensor.
+
+A scalar head (`padfree.model.scalar_head`) is new and is trained itself.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from padfree.model.scalar_head import HEAD as SCALAR_HEAD
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
 
 ADAPTER = "default"
-"""The name that PEFT gives to an adapter when nobody gives one."""
+"""PEFT's default name of an adapter."""
 
 ALL_LINEAR = "all-linear"
 
@@ -51,17 +54,17 @@ _ADAPTER_NAME = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Whether this is the name of an adapter's parameter."""
     return _ADAPTER_NAME.search(name) is not None
 
 
 def is_trained_with_adapters(name: str) -> bool:
-    """Whether a parameter of this name is trained in a model with adapters: these, and a scalar head."""
+    """Whether a parameter of this name is trained in a model with adapters: adapters and the scalar head are."""
     return is_adapter(name) or name == SCALAR_WEIGHT
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0) -> None:
-    """Freeze the model and put adapters into it; on the meta device `load_model` gives them their values."""
+    """Freeze the model and insert adapters. On the meta device, `load_model` initialises them later."""
     if importlib.util.find_spec("peft") is None:
         raise UserError("lora.rank", f"{settings.rank}, but peft is not installed", "pip install 'padfree[lora]'")
     from peft import LoraConfig as PeftConfig
@@ -76,14 +79,14 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # about what is refused below
+        warnings.simplefilter("ignore", RuntimeWarning)  # the error below replaces it
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     if set(config.target_modules) != set(targets):
         raise UserError(
             "lora.targets",
-            f"PEFT takes {min(set(targets) - set(config.target_modules))!r} of {type(model).__name__} for its "
-            "experts, which cannot have adapters",
-            "leave it out, name the others",
+            f"PEFT treats {min(set(targets) - set(config.target_modules))!r} of {type(model).__name__} as experts, "
+            "which cannot have adapters",
+            "remove it, and name the other targets",
         )
     if isinstance(head := getattr(model, SCALAR_HEAD, None), nn.Linear):
         head.requires_grad_(True)
@@ -110,7 +113,7 @@ def adapted_modules(model: nn.Module) -> list[str]:
 
 
 def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """What an adapter's tensor begins with, on the CPU, from its name without wrappers."""
+    """The initial values of an adapter's tensor, on the CPU. `name`: its name without wrappers."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
@@ -119,13 +122,13 @@ def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
-    """What the adapter adds to its layer's weight, in float32, from whole `a` [rank, in] and `b` [out, rank]."""
+    """The adapter's contribution to its layer's weight in float32, from unsharded `a` [rank, in], `b` [out, rank]."""
     product = (b.float() @ a.float()) * float(layer.scaling[ADAPTER])
-    return product.T if layer.fan_in_fan_out else product  # GPT-2 keeps its weights as [in, out]
+    return product.T if layer.fan_in_fan_out else product  # GPT-2 stores weights as [in, out]
 
 
 def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """The names of linear layers that PEFT is to look for, as short as they can be."""
+    """The names of the target layers for PEFT, as short as possible."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -135,31 +138,33 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     last = sorted({name.rpartition(".")[2] for name in fit})
     if ALL_LINEAR in targets:
         if len(targets) > 1:
-            raise UserError("lora.targets", f"{targets}", f"give either {ALL_LINEAR!r} or names of modules")
+            raise UserError(
+                "lora.targets", f"{targets} mixes both forms", f"give either {ALL_LINEAR!r} or names of modules"
+            )
         unfit = {name.rpartition(".")[2] for name in modules.keys() - fit}
         return sorted(fit) if unfit & set(last) else last
     for target in targets:
         found = [name for name in modules if f".{name}".endswith(f".{target}")]
         if not found:
-            raise UserError("lora.targets", f"the model has no {target!r}", f"choose from {', '.join(last)}")
+            raise UserError("lora.targets", f"the model has no module {target!r}", f"choose from {', '.join(last)}")
         for name in found:
             if name in passed_by:
                 raise UserError(
                     "lora.targets",
-                    f"{name} is a weight that its mixer reads without calling the layer, and would pass an adapter by",
+                    f"{name} cannot have an adapter, because its mixer reads the weight without calling the layer",
                     f"choose from {', '.join(last)}",
                 )
             if name not in fit:
                 raise UserError(
                     "lora.targets",
-                    f"{name} is no linear layer below the head but a {type(modules[name]).__name__}",
+                    f"{name} ({type(modules[name]).__name__}) is not a linear layer below the head",
                     f"choose from {', '.join(last)}",
                 )
     return targets
 
 
 def _weights_read_by(module: nn.Module) -> set[str]:
-    """The parts of a mixer of which its forward reads `self.part.weight`."""
+    """The submodules of a mixer whose `weight` its forward reads directly (`self.part.weight`)."""
     if kind_of(module).name == "other":
         return set()
     return {

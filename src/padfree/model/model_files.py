@@ -1,14 +1,14 @@
-"""The files of a Hugging Face model: its config, and in which file each of its tensors lies.
+"""The files of a Hugging Face model: its config, and the file of each tensor.
 
     folder                 config.json, model.safetensors
     or, in shards          config.json, model.safetensors.index.json, model-00001-of-00002.safetensors, ...
-    a config file          no weights: random ones are asked for
-    an id on the Hub       downloaded, then a folder
+    a config file          no weights: the model gets random weights
+    a Hub id               downloaded, then a folder
 
-Missing weights are an error. They are never replaced by random ones, which must be asked for (`init="random"`, or a
-config file). The headers of the files tell whether they hold what is expected, before any tensor is read.
+Missing weights are an error. Random weights must be requested explicitly (`init="random"`, or a config file). The
+headers of the files are checked before any tensor is read.
 
-Only safetensors are read; files that hold pickles are refused.
+Only safetensors files are read; pickle files are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from padfree.errors import UserError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 PARTIAL = "padfree_partial"
-"""In the metadata of an index: its files may hold tensors that it leaves out (the first layers of a model)."""
+"""A key in the metadata of an index: the files can hold tensors that the index omits (later layers of a model)."""
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".safetensors")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -42,9 +42,9 @@ def open_model(
     init_setting: str | None = "init",
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """The config, and in which file each tensor is; None: the weights are to be random.
+    """The config, and the file of each tensor; None instead of files means random weights.
 
-    `init_setting` is what a user sets to have random ones, for the message; None: this model cannot have them.
+    `init_setting`: the setting that requests random weights, for the error message; None: not available here.
     """
     if isinstance(source, PreTrainedConfig):
         return copy.deepcopy(source), None
@@ -56,15 +56,21 @@ def open_model(
         raise UserError("model", f"{path} has no config.json", "give a Hugging Face model folder")
     config = read_config(path, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
-        raise UserError("model", f"{source} is quantized", "give the weights it was made from, these cannot be trained")
+        raise UserError(
+            "model",
+            f"{source} is quantized, and quantized weights cannot be trained",
+            "give the unquantized model",
+        )
     if init == "random" or not path.is_dir():
         return config, None
     files = weight_files(path)
     if files is None and downloaded:
-        raise UserError("model", f"{source} has no safetensors on the Hub", "convert its weights to safetensors")
+        raise UserError("model", f"{source} has no safetensors files on the Hub", "convert its weights to safetensors")
     if files is None:
-        random = "" if init_setting is None else f", or ask for random ones with {init_setting}=random"
-        raise UserError("model", f"{path} has no weights ({WEIGHTS} or {INDEX})", f"copy or download them{random}")
+        random = "" if init_setting is None else f", or set {init_setting}=random for random weights"
+        raise UserError(
+            "model", f"{path} has no weights ({WEIGHTS} or {INDEX})", f"copy or download the weights{random}"
+        )
     return config, files
 
 
@@ -72,16 +78,18 @@ def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
     """The config in a folder or a file."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a config may hold anything, and each class finds out in its own way
+    except Exception as error:  # a config can hold anything, and config classes raise all kinds of errors
         raise UserError(
-            "model", f"the config of {path} cannot be used ({one_line(error)})", "give that of a causal language model"
+            "model",
+            f"the config of {path} cannot be used ({one_line(error)})",
+            "give the config of a causal language model",
         ) from None
     assert isinstance(config, PreTrainedConfig)
     return config
 
 
 def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch.dtype:
-    """The dtype that most numbers of the files are in; without files the config's, or float32."""
+    """The dtype of most elements in the files; without files the dtype of the config, or float32."""
     if files is None:
         named = str(getattr(config, "dtype", None)).removeprefix("torch.")
         return next((dtype for dtype in FLOATS.values() if str(dtype) == f"torch.{named}"), torch.float32)
@@ -96,7 +104,7 @@ def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch
 
 
 def weight_files(folder: Path) -> dict[str, Path] | None:
-    """The file of each tensor of a folder; None: it has no weights. What is not whole is refused."""
+    """The file of each tensor of a folder; None if it has no weights. Raises if files are missing or inconsistent."""
     shards = sorted(path.name for path in folder.iterdir() if SHARD.fullmatch(path.name))
     if (folder / INDEX).exists():
         return _indexed(folder, shards)
@@ -106,41 +114,45 @@ def weight_files(folder: Path) -> dict[str, Path] | None:
     if shards:
         raise UserError(
             "model",
-            f"{folder / shards[0]} is one of several, but {INDEX}, which names them, is not there",
-            "copy or download it again",
+            f"{folder / shards[0]} is one of several files, but their index, {INDEX}, is missing",
+            "copy or download the index",
         )
     others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
     if others:
         raise UserError(
             "model",
             f"{folder} has {others[0]} but no {WEIGHTS}",
-            "only safetensors are read (pickles can run code), convert the weights with save_pretrained",
+            "convert the weights to safetensors with save_pretrained (other formats can run code when loaded)",
         )
     return None
 
 
 def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
-    """The file of each tensor as the index says, which must be what the files say."""
+    """The file of each tensor according to the index, checked against the files."""
     mapping, partial = _read_index(folder / INDEX)
     named = sorted(set(mapping.values()))
     for file in named:
         if Path(file).name != file or not (folder / file).exists():
-            raise UserError("model", f"{folder / file}, named in {INDEX}, is not there", "copy or download it again")
+            raise UserError(
+                "model", f"{folder / file} is missing, although {INDEX} names it", "copy or download the file"
+            )
     for file in [*shards, *([WEIGHTS] if (folder / WEIGHTS).exists() else [])]:
         if file not in named:
             raise UserError(
                 "model",
                 f"{folder / file} is not named in {INDEX}",
-                "remove what does not belong to the model, the file or the index",
+                "remove the file or the index, whichever does not belong to the model",
             )
     found: dict[str, Path] = {}
     for file in named:
         with opened(folder / file) as content:
             held = set(content.keys())
-        for name in sorted(name for name, place in mapping.items() if place == file):
+        for name in sorted(name for name, where in mapping.items() if where == file):
             if name not in held:
                 raise UserError(
-                    "model", f"{name} is not in {folder / file}, where {INDEX} has it", "copy or download both again"
+                    "model",
+                    f"{name} is not in {folder / file}, although {INDEX} says so",
+                    "copy or download both files again",
                 )
         if partial:
             held &= mapping.keys()
@@ -149,19 +161,19 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], bool]:
-    """The file of each tensor, and whether the files may hold more."""
+    """The file of each tensor, and whether the files may hold tensors that the index omits."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         mapping, metadata = index["weight_map"], index.get("metadata")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         mapping = metadata = None
     if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
-        raise UserError("model", f"{path} has no weight_map of tensors and files", "copy or download it again")
+        raise UserError("model", f"{path} has no valid weight_map", "copy or download the file again")
     return mapping, isinstance(metadata, dict) and bool(metadata.get(PARTIAL))
 
 
 def opened(path: Path) -> Any:
-    """A safetensors file, of which the header has been read."""
+    """An open safetensors file; its header has been read."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -185,6 +197,6 @@ def _download(repository: str, trust_remote_code: bool, *, weights: bool) -> Pat
     except (OSError, ValueError) as error:
         raise UserError(
             "model",
-            f"{repository} is no folder here, and the Hub does not give it ({one_line(error)})",
+            f"{repository} is not a local folder, and it cannot be downloaded from the Hub ({one_line(error)})",
             "correct the name, or give a folder",
         ) from None

@@ -1,11 +1,10 @@
-"""Which tensors of a model hold NaN or infinity.
+"""Find tensors of a model that hold NaN or infinity.
 
-    weights   w0 w1 w2 ...      smallest and largest of each, on its device (NaN is both): no copy of the weights
-              -> [n] flags      read by the host once, for all tensors of a device
+    weights   w0 w1 w2 ...      minimum and maximum of each on its device (both are NaN if there is a NaN); no copies
+              -> [n] flags      one synchronisation for all tensors of a device
 
-Weights that are not finite can hide: an attention kernel may give 0 for a query whose scores are NaN, and a loss that
-is a mean over few tokens may miss an embedding. So weights are looked at when they are loaded, and before they are
-saved, and not only the losses that come of them.
+A finite loss does not prove finite weights: an attention kernel can return 0 for a query whose scores are NaN, and a
+batch does not use every embedding. Weights are therefore checked when they are loaded and before they are saved.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 
 def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] | None = None) -> str | None:
-    """The first tensor of which this rank's part has a value that is not finite; None: all are finite.
+    """The first tensor with a non-finite value in this rank's part; None if all are finite.
 
-    With `parameters` all other names are those of buffers, which may hold infinities (a mask), but no NaN.
+    If `parameters` is given, all other names are buffers, which may hold infinity (a mask) but not NaN.
     """
     flags: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in tensors.items():

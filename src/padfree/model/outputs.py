@@ -1,10 +1,10 @@
-"""The two ends of an attached model that a loss needs: the last hidden states, and the head that scores them.
+"""The outputs of an attached model that a loss needs: the last hidden states, and the head that scores them.
 
-    hidden_states(model, local)   [T/cp, D]                    the base model alone; logits [T, V] are never formed
+    hidden_states(model, local)   [T/cp, D]                    the base model only; logits [T, V] are never computed
     lm_head_of(model)             LmHead                       weight [V, D], bias, soft cap and scale
 
-Models scale their logits in ways that only their code tells. The formula of `LmHead` is therefore compared with the
-logits of a small copy (`padfree.model.probe`), and a model that it does not reproduce is refused.
+Some models scale their logits in ways that only their code shows. `LmHead` is therefore compared with the logits of a
+small copy (`padfree.model.probe`), and a model whose logits it does not reproduce is refused.
 """
 
 from __future__ import annotations
@@ -19,16 +19,23 @@ from padfree.model.interface import need_attached
 
 
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """[T/cp, D]: what the head of an attached model would score. Calls the base model's own forward.
+    """[T/cp, D] the inputs of the head of an attached model. Calls the base model's own forward.
 
-    Of a batch whose samples share prefixes [e, D]: one for each entry, a shared one as often as it is scored.
+    If samples of the batch share prefixes, the result is [e, D]: one hidden state per entry, so that the hidden state
+    of a shared token is repeated each time it is scored.
 
-    Under FSDP2 embeddings and last norm must be whole meanwhile: `padfree.sharding.parallelize.inside` sees to that.
+    Under FSDP2 the embeddings and the last norm must be unsharded: use `padfree.sharding.parallelize.inside`.
     """
     if not isinstance(model, PreTrainedModel):
-        raise UserError("model", f"{type(model).__name__}", "give the transformers model that padfree.attach returned")
+        raise UserError(
+            "model",
+            f"{type(model).__name__} is not a transformers model",
+            "give the model that padfree.attach returned",
+        )
     if not isinstance(batch, LocalBatch):
-        raise UserError("batch", f"{type(batch).__name__}", "give what padfree.shard(batch) returns")
+        raise UserError(
+            "batch", f"{type(batch).__name__} is not a LocalBatch", "give the result of padfree.shard(batch)"
+        )
     base = base_of(model)
     need_attached(base)
     hidden = base(**batch.model_inputs()).last_hidden_state
@@ -37,17 +44,17 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of the model below its head; a model without a head is its own base."""
+    """The part of the model below its head. A model without a head is its own base."""
     base = model.base_model
     if base is model and model.get_output_embeddings() is not None:  # type: ignore[no-untyped-call]
-        # The class names another part of a larger model as its base.
+        # The base_model_prefix of the class refers to a part of a larger model.
         base = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
     assert isinstance(base, PreTrainedModel)
     return base
 
 
 def described_head(model: PreTrainedModel) -> LmHead | None:
-    """The head as the config describes it, which the probe compares with the model's logits; None: there is no head."""
+    """The head according to the config; the probe compares it with the model's logits. None if there is no head."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         return None

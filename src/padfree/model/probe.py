@@ -1,27 +1,29 @@
-"""Try on a small copy, on the CPU, whether an architecture can be trained packed.
+"""Test on a small copy, on the CPU, whether an architecture can be trained packed.
 
     single   | sample of 13 |  | 1 |  | 9 |  | 9 |            four calls of the model with HF's own eager attention
-    packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |           one row through padfree's attention, its tokens shuffled;
-                                                              only attention and mixers know the order
-    others   | 9 | another of 13 | 1 | 9 | pad of 3 |         the same samples behind others: nothing of what they were
+    packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |          one pack with padfree's attention; its tokens are
+    shuffled,
+                                                              and only attention and mixers know the order
+    state    | 9 | another of 13 | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
 
-The two must give the same logits and the same gradient of every parameter. A recurrent state, a convolution, a mask
-that HF would have made, a window that was not passed on, positions counted by the model: each makes the two differ.
-Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so that a leak shows
-in the first digits. The third row has its samples in another order and other tokens in one of them: what the untouched
-samples give, outputs and gradients, must not depend on who was there before them, in the row or in the row before.
+Packed and single must give the same logits and the same gradient of every parameter. A recurrent state, a convolution,
+a mask that HF would have created, a window that was not passed on, positions counted by the model: each makes the two
+differ. Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so that a
+leak is visible in the first digits. In the third pack, outputs and gradients of the unchanged samples must not depend
+on the samples before them, in this pack or in the previous one.
 
-Modules that mix tokens without attention are looked for first (`padfree.model.mixers`) and run on whole segments.
+Modules that mix tokens without attention are found first (`padfree.model.mixers`) and run on whole segments.
 
-The copy keeps the architecture and drops the sizes (`shrink`). Layers may differ in ways that no list in the config
-tells, so the copy must contain every module class of the real model: it grows until it does, or the model is refused.
+The copy has the architecture of the model with small sizes (`shrink`). Layers can differ in ways that the config does
+not show, so the copy must contain every module class of the real model. Layers are added until it does; otherwise the
+model is refused.
 
-`stock_leak` tries a model that keeps transformers' own attention. That attention learns of the samples in one of two
-ways: by the mask that transformers makes where position ids restart (sdpa, eager, flex), or by cumulative lengths that
-reach the attention function (flash). Its row is in order, as a data collator makes it.
+`stock_leak` tests a model with transformers' own attention. That attention gets the sample boundaries in one of two
+ways: from the mask that transformers creates where position ids restart (sdpa, eager, flex), or from cumulative lengths
+passed to the attention function (flash). Here the tokens are in order, as from a data collator.
 
-A verdict is kept for the life of the process, per model class, shrunken config and set of module classes: models that
-differ in size alone share it. The caller's random state, default device and gradient mode do not change.
+Verdicts are cached per process, by model class, shrunken config and set of module classes, so that models that differ
+only in size share a verdict. The caller's random state, default device and gradient mode do not change.
 """
 
 from __future__ import annotations
@@ -52,22 +54,22 @@ from padfree.model.shrink import VOCABULARY, shrink
 PROBE = f"{NAME}_probe"
 LENGTHS_PROBE = f"{NAME}_lengths_probe"
 MASKED = ("eager", "sdpa", "flex_attention")
-"""transformers' attention functions that take a mask, which it makes from position ids."""
+"""transformers' attention functions that take a mask, which transformers creates from position ids."""
 
 LENGTHS = (13, 1, 9, 9)
 PAD = 3
 TOLERANCE = 1e-4
-"""Relative to the largest entry. Rounding stays below 1e-5; a leak is above 1e-2."""
+"""Relative to the largest entry. Rounding is below 1e-5; a leak is above 1e-2."""
 
 MAX_PARAMETERS = 5_000_000
-"""A copy larger than this was not shrunk by the fields we know."""
+"""A larger copy means that `shrink` does not know the size fields of the config."""
 
 NUM_LAYERS = (2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Why the architecture cannot be packed, and why `LmHead` does not describe its head; None where it is right."""
+    """`leak`: why the architecture cannot be packed. `head`: why `LmHead` does not describe its head. None: it does."""
 
     leak: str | None
     head: str | None
@@ -75,24 +77,24 @@ class Verdict:
 
 
 def probe(model: PreTrainedModel) -> Verdict:
-    """The verdict on this model's architecture. `model` itself is only looked at, and may be on any device."""
+    """The verdict on this model's architecture. `model` itself is not run and can be on any device."""
     return _verdict(model, "attached", _compare)
 
 
 def stock_leak(model: PreTrainedModel) -> str | None:
-    """Why this architecture cannot be trained packed with the attention of transformers it uses; None where it can."""
+    """Why this model cannot be trained packed with its attention implementation of transformers; None if it can."""
     implementation = str(model.config._attn_implementation)
     if implementation in MASKED:
-        # flex needs a compiler; its mask is made by the same code as eager's
+        # flex needs a compiler; its mask is created by the same code as that of eager
         used = "sdpa" if implementation == "sdpa" else "eager"
         return _verdict(model, used, partial(_compare_stock, implementation=used)).leak
     if "flash" in implementation:
         return _verdict(model, "flash", partial(_compare_stock, implementation=LENGTHS_PROBE)).leak
-    return f"attention implementation {implementation!r} is none of {', '.join(MASKED)} and flash attention"
+    return f"attention implementation {implementation!r} is not supported (use {', '.join(MASKED)} or flash attention)"
 
 
 def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A copy as the probe has it, with large random weights, on the CPU and in evaluation mode; None if there is none.
+    """A small copy as the probe uses it, with large random weights, on the CPU, in evaluation mode; None if impossible.
 
     Call it inside `undisturbed`.
     """
@@ -114,15 +116,15 @@ Compare = Callable[[PreTrainedModel], Verdict]
 
 
 def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
-    """What `compare`, which `how` stands for, says of a small copy that has every module class of the model."""
+    """The verdict of `compare` on a small copy with every module class of the model. `how`: its name, for the cache."""
     with undisturbed():
         required = frozenset(_module_classes(model))
-        verdict = _refusal("no copy of it was built")
+        verdict = _refusal("no small copy of it was built")
         for num_layers in NUM_LAYERS:
             try:
                 small = shrink(model.config, num_layers)
-            except Exception as error:  # config classes check themselves, each in its own way
-                return _refusal(f"its config cannot be made small ({shown_error(error)})")
+            except Exception as error:  # config classes raise all kinds of errors
+                return _refusal(f"its config cannot be shrunk ({shown_error(error)})")
             key = (type(model), json.dumps(small.to_dict(), sort_keys=True, default=str), required, how)
             if key not in _VERDICTS:
                 _VERDICTS[key] = _probe(type(model), small, required, compare)
@@ -138,7 +140,7 @@ _VERDICTS: dict[tuple[type[PreTrainedModel], str, frozenset[str], str], tuple[Ve
 def _probe(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, required: frozenset[str], compare: Compare
 ) -> tuple[Verdict, bool]:
-    """The verdict of one copy, and whether a copy with more layers may tell more: it lacks a module class, or fails."""
+    """The verdict on one copy, and whether to try more layers: the copy lacks a module class or cannot be built."""
     try:
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in model_class(deepcopy(config)).parameters())
@@ -146,7 +148,7 @@ def _probe(
             return _refusal(f"its small copy still has {size} parameters"), False
         copy = model_class(config).train()
         mark_chunked_layers(copy)
-    except Exception as error:  # any error of someone else's code means the same here: it was not shown to work
+    except Exception as error:  # any error of the model's code means that the architecture does not pass
         return _refusal(f"its small copy cannot be built ({shown_error(error)})"), True
     missing = sorted(required - _module_classes(copy))
     if missing:
@@ -163,7 +165,7 @@ def _refusal(reason: str) -> Verdict:
 
 
 def _module_classes(model: nn.Module) -> set[str]:
-    """Names of the module classes an architecture is made of: all but torch's own, of which only convolutions count."""
+    """Names of the module classes of an architecture, without torch's own classes except convolutions."""
     classes = {type(module) for module in model.modules()}
     convolution = nn.modules.conv._ConvNd
     return {
@@ -176,7 +178,7 @@ def _module_classes(model: nn.Module) -> set[str]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Work on the CPU in float32 with gradients, quietly, and leave no trace in the caller's state."""
+    """Context manager: CPU, float32, gradients on, no log messages or warnings. Restores the caller's state."""
     verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
     elsewhere = torch.get_default_device().type != "cpu"
     hf_logging.set_verbosity(logging.ERROR)
@@ -185,7 +187,7 @@ def undisturbed() -> Iterator[None]:
         with (
             warnings.catch_warnings(),
             torch.random.fork_rng(devices=[]),
-            torch.device("cpu") if elsewhere else nullcontext(),  # it costs a little in every call of torch
+            torch.device("cpu") if elsewhere else nullcontext(),  # it slows down every torch call a little
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
@@ -199,7 +201,7 @@ def undisturbed() -> Iterator[None]:
 
 
 class _Samples:
-    """Random samples on a row with a pad, and what the model makes of them one at a time."""
+    """Random samples in a pack with padding, and the model's outputs and gradients one sample at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.segments = Segments.from_lengths(LENGTHS, pad_length=PAD)
@@ -216,7 +218,7 @@ class _Samples:
         self.gradients = _gradients(model, self.outputs, self.weights)
 
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
-        """Where the outputs of the packed row, or the gradients from them, are other ones."""
+        """A refusal if the outputs of the pack or their gradients differ; else None."""
         gradients = _gradients(model, packed, self.weights)
         leak = _difference("outputs", packed, self.outputs)
         for name, gradient in gradients.items():
@@ -225,7 +227,7 @@ class _Samples:
 
 
 def _compare(model: PreTrainedModel) -> Verdict:
-    """Packed against one at a time, with each choice of mixers until one is right."""
+    """Compare packed with one at a time, for each choice of mixers until one passes."""
     _randomise(model)
     samples = _Samples(model)
     choices = find_mixers(model)
@@ -235,7 +237,7 @@ def _compare(model: PreTrainedModel) -> Verdict:
     for mixers in choices:
         try:
             verdict = _compare_with(deepcopy(model), samples, mixers)
-        except Exception as error:  # the next choice may be called in another way
+        except Exception as error:  # the next choice can still work
             verdict = _refusal(shown_error(error))
         if verdict.leak is None:
             return verdict
@@ -244,8 +246,8 @@ def _compare(model: PreTrainedModel) -> Verdict:
     if first.kind != "other":
         return _refusal(reasons[0])
     return _refusal(
-        f"{first.class_name.split('.')[-1]} mixes tokens without transformers' AttentionInterface, and is not right on "
-        f"whole segments either ({reasons[0]})"
+        f"{first.class_name.split('.')[-1]} mixes tokens without transformers' AttentionInterface, and running it on "
+        f"whole segments is not correct either ({reasons[0]})"
     )
 
 
@@ -254,22 +256,22 @@ def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer
     calls = _register_permuted(order)
     install(model, mixers, order)
     model.set_attn_implementation(PROBE)
-    row = _row(samples.input_ids, samples.position_ids, samples.segments, order)
-    packed = _in_order(_first(model(**row)), order)
+    inputs = _inputs(samples.input_ids, samples.position_ids, samples.segments, order)
+    packed = _in_order(_first(model(**inputs)), order)
     if not mixers and len(calls) < model.config.num_hidden_layers:
-        return _refusal("its attention does not go through transformers' AttentionInterface")
+        return _refusal("its attention does not use transformers' AttentionInterface")
     if refusal := samples.refusal(model, packed) or _state_refusal(model, samples, order):
         return refusal
     head, base = described_head(model), base_of(model)
     if head is None or base is model:
         return Verdict(leak=None, head="it has no head on top of a base model", mixers=mixers)
-    hidden = _in_order(_first(base(**row)), order)
+    hidden = _in_order(_first(base(**inputs)), order)
     difference = _difference("its logits and head(hidden states)", head.logits(hidden), samples.outputs)
     return Verdict(leak=None, head=difference, mixers=mixers)
 
 
-def _row(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: Tensor) -> dict[str, Any]:
-    """The inputs of a row whose place i holds token order[i]."""
+def _inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: Tensor) -> dict[str, Any]:
+    """The inputs of a pack whose index i holds token order[i]."""
     return {
         "input_ids": input_ids[order][None],
         "position_ids": position_ids[order][None],
@@ -280,35 +282,35 @@ def _row(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: Ten
 
 
 def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> Verdict | None:
-    """Where samples give something else behind other samples: the last one first, the first one with other tokens."""
+    """A refusal if samples depend on earlier ones. The last sample goes first, the first one gets other tokens."""
     pieces = torch.split(samples.input_ids, samples.segments.lengths.tolist())
     changed = (pieces[0] + torch.randint(1, VOCABULARY, pieces[0].shape)) % VOCABULARY
     last = len(LENGTHS) - 1
-    places = [last, 0, *range(1, last)]
-    moved = [changed if place == 0 else pieces[place] for place in places]
-    segments = Segments.from_lengths([LENGTHS[place] for place in places], pad_length=PAD)
+    sequence = [last, 0, *range(1, last)]
+    moved = [changed if sample == 0 else pieces[sample] for sample in sequence]
+    segments = Segments.from_lengths([LENGTHS[sample] for sample in sequence], pad_length=PAD)
     position_ids = torch.cat([torch.arange(length) for length in segments.lengths])
-    row = _row(torch.cat([*moved, pieces[-1]]), position_ids, segments, order)
-    packed = torch.split(_in_order(_first(model(**row)), order), [LENGTHS[place] for place in places])
-    untouched = [place for place in range(last + 1) if place != 0]
-    outputs = torch.cat([packed[places.index(place)] for place in untouched])
+    inputs = _inputs(torch.cat([*moved, pieces[-1]]), position_ids, segments, order)
+    packed = torch.split(_in_order(_first(model(**inputs)), order), [LENGTHS[sample] for sample in sequence])
+    unchanged = [sample for sample in range(last + 1) if sample != 0]
+    outputs = torch.cat([packed[sequence.index(sample)] for sample in unchanged])
     weights = samples.weights[LENGTHS[0] :]
     leak = _difference("outputs", outputs, samples.outputs[LENGTHS[0] :])
     gradients = _gradients(model, outputs, weights)
     for name, gradient in gradients.items():
         leak = leak or _difference(f"the gradient of {name}", gradient, samples.later_gradients[name])
-    return _refusal(f"a sample depends on those before it: {leak}") if leak else None
+    return _refusal(f"a sample depends on the samples before it: {leak}") if leak else None
 
 
 def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
-    """The row of a data collator through transformers' own attention, or what stands in for flash attention."""
+    """Compare a pack of a data collator with transformers' own attention, or with a substitute for flash attention."""
     _randomise(model)
     samples = _Samples(model)
     AttentionInterface.register(LENGTHS_PROBE, _by_lengths)
     model.set_attn_implementation(implementation)
     inputs = pack_inputs(samples.input_ids, samples.position_ids, samples.segments)
     packed = _first(model(**inputs))[: sum(LENGTHS)]
-    return samples.refusal(model, packed) or Verdict(leak=None, head="it was not asked for")
+    return samples.refusal(model, packed) or Verdict(leak=None, head="not tested")
 
 
 def _by_lengths(
@@ -324,7 +326,7 @@ def _by_lengths(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What flash attention computes: inside the given lengths, or over the whole row where none reached it."""
+    """A substitute for flash attention: attends inside the given lengths, or over the whole pack if there are none."""
     del cu_seq_lens_k, max_length_q, max_length_k  # the same numbers
     lengths = torch.tensor([query.shape[2]]) if cu_seq_lens_q is None else torch.diff(cu_seq_lens_q)
     context = AttnContext(segments=Segments.from_lengths(lengths.tolist()))
@@ -332,7 +334,7 @@ def _by_lengths(
 
 
 def _register_permuted(order: Tensor) -> list[str]:
-    """Register, as `PROBE`, attention on a row whose place i holds token order[i]; a list that grows with each call."""
+    """Register, as `PROBE`, attention on a pack whose index i holds token order[i]. Returns a list of its calls."""
     calls: list[str] = []
     inverse = torch.argsort(order)
 
@@ -341,7 +343,7 @@ def _register_permuted(order: Tensor) -> list[str]:
     ) -> tuple[Tensor, None]:
         calls.append(type(module).__name__)
         q, k, v = (states[:, :, inverse] for states in (query, key, value))
-        output, _ = attention(module, q, k, v, attention_mask, places=inverse, **kwargs)
+        output, _ = attention(module, q, k, v, attention_mask, layer_positions=inverse, **kwargs)
         return output[:, order], None
 
     AttentionInterface.register(PROBE, permuted)
@@ -349,12 +351,12 @@ def _register_permuted(order: Tensor) -> list[str]:
 
 
 def _in_order(values: Tensor, order: Tensor) -> Tensor:
-    """The real tokens' values, in the order they have in their samples."""
+    """The values of the real tokens, in the order of the samples."""
     return values[torch.argsort(order)][: sum(LENGTHS)]
 
 
 def _randomise(model: nn.Module) -> None:
-    """Weights that keep activations near one and make attention uneven."""
+    """Set random weights that keep activations near 1 and make attention uneven."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -364,11 +366,11 @@ def _randomise(model: nn.Module) -> None:
 
 
 def _first(output: object) -> Tensor:
-    """[T, ...] logits of a model with a head, last hidden states of one without."""
+    """[T, ...] the logits of a model with a head, or the last hidden states of one without."""
     values = getattr(output, "logits", None)
     values = getattr(output, "last_hidden_state", None) if values is None else values
     if not isinstance(values, Tensor) or values.ndim != 3:
-        raise TypeError("it returns neither logits nor last hidden states of one row")
+        raise TypeError("it returns neither logits nor last hidden states of shape [1, T, ...]")
     return values[0]
 
 
@@ -385,6 +387,6 @@ def _difference(name: str, actual: Tensor, expected: Tensor) -> str | None:
     if actual.shape != expected.shape:
         return f"{name} have shapes {tuple(actual.shape)} and {tuple(expected.shape)}"
     difference, size = float((actual - expected).abs().max()), float(expected.abs().max())
-    if difference <= TOLERANCE * max(size, 0.1):  # not so for NaN
+    if difference <= TOLERANCE * max(size, 0.1):  # False for NaN
         return None
     return f"{name} differ by {difference:.1e} of {size:.1e}"

@@ -1,15 +1,15 @@
-"""What each parameter is to the model: its role.
+"""The role of each parameter in the model.
 
     hidden      [out, in]       a linear layer inside the model, adapters included
-    expert      [E, out, in]    the same linear layer of E experts; or [out, in], where each expert is a module
-    embedding   [V, D]          tokens and positions; a head that is tied to it, too
+    expert      [E, out, in]    the same linear layer of E experts; or [out, in] if each expert is a module
+    embedding   [V, D]          tokens and positions; also a head that is tied to the embedding
     head        [V, D]          logits of the vocabulary, a scalar head, and routers, which give logits of experts
     vector                      everything else: norms, biases (also [E, out], one for each expert), filters of short
                                 convolutions, decay rates of state-space layers
 
-Optimizers and sharding rules choose by role. Roles follow from modules, ranks and transformers' own answers about
-embeddings and heads, and not from names of parameters. A linear layer that computes several projections at once (a
-fused gate and up projection) is one matrix.
+Optimizers and sharding rules depend on the role. Roles follow from the module, from the number of dimensions, and from
+transformers' methods that return embeddings and heads, not from the names of parameters. A linear layer that computes
+several projections at once (a fused gate and up projection) counts as one matrix.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Role = Literal["hidden", "expert", "embedding", "head", "vector"]
 
 
 def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
-    """The role of every parameter, in the order of `model.parameters()`. Parameters may be sharded."""
+    """The role of every parameter, in the order of `model.parameters()`. Parameters can be sharded."""
     roles: dict[nn.Parameter, Role] = {}
     heads = {*_heads(model), *(router.module for router in routers_of(model))}
     apart = {each for module in model.modules() for each in _expert_modules(module)}
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None and roles.get(parameter) != "embedding":  # of tied parameters the embedding counts
+            if parameter is not None and roles.get(parameter) != "embedding":  # a tied parameter is an embedding
                 roles[parameter] = _role(module, parameter, is_head=module in heads, is_expert=module in apart)
     for module in _embeddings(model):
         roles |= {parameter: "embedding" for parameter in module._parameters.values() if parameter is not None}

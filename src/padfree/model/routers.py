@@ -1,9 +1,9 @@
-"""The routers of a mixture of experts: which modules they are, and what they decide.
+"""Find the routers of a mixture of experts, and record their choices.
 
-    router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        as transformers writes them
+    router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        as in transformers
 
-A router is a module beside `experts` with a weight for each of them. Its calls are recorded by a forward hook while a
-`RouterRecorder` is on; layers may be compiled or recomputed around it.
+A router is a sibling module of `experts` with one weight vector per expert. A forward hook records its calls while a
+`RouterRecorder` is on. This works in compiled and recomputed layers.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor, nn
 from padfree.errors import UserError
 
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""Buffers [E] that are added to the scores by which experts are chosen, and not to their weights."""
+"""Buffers [E] that are added to the scores when experts are chosen, but not to the weights of the chosen experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Router:
     module: nn.Module
     num_experts: int
-    owner: nn.Module | None  # of the bias for choices, the router or the module around it
-    bias: str  # its name there, or ""
+    owner: nn.Module | None  # the module that has the bias: the router or its parent; None without a bias
+    bias: str  # the name of the bias, or ""
 
     @property
     def by_sigmoid(self) -> bool:
-        """Routers with such a bias score each expert by itself, the others by a softmax over all."""
+        """Routers with a bias score experts with a sigmoid each, others with a softmax over all experts."""
         return self.bias != ""
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[T, E] in float32, each row summing to 1."""
+        """[T, E] in float32; sums to 1 over the experts."""
         if not self.by_sigmoid:
             return logits.float().softmax(-1)
         scores = logits.float().sigmoid()
@@ -41,7 +41,7 @@ class Router:
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """All routers of the model in the order of its modules; none where it has no experts."""
+    """All routers of the model in the order of its modules; empty if it has no experts."""
     found = []
     for block in model.modules():
         experts = getattr(block, "experts", None)
@@ -64,16 +64,16 @@ def _router(module: nn.Module, block: nn.Module, num_experts: int) -> Router:
 
 
 class RouterRecorder:
-    """What the routers of a model decided since the last `clear`, while it is `on`."""
+    """Records the calls of a model's routers since the last `clear`, while it is `on`."""
 
     def __init__(self, routers: list[Router]) -> None:
         self.on = False
-        self.calls: list[tuple[int, Tensor, Tensor]] = []  # number of the router, logits [T, E], choices [T, k]
+        self.calls: list[tuple[int, Tensor, Tensor]] = []  # index of the router, logits [T, E], choices [T, k]
         for number, router in enumerate(routers):
             router.module.register_forward_hook(self._hook(number, router.num_experts))
 
     def record(self, on: bool) -> None:
-        """Whether calls of the routers are kept from now on."""
+        """Start or stop recording."""
         self.on = on
 
     def clear(self) -> None:
@@ -89,14 +89,14 @@ class RouterRecorder:
 
 
 def _parts(module: nn.Module, output: Any, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Logits and choices among what a router returns."""
+    """The logits and the choices among the outputs of a router."""
     tensors = [each for each in output if isinstance(each, Tensor)] if isinstance(output, tuple) else []
     choices = [each for each in tensors if not each.dtype.is_floating_point and each.dtype != torch.bool]
     logits = [each for each in tensors if each.dtype.is_floating_point and each.shape[-1] == num_experts]
     if not choices or not logits:
         raise UserError(
             "loss.load_balancing",
-            f"{type(module).__name__} does not return its logits and its choices",
-            "leave loss.load_balancing and loss.router_bias out",
+            f"is not supported for {type(module).__name__}, which does not return its logits and choices",
+            "remove loss.load_balancing and loss.router_bias",
         )
     return logits[0].reshape(-1, num_experts), choices[0].reshape(-1, choices[0].shape[-1])

@@ -1,14 +1,14 @@
-"""Models with a scalar head: one number for each hidden state, in the place of the logits of a vocabulary.
+"""Models with a scalar head: one number per hidden state instead of logits over the vocabulary.
 
     hidden [n, D]  ->  score.weight [1, D]  ->  [n]
     reward model   the number at the last token of a conversation
-    critic         the number at every position: what the response is expected to earn from there on
+    critic         the number at every position: the expected return from there on
 
-They are transformers' own `...ForSequenceClassification` with one label, so that an exported folder is loaded by
-`AutoModelForSequenceClassification`. Weights may come from a causal language model, whose head is left out and whose
-place the new one takes, or from a folder that has such a head already.
+They are transformers' `...ForSequenceClassification` models with one label, so that
+`AutoModelForSequenceClassification` loads an export. Weights can come from a causal language model, whose head is
+replaced, or from a folder that already has a scalar head.
 
-transformers scores a text at its last token that is no padding token (`config.pad_token_id`); so does padfree.
+Like transformers, padfree scores a text at its last token that is not the padding token (`config.pad_token_id`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEAD = "score"
 WEIGHT = f"{HEAD}.weight"
 
 _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
-"""Models whose head was found right: it is asked for in every micro-batch, and looked at once."""
+"""Models whose head passed the check, which runs once per model; `scalar_head_of` is called for every micro-batch."""
 
 
 def scalar_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -46,7 +46,7 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
     if not known and "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {}):
         raise UserError(
             "model",
-            f"transformers has no {config.model_type!r} with a scalar head (AutoModelForSequenceClassification)",
+            f"transformers has no scalar head for {config.model_type!r} (AutoModelForSequenceClassification)",
             "give a model of another architecture",
         )
     model = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
 
 
 def scalar_head_of(model: PreTrainedModel) -> Tensor:
-    """[1, D] the weight of the head as it is at this moment; refused where the head is more than that."""
+    """[1, D] the current weight of the head. Raises if the head is more than one matrix."""
     head, base = getattr(model, HEAD, None), base_of(model)
     if model in _PLAIN_HEADS:
         assert isinstance(head, nn.Linear)
@@ -68,7 +68,7 @@ def scalar_head_of(model: PreTrainedModel) -> Tensor:
     if base is model or not isinstance(head, nn.Linear) or own != [WEIGHT] or len(head.weight) != 1:
         raise UserError(
             "model",
-            f"{type(model).__name__} has no scalar head that is one matrix ({WEIGHT} [1, D])",
+            f"the head of {type(model).__name__} is not a single matrix ({WEIGHT} [1, D])",
             "give a causal language model, or a reward model with one label",
         )
     _PLAIN_HEADS.add(model)
@@ -76,19 +76,19 @@ def scalar_head_of(model: PreTrainedModel) -> Tensor:
 
 
 def scalar_scores(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[n, D] hidden states -> [n] float32, or float64 of those."""
+    """[n, D] hidden states -> [n] scores in float32, or in float64 if the inputs are."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return linear(hidden.to(wide), weight.to(wide))[:, 0]
 
 
 def first_weight(shape: torch.Size, spread: float, seed: int) -> Tensor:
-    """What a new head begins with, on the CPU: normal numbers with this standard deviation, the same on any ranks."""
+    """The initial weight of a new head, on the CPU: normal with standard deviation `spread`; the same on all ranks."""
     number = int.from_bytes(hashlib.sha256(f"{seed} {WEIGHT}".encode()).digest()[:7], "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(number)) * spread
 
 
 def use_pad_token(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Let the config say which token is none of a text: the tokenizer's, or the one that ends a text."""
+    """Set the padding token in the config: the tokenizer's, else the config's own, else the end-of-sequence token."""
     if tokenizer is None:
         return
     own = tokenizer.pad_token_id

@@ -1,8 +1,8 @@
-"""Whether the samples of a row may share what they begin with in this model.
+"""Whether the samples of a pack can share prefixes in this model.
 
-A shared token is computed once, with what came before it. That is right wherever tokens meet in attention alone, which
-the probe has seen of every attached model. It is wrong for layers that carry a state along the sequence, which would
-have to fork at the branch, and for dropout, where each sample needs a noise of its own.
+A shared token is computed once, together with the tokens before it. This is correct if tokens interact only through
+attention. It is wrong for layers with a recurrent state, which would have to branch with the samples, and for dropout,
+because each sample needs its own random mask.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from padfree.model.interface import counts_positions
 from padfree.model.mixers import installed
 
 ATTENTION = ("full_attention", "sliding_attention", "attention", "mlp", "moe")
-"""Layer types in which a query sees what is before it, or tokens do not meet at all."""
+"""Layer types with attention to earlier tokens, or without interaction between tokens."""
 
 DROPOUTS = ("pdrop", "dropout", "dropout_prob")
-"""How the names of dropout in configs end."""
+"""Suffixes of the names of dropout fields in configs."""
 
 OF_OTHER_HEADS = ("classifier", "summary")
-"""How those begin that a language model does not have."""
+"""Prefixes of dropout fields for heads that a language model does not have."""
 
 
 def state_obstacle(model: PreTrainedModel) -> str | None:
-    """What makes a token of this model depend on more than the keys and values of those before it, or None."""
+    """Why a token depends on more than the keys and values of earlier tokens; None if it does not."""
     for name, module in model.named_modules():
         if installed(module) is not None:
-            return f"{name} carries a state along the sequence"
+            return f"{name} has a recurrent state"
         if counts_positions(module):
-            return f"{name} counts positions through the row"
+            return f"{name} counts positions along the whole pack"
     for kind in getattr(model.config, "layer_types", None) or ():
         if kind not in ATTENTION:
-            return f"layers of type {kind!r} do not see what is before as others do"
+            return f"layers of type {kind!r} do not attend to all earlier tokens"
     return None
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """Why prefixes cannot be shared exactly, or None."""
+    """Why prefixes cannot be shared exactly; None if they can."""
     state = state_obstacle(model)
     if state is not None:
-        return f"{state}, which does not fork where samples branch"
+        return f"{state}, so that samples cannot branch from a shared prefix"
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
-            return f"dropout {module.p:g} of {name} needs a noise of its own in every sample"
+            return f"dropout {module.p:g} of {name} needs a separate random mask for every sample"
     for name, value in model.config.to_dict().items():
         of_layers = name.endswith(DROPOUTS) and not name.startswith(OF_OTHER_HEADS)
         if of_layers and isinstance(value, float) and value > 0:
-            return f"{name} {value:g} needs a noise of its own in every sample"
+            return f"{name} {value:g} needs a separate random mask for every sample"
     return None

@@ -4,10 +4,10 @@
     shrunken      2 layers:   sliding, full                   window    4  hidden   64,  4 heads on  2, vocabulary   64
 
 Sizes are replaced. Everything else (activations, norms, scaling factors, soft caps, rotary types) is kept, because it
-decides whether an architecture can be packed. Of lists with one entry per layer, the first layer of each kind is kept.
-Windows become shorter than a probe's sample, so that ignoring one shows in the numbers.
+decides whether an architecture can be packed. Lists with one entry per layer keep the first layer of each kind. Windows
+become shorter than the probe's samples, so that a window that is ignored changes the results.
 
-The result may be wrong for a new architecture: `padfree.model.probe` builds the copy and refuses it if it is too large
+The result can be wrong for a new architecture. `padfree.model.probe` builds the copy, and refuses it if it is too large
 or lacks a module class of the real model.
 """
 
@@ -18,10 +18,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 WINDOW = 4
-"""The sliding window of a shrunken model: shorter than the samples of a probe."""
+"""The sliding window of a shrunken model; shorter than the probe's samples."""
 
 CHUNK = 8
-"""What recurrences are computed by: shorter than the samples of a probe, too."""
+"""The chunk size of recurrences; shorter than the probe's samples."""
 
 VOCABULARY = 64
 POSITIONS = 128
@@ -69,7 +69,7 @@ SIZES = {
     "word_embed_proj_dim": NUM_HEADS * HEAD_DIM,
     "num_mtp_layers": 0,
     "rotary_dim": ROPE_HEAD_DIM,
-    # state-space layers, whose sizes some configs check without having one
+    # state-space layers; some configs check these sizes without having such layers
     "mamba_n_heads": NUM_HEADS,
     "n_mamba_heads": NUM_HEADS,
     "mamba_num_heads": NUM_HEADS,
@@ -91,14 +91,14 @@ SIZES = {
     "linear_head_dim": ROPE_HEAD_DIM,
     "linear_key_head_dim": ROPE_HEAD_DIM,
     "linear_value_head_dim": ROPE_HEAD_DIM,
-    # recurrences by chunks: shorter than a probe's sample, so that a chunk passes its state on
+    # recurrences in chunks, shorter than the probe's samples, so that chunks pass on their state
     "chunk_size": CHUNK,
     "mamba_chunk_size": CHUNK,
     "block_size": CHUNK,
-    # attention by chunks of positions
+    # attention in chunks of positions
     "attention_chunk_size": WINDOW,
     "floor_scale": WINDOW,
-    # inputs by layer, adapters of shared layers, other MLPs
+    # per-layer inputs, adapters of shared layers, other MLPs
     "intermediate_size_mlp": 96,
     "block_ff_dim": 96,
     "block_multiple_of": 16,
@@ -110,14 +110,14 @@ SIZES = {
 }
 
 DROPPED = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
-"""Entries that belong to a checkpoint, not to an architecture."""
+"""Entries of a config that belong to a checkpoint, not to the architecture."""
 
 LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_layers")
-"""Lists of the numbers of layers."""
+"""Fields that are lists of layer indices."""
 
 
 def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
-    """The same config class with small sizes and `num_layers` layers, or as many as there are kinds of layers."""
+    """A config of the same class with small sizes and `num_layers` layers, or one layer per kind if that is more."""
     real = {alias: config.attribute_map.get(alias, alias) for alias in (*SIZES, "num_hidden_layers")}
     values = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
     kept = _kept_layers(values, int(config.num_hidden_layers), num_layers)
@@ -148,7 +148,7 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
         elif ("drop" in name or "jitter" in name) and isinstance(value, float):
             values[name] = 0.0
         elif name.endswith("_token_id") and value is not None:
-            values[name] = 1  # within the vocabulary; a pad token stays one
+            values[name] = 1  # within the vocabulary; None stays None
     values["output_router_logits"] = False
     if "qk_rope_head_dim" in values and config.to_dict().get("head_dim") == config.qk_rope_head_dim:
         values["head_dim"] = ROPE_HEAD_DIM  # latent attention: some configs call the rotary part the head
@@ -158,17 +158,19 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
 
 
 def _fit_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Sizes that a config computes from others, and checks."""
+    """Set sizes that a config derives from other sizes and checks."""
     width = NUM_HEADS * HEAD_DIM
     if _is_size(values.get("mamba_d_head")):
-        heads = values.get("mamba_d_ssm") or values.get("mamba_expand", 1) * width  # heads together are that wide
+        heads = values.get("mamba_d_ssm") or values.get("mamba_expand", 1) * width  # total width of the heads
         values["mamba_d_head"] = heads // NUM_HEADS
     if _is_size(values.get("mamba_headdim")):
         values["mamba_headdim"] = values.get("mamba_expand", 1) * width // NUM_HEADS
     if "expand" in values and "num_heads" in values and _is_size(values.get("head_dim")):
         values["num_heads"] = values["expand"] * width // values["head_dim"]
     if _is_size(values.get("attention_hidden_size")):
-        times = values["attention_hidden_size"] // int(config.hidden_size)  # some attend to two inputs side by side
+        times = values["attention_hidden_size"] // int(
+            config.hidden_size
+        )  # some models attend to two concatenated inputs
         values["attention_hidden_size"] = times * width
         if "attention_head_dim" in values:
             values["attention_head_dim"] = times * HEAD_DIM
@@ -180,7 +182,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 def _is_size(value: Any) -> bool:
-    """A number that is set: None, False and 0 mean that the architecture does without."""
+    """Whether a value is a positive integer. None, False and 0 mean that the architecture does not have the feature."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -189,14 +191,14 @@ def _is_per_layer(value: Any, num_layers: int) -> bool:
 
 
 def _key_heads(num_key_heads: int, num_heads: int) -> int:
-    """Multi-query stays multi-query, grouped stays grouped, and as many keys as queries stay as many."""
+    """The number of key heads of the copy: multi-query, grouped-query and multi-head attention stay what they are."""
     if num_key_heads == 1:
         return 1
     return NUM_HEADS if num_key_heads == num_heads else NUM_HEADS // 2
 
 
 def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[int]:
-    """The first layer of each kind, and the first layers of all until there are `wanted`."""
+    """The indices of the first layer of each kind, and of further first layers until there are `wanted`."""
     lists = [value for name, value in values.items() if _is_per_layer(value, num_layers) and name not in LAYER_INDICES]
     indices = [value for name, value in values.items() if name in LAYER_INDICES and isinstance(value, (list, tuple))]
     own = {int(layer): entry for layer, entry in (values.get("per_layer_config") or {}).items()}
@@ -215,7 +217,7 @@ def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[i
 
 
 def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
-    """Rotary parameters whose lists, one factor per pair of channels, have the length of the small head."""
+    """Rotary parameters whose lists (one factor per pair of channels) fit the small head."""
     width = ROPE_HEAD_DIM if latent else HEAD_DIM
     pairs = int(width * float(parameters.get("partial_rotary_factor", 1.0))) // 2
 

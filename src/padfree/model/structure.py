@@ -15,7 +15,7 @@ from padfree.model.wrapper import language_config
 def skeleton(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.path", head: ModelHead = "tokens"
 ) -> PreTrainedModel:
-    """The model of a folder, a Hub id or a config file, on the meta device: shapes and no numbers."""
+    """The model of a folder, a Hub id or a config file on the meta device: shapes without weights."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         config = language_config(config) or config
@@ -25,7 +25,7 @@ def skeleton(
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, trust_remote_code=trust_remote_code
             )
-    except Exception as error:  # a config may hold anything, and each class finds out in its own way
+    except Exception as error:  # a config can hold anything, and config classes raise all kinds of errors
         why = f"{error.problem}, {error.fix}" if isinstance(error, UserError) else str(error)
         reason = " ".join(why.split())[:250]
         raise UserError(
@@ -41,4 +41,8 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
-    raise UserError("model", f"{type(model).__name__} has no list of its {wanted} layers", "train it on one process")
+    raise UserError(
+        "model",
+        f"{type(model).__name__} has no nn.ModuleList with its {wanted} layers, which padfree needs",
+        "use a model of another architecture",
+    )

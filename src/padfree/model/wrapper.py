@@ -1,11 +1,11 @@
-"""The language model inside a multimodal checkpoint, and the whole checkpoint again.
+"""Extract the language model from a multimodal checkpoint, and put it back for an export.
 
     folder      text_config, vision_config                  model.language_model.layers.0..., model.visual..., lm_head
     trained     the causal language model of text_config    model.layers.0..., lm_head
-    export      the folder's own class and config           what was trained, and the rest bit for bit as it was
+    export      the folder's own class and config           the trained weights; all other weights are unchanged
 
-transformers loads the folder on rank 0, so that names are those of its classes whatever they are in the files. The rest
-of the model is not kept in memory while the language model is trained: an export reads it from the folder again.
+transformers loads the folder on rank 0, so that tensors have the names of its classes, not those in the files. The
+other parts of the model are not in memory during training; an export reads them from the folder again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PROCESSOR_FILES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapper:
-    """Where the whole model is."""
+    """The folder and config of the multimodal model."""
 
     folder: Path
     config: PreTrainedConfig
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The config of the language model where the config is of several models; None: it is of one, or has none."""
+    """The config of the language model in a multimodal config; None if the config is not multimodal or has none."""
     if not any(getattr(config, part, None) is not None for part in config.sub_configs):
         return None
     text = config.get_text_config(decoder=True)
@@ -51,7 +51,9 @@ def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
         return None
     text = copy.deepcopy(text)
     text.name_or_path = config.name_or_path
-    if getattr(config, "tie_word_embeddings", None) is not None:  # the wrapper has the head, and decides
+    if (
+        getattr(config, "tie_word_embeddings", None) is not None
+    ):  # the multimodal model has the head, so its setting counts
         text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
@@ -66,41 +68,46 @@ def wrapper_of(model: PreTrainedModel) -> Wrapper | None:
 
 
 def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
-    """The whole model on the CPU."""
+    """The whole multimodal model on the CPU."""
     name = next(iter(wrapper.config.architectures or ()), "")
     model_class: Any = getattr(transformers, name, AutoModelForImageTextToText)
     try:
         model = model_class.from_pretrained(wrapper.folder, dtype=dtype)
-    except Exception as error:  # each class finds out in its own way what it cannot load
-        raise UserError("model", f"{wrapper.folder} cannot be loaded ({one_line(error)})", "copy it again") from None
+    except Exception as error:  # model classes raise all kinds of errors
+        raise UserError(
+            "model", f"{wrapper.folder} cannot be loaded ({one_line(error)})", "copy or download it again"
+        ) from None
     assert isinstance(model, PreTrainedModel)
     return model
 
 
 def names_inside(whole: PreTrainedModel, language: PreTrainedModel) -> dict[str, str]:
-    """For each tensor of the language model its name in the whole: the model itself is a part of it, or its base is."""
+    """The name in the whole model of each tensor of the language model.
+
+    The whole model contains the language model itself, or only its base model.
+    """
     own = list(language.state_dict())
     classes = [(type(language), ""), (type(language.base_model), f"{language.base_model_prefix}.")]
     held = whole.state_dict().keys()
     for module_class, prefix in classes:
-        for place, module in whole.named_modules():
+        for module_name, module in whole.named_modules():
             if type(module) is module_class and module is not whole:
-                found = {name: _moved(name, prefix, f"{place}.") for name in own}
+                found = {name: _moved(name, prefix, f"{module_name}.") for name in own}
                 if set(found.values()) <= held:
                     return found
     raise UserError(
         "model",
-        f"{type(whole).__name__} has no {type(language).__name__} in it whose weights are all there",
-        "give the language model by itself",
+        f"{type(whole).__name__} does not contain all weights of a {type(language).__name__}",
+        "give a folder with only the language model",
     )
 
 
-def _moved(name: str, prefix: str, place: str) -> str:
-    return place + name.removeprefix(prefix) if name.startswith(prefix) else name
+def _moved(name: str, prefix: str, new_prefix: str) -> str:
+    return new_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name
 
 
 def language_model(wrapper: Wrapper, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The language model of the folder with its weights, on the CPU."""
+    """The language model of the folder, with its weights, on the CPU."""
     whole = load_whole(wrapper, dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
@@ -114,13 +121,13 @@ def language_model(wrapper: Wrapper, config: PreTrainedConfig, dtype: torch.dtyp
 def save_whole(
     wrapper: Wrapper, language: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, max_shard_size: str
 ) -> None:
-    """Write the whole model with these tensors of its language model; the rest as the folder has it."""
+    """Write the whole model with these tensors for its language model, and all other tensors from the folder."""
     whole = load_whole(wrapper, "auto")
     names = names_inside(whole, language)
     state = whole.state_dict()
     for name, tensor in tensors.items():
         state[names[name]] = tensor
-    tied = {name for name in names if name not in tensors}  # under another name of the same tensor
+    tied = {name for name in names if name not in tensors}  # second names of tied tensors
     for name in tied:
         first = next((other for other in tensors if _same(language, name, other)), None)
         if first is not None:

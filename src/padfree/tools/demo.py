@@ -1,31 +1,31 @@
-"""`padfree demo`: the whole job at a small size, in one folder, on two CPU cores, without a network.
+"""`padfree demo`: all of padfree on a small scale, in one folder, on two CPU cores, without a network.
 
-    stage     does                                                              leaves in the folder
-    data      writes problems with answers, trains a tokenizer, makes a model   data/, model/
+    stage     does                                                              writes into the folder
+    data      makes problems with answers, trains a tokenizer, makes a model    data/, model/
     plan      plans an epoch                                                    plan.html
     check     compares packed training with one sample at a time                check.json
-    padded    the first steps of fine-tuning, plain transformers, padded rows
+    padded    the first steps of fine-tuning with plain transformers, padded
     packed    the same steps and more, packed: the losses must be the same      sft/
-    reward    RL with rollouts written in the process                           rl/
-    gpu       if there is one: a larger model on it, padded and packed          gpu/
+    reward    RL with in-process rollouts                                       rl/
+    gpu       if there is a GPU: a larger model on it, padded and packed        gpu/
     report    both runs on one page                                             report.html
 
-The model that learns is so small that a CPU is as fast as a GPU for it, and its runs are on the CPU everywhere. The gpu
-stage shows what packing gains on a GPU, with a few steps of a larger model.
+The trained model is so small that a CPU is as fast as a GPU, so its runs always use the CPU. The gpu stage shows the
+gain of packing on a GPU with a few steps of a larger model.
 
-`padfree demo --real MODEL --data FILE` takes a real model through SFT and GRPO instead. It leaves everything in real/:
+`padfree demo --real MODEL --data FILE` trains a real model with SFT and GRPO instead. It writes everything into real/:
 
-    rows      the first rows of the file for training, the next ones held out   train.jsonl, test.jsonl
-    before    what the model answers, and how many held-out answers are right
-    tuned     a few steps of SFT, and the same questions again                  sft/
-    rewarded  a few steps of GRPO from there, and the same questions again      rl/
+    rows      takes the first rows of the file for training, and holds out some train.jsonl, test.jsonl
+    before    answers of the model, and its accuracy on the held-out rows
+    tuned     a few steps of SFT, then the same questions again                 sft/
+    rewarded  a few more steps of GRPO, then the same questions again           rl/
     page      both runs on one page                                             report.html
 
-The file has one JSON object a line, with `question` and `answer` as GSM8K has, or with `prompt` and `response`. Answers
-end in `#### 42`. A few steps teach a small model the form of an answer and hardly any arithmetic: for that, run the
-recipes in `recipes/` for longer.
+The file has one JSON object per line, with `question` and `answer` as in GSM8K, or with `prompt` and `response`.
+Answers end in `#### 42`. A few steps teach a small model the form of an answer but hardly any arithmetic; for that, run
+the recipes in `recipes/` for longer.
 
-`demo.json` holds the result of every stage that is done. With `--resume` the demo continues with the next stage, and an
+`demo.json` holds the results of all finished stages. With `--resume` the demo continues with the next stage, and an
 unfinished training run continues from its checkpoint.
 """
 
@@ -56,34 +56,34 @@ if TYPE_CHECKING:
 
 STATE = "demo.json"
 SAME_LOSS = {"float32": 1e-5, "bfloat16": 2e-2}
-"""By dtype: how much the losses of the padded and the packed way may differ."""
+"""By dtype: the largest difference allowed between padded and packed losses."""
 FORMS = (("question", "answer"), ("prompt", "response"))
 FORM_REWARD = 0.2
 
 Found = dict[str, Any]
-"""The result of a stage, as `demo.json` has it."""
+"""The result of a stage, as stored in `demo.json`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSizes(Sizes):
-    """How much the demo does."""
+    """Sizes of the demo."""
 
-    compared: int = 12  # steps of SFT that are made padded, too
-    gpu_hidden: int = 1024  # of the model for a GPU
+    compared: int = 12  # steps of SFT that also run padded
+    gpu_hidden: int = 1024  # hidden size of the model for the GPU stage
     gpu_layers: int = 8
-    gpu_samples: int = 512  # of one of its steps
+    gpu_samples: int = 512  # per step
     gpu_steps: int = 16
-    gpu_set_up: int = 3  # of these steps are not timed: compiling, choosing kernels, the first memory
+    gpu_set_up: int = 3  # first steps that are not timed: compilation, kernel selection, memory allocation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealSizes:
-    """How much is done with a real model: minutes on a CPU for 100 to 200 million parameters."""
+    """Sizes of the demo with a real model: minutes on a CPU for 100 to 200 million parameters."""
 
     held_out: int = 12
-    samples: int = 8  # of a step of SFT
+    samples: int = 8  # per step of SFT
     sft_steps: int = 15
-    responses: int = 16  # of a step of GRPO
+    responses: int = 16  # per step of GRPO
     group: int = 8
     rl_steps: int = 4
     max_new_tokens: int = 160
@@ -96,21 +96,27 @@ SIZES, REAL_SIZES = DemoSizes(), RealSizes()
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "demo",
-        help="plan, check, fine-tune and reinforce a tiny model, on a CPU",
-        description="Makes a small data set and a tiny model, then plans, checks, fine-tunes packed and padded side by "
-        "side, and trains by rewards. Ends with a table and a report page. Needs no GPU and no network.",
+        help="plan, check, fine-tune and run RL with a tiny model, on a CPU",
+        description="Makes a small data set and a tiny model, then plans, checks, fine-tunes packed and padded, and "
+        "trains with rewards. Prints a summary and writes a report page. Needs no GPU and no network.",
         epilog="example: padfree demo --folder runs/demo",
     )
     add = command.add_argument
     add(
         "--folder",
         default="padfree-demo",
-        help="for everything; an earlier demo in it is replaced (default %(default)s)",
+        help="output folder; an earlier demo in it is replaced (default %(default)s)",
     )
-    add("--real", nargs="?", const="", metavar="MODEL", help="SFT and GRPO of a real model instead, with --data")
+    add(
+        "--real",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="train a real model with SFT and GRPO instead; needs --data",
+    )
     add("--model", help="model folder or Hub id for --real")
-    add("--data", metavar="FILE", help="rows for --real: JSON Lines as GSM8K has")
-    add("--resume", action="store_true", help="go on with a demo that was stopped")
+    add("--data", metavar="FILE", help="data for --real: JSON Lines with question and answer, as in GSM8K")
+    add("--resume", action="store_true", help="continue a demo that was stopped")
     command.set_defaults(run=run)
 
 
@@ -119,9 +125,11 @@ def run(settings: argparse.Namespace) -> None:
     demo = Demo(Path(settings.folder), console(), SIZES, resume=settings.resume)
     real = None if model is None else RealDemo(demo=demo, model=model, data=settings.data, sizes=REAL_SIZES)
     stages = STAGES if real is None else REAL_STAGES
-    if others := demo.found.keys() - stages.keys():
+    if demo.found.keys() - stages.keys():
         raise UserError(
-            "--resume", f"{demo.folder} holds another kind of demo (it has {min(others)})", "give its --folder"
+            "--resume",
+            f"{demo.folder} holds a demo {'without' if real is not None else 'with'} --real",
+            "resume it with the options that it was started with, or give another --folder",
         )
     begin = time.perf_counter()
     try:
@@ -129,51 +137,53 @@ def run(settings: argparse.Namespace) -> None:
             for number, (name, (title, stage)) in enumerate(stages.items(), start=1):
                 demo.console.print(f"{number}/{len(stages)}  {title}", style="bold", highlight=False)
                 if name in demo.found:
-                    demo.say("done before")
+                    demo.say("already done")
                 else:
                     demo.keep(name, stage(real or demo))
     except KeyboardInterrupt:
         again = "" if real is None else f" --real {model} --data {settings.data}"
         demo.console.print(
-            f"\nstopped; go on with: padfree demo{again} --folder {settings.folder} --resume",
+            f"\nstopped; continue with: padfree demo{again} --folder {settings.folder} --resume",
             highlight=False,
             markup=False,
             soft_wrap=True,
         )
         raise SystemExit(130) from None
     rows = _result(demo.found) if real is None else _real_result(demo.found)
-    rows.append(("this took", f"{time.perf_counter() - begin:.0f} s"))
+    rows.append(("time", f"{time.perf_counter() - begin:.0f} s"))
     rows.append(("report", demo.found["report" if real is None else "page"]["path"]))
     if real is None:
         demo.console.print()
     else:
-        rows.append(("talk to it", f"padfree chat {real.folder / 'rl'}"))
+        rows.append(("chat with the model", f"padfree chat {real.folder / 'rl'}"))
     for name, text in rows:
         demo.console.print(f"{name:42}{text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _real_model(settings: argparse.Namespace) -> str | None:
-    """The model of `--real`; None: it is not asked for."""
+    """The model of `--real`; None without `--real`."""
     if settings.real is None:
         for name in ("model", "data"):
-            need(getattr(settings, name) is None, f"--{name}", getattr(settings, name), "give --real with it")
+            need(getattr(settings, name) is None, f"--{name}", getattr(settings, name), "add --real, or remove it")
         return None
     if settings.real and settings.model is not None:
-        raise UserError("--model", f", but --real names {settings.real!r}", "give one of them", value=settings.model)
+        raise UserError(
+            "--model", f"and --real {settings.real!r} both name a model", "give one of them", value=settings.model
+        )
     model: str | None = settings.real or settings.model
     if model is None:
         raise UserError(
-            "--real", "no model", "give a folder or a Hub id, as in --real HuggingFaceTB/SmolLM2-135M-Instruct"
+            "--real", "names no model", "give a folder or a Hub id, as in --real HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     if settings.data is None:
-        raise UserError("--data", "missing", "give a JSON Lines file with question and answer, as GSM8K has")
-    find_model(model)  # before anything is made
+        raise UserError("--data", "is missing", "give a JSON Lines file with question and answer, as in GSM8K")
+    find_model(model)  # fail early if the model does not exist
     return model
 
 
 @contextmanager
 def _surroundings(cache: Path) -> Iterator[None]:
-    """Tokenised data go to the demo's own folder, and transformers shows no progress bars."""
+    """Context manager: keep the cache in the demo's folder, and hide the progress bars of transformers."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped
@@ -200,7 +210,7 @@ def console() -> Console:
 
 
 class Demo:
-    """The folder of a demo, what its stages have found so far, and where to show it."""
+    """The folder of a demo, the results of its finished stages, and the console to print on."""
 
     def __init__(self, folder: Path, console: Console, sizes: DemoSizes, *, resume: bool) -> None:
         self.folder, self.console, self.sizes = folder, console, sizes
@@ -209,24 +219,28 @@ class Demo:
         if resume:
             if not state.exists():
                 raise UserError(
-                    "--resume", f"{folder} holds no demo", "leave --resume out, or give the demo's --folder"
+                    "--resume", f"{folder} does not hold a demo", "remove --resume, or give the demo's --folder"
                 )
             self.found = _read_state(state, "--resume")
             return
         if state.exists():
             _read_state(state, "--folder")
             if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN):
-                raise UserError("--folder", f"{folder} has {others[0]} besides a demo", "give a new or an empty folder")
+                raise UserError(
+                    "--folder", f"{folder} holds {others[0]} next to an earlier demo", "give a new or empty folder"
+                )
             for run in ("sft", "rl", "real/sft", "real/rl"):
                 check_not_in_use(folder / run)
             shutil.rmtree(folder)  # an earlier demo
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError("--folder", f"{folder} holds other things", "give a new folder or an empty one")
+            raise UserError("--folder", f"{folder} is not empty", "give a new or empty folder")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             state.write_text("{}", encoding="utf-8")
         except OSError as error:
-            raise UserError("--folder", f"{folder} cannot be written ({error.strerror})", "give another") from None
+            raise UserError(
+                "--folder", f"{folder} cannot be written ({error.strerror})", "give another folder"
+            ) from None
 
     def keep(self, stage: str, found: Found) -> None:
         self.found[stage] = found
@@ -239,10 +253,10 @@ class Demo:
 
     @contextmanager
     def bar(self, total: int | None) -> Iterator[Callable[[int, str], None]]:
-        """A bar on a terminal, now and then a line elsewhere: the function takes what is done, and a text."""
+        """A progress bar on a terminal, a few printed lines elsewhere. Yields a function of (done, text)."""
         if not self.console.is_terminal:
-            often = max((total or 1) // 5, 1)
-            yield lambda done, text: self.say(f"{done}/{total}  {text}") if total and done % often == 0 else None
+            interval = max((total or 1) // 5, 1)
+            yield lambda done, text: self.say(f"{done}/{total}  {text}") if total and done % interval == 0 else None
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -253,7 +267,7 @@ class Demo:
             yield lambda done, text: progress.update(task, completed=done, description=text)
 
     def train(self, config: Config, name: str, digits: str) -> list[dict[str, Any]]:
-        """A run, or the rest of it; the bar shows a metric. Returns the metrics of every step."""
+        """Start or resume a run; the bar shows the metric `name`. Returns the metrics of every step."""
         from padfree.train import train
 
         with self.bar(config.run.steps) as bar:
@@ -277,7 +291,7 @@ def _read_state(path: Path, setting: str) -> dict[str, Found]:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or not found.keys() <= STAGES.keys() | REAL_STAGES.keys():
-        raise UserError(setting, f"{path} is not what a demo writes", "give another --folder, new or empty")
+        raise UserError(setting, f"{path} was not written by a demo", "give a new or empty --folder")
     return found
 
 
@@ -295,7 +309,7 @@ def make_data(demo: Demo) -> Found:
     demo.say(
         f"{len(rows):,} problems with answers, {demo.sizes.prompts} without; {len(tokenizer)} tokens in the vocabulary"
     )
-    demo.say(f"a random Qwen3 of {parameters:,} parameters; a problem, and its answer worked out:")
+    demo.say(f"a Qwen3 with {parameters:,} random parameters; an example of a problem and its answer:")
     worked = next(row for row in rows if row["response"].count("=") == 2)
     for line in (worked["prompt"] + worked["response"]).splitlines():
         demo.say(f"  {line}", style="dim")
@@ -322,10 +336,10 @@ def make_plan(demo: Demo) -> Found:
     summary = plan.summary()
     shortest, longest = (summary["length"][name] for name in ("shortest", "longest"))
     demo.say(
-        f"{summary['tokens']:,} tokens in samples of {shortest} to {longest}; "
-        f"padded, {summary['padding_avoided']:.0%} of what is computed would be pads"
+        f"{summary['tokens']:,} tokens in samples of {shortest} to {longest} tokens; "
+        f"padded batches would be {summary['padding_avoided']:.0%} padding"
     )
-    demo.say(f"more in {page}")
+    demo.say(f"see {page}")
     return {"padding": summary["padding_avoided"]}
 
 
@@ -342,9 +356,11 @@ def check(demo: Demo) -> Found:
     (demo.folder / "check.json").write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
     demo.say(report.verdict)
     if not report.passed:
-        raise UserError("demo", "padfree check failed", "run padfree check for the table, this torch cannot be trusted")
-    gradients = max(row.difference for row in report.rows if row.quantity == "gradients")
-    demo.say(f"gradients of all parameters differ by at most {gradients:.1e}")
+        raise UserError(
+            "demo", "padfree check failed", "run padfree check to see which results differ, or install another torch"
+        )
+    gradients = max(result.difference for result in report.rows if result.quantity == "gradients")
+    demo.say(f"gradients of all parameters differ by at most {gradients:.1e} from one sample at a time")
     return {"gradients": gradients}
 
 
@@ -355,7 +371,7 @@ def train_padded(demo: Demo) -> Found:
 def train_packed(demo: Demo) -> Found:
     found = train_and_compare(demo, sft_config(demo.folder, demo.sizes), demo.found["padded"], set_up=1)
     demo.say(f"the first {demo.sizes.compared} losses differ by at most {found['difference']:.1e} from the padded ones")
-    demo.say(f"and these steps were {found['faster']:.1f} times as fast")
+    demo.say(f"these steps were {found['faster']:.1f} times as fast as padded")
     return found
 
 
@@ -363,24 +379,26 @@ def train_by_reward(demo: Demo) -> Found:
     rewards = [step["reward"] for step in demo.train(rl_config(demo.folder, demo.sizes), "reward", ".2f")]
     last = rewards[-5:]
     found = {"before": rewards[0], "after": sum(last) / len(last)}
-    demo.say(f"the fine-tuned model earned {found['before']:.2f}; in the last {len(last)} steps {found['after']:.2f}")
+    demo.say(
+        f"mean reward: {found['before']:.2f} in the first step, {found['after']:.2f} in the last {len(last)} steps"
+    )
     return found
 
 
 def compare_on_gpu(demo: Demo) -> Found:
-    """Padded and packed steps of a model that is worth a GPU."""
+    """Padded and packed steps of a model that is large enough for a GPU."""
     import torch
     from transformers import AutoTokenizer
 
     if not torch.cuda.is_available():
-        demo.say("there is none here; skipped")
+        demo.say("skipped: this machine has no GPU")
         return {}
     config, sizes = gpu_config(demo), demo.sizes
     tokenizer: Any = AutoTokenizer.from_pretrained(demo.folder / "model")
     parameters = write_model(Path(config.model.path), tokenizer, sizes.gpu_hidden, layers=sizes.gpu_layers, head=64)
     padded = padded_steps(demo, config, sizes.gpu_steps)
     found = train_and_compare(demo, config, padded, set_up=sizes.gpu_set_up)
-    demo.say(f"a random Qwen3 of {parameters:,} parameters: packed {found['faster']:.1f} times as fast as padded")
+    demo.say(f"a Qwen3 with {parameters:,} random parameters: packed is {found['faster']:.1f} times as fast as padded")
     demo.say(f"losses differ by at most {found['difference']:.1e}, in bfloat16")
     return {**found, "parameters": parameters, "device": torch.cuda.get_device_name()}
 
@@ -403,7 +421,7 @@ def gpu_config(demo: Demo) -> Config:
 
 
 def padded_steps(demo: Demo, config: Config, steps: int) -> Found:
-    """Steps by plain transformers code: each batch padded to its longest sample, one optimizer step."""
+    """Train with plain transformers code: each batch is padded to its longest sample, one optimizer step per batch."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -437,12 +455,14 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> Found:
 
 
 def train_and_compare(demo: Demo, config: Config, padded: Found, *, set_up: int) -> Found:
-    """Packed steps beside those of `padded_steps`: losses must be the same. The first `set_up` steps are not timed."""
+    """Train packed and compare with `padded_steps`. The losses must agree. The first `set_up` steps are not timed."""
     steps = demo.train(config, "loss", ".4f")[: len(padded["losses"])]
     difference = max(abs(step["loss"] - loss) for step, loss in zip(steps, padded["losses"], strict=True))
     if difference > SAME_LOSS[config.model.dtype]:
         raise UserError(
-            "demo", f"losses differ by {difference:.1e} from the padded ones", "this torch cannot be trusted"
+            "demo",
+            f"packed and padded losses differ by {difference:.1e}",
+            "run padfree check, or install another torch",
         )
     faster = sum(padded["seconds"][set_up:]) / sum(step["seconds"] for step in steps[set_up:])
     return {"difference": difference, "faster": faster}
@@ -451,10 +471,10 @@ def train_and_compare(demo: Demo, config: Config, padded: Found, *, set_up: int)
 def _result(found: Mapping[str, Found]) -> list[tuple[str, str]]:
     packed, reward, gpu = found["packed"], found["reward"], found["gpu"]
     rows = [
-        (f"packed against padded{', on the CPU' if gpu else ''}", f"{packed['faster']:.1f} times as fast"),
-        ("their losses", f"the same to {packed['difference']:.0e}"),
-        ("gradients, packed against one at a time", f"the same to {found['check']['gradients']:.0e}"),
-        ("reward before and after", f"{reward['before']:.2f} -> {reward['after']:.2f}"),
+        (f"packed compared with padded{', CPU' if gpu else ''}", f"{packed['faster']:.1f} times as fast"),
+        ("difference of their losses", f"at most {packed['difference']:.0e}"),
+        ("gradients, packed and one at a time", f"differ by at most {found['check']['gradients']:.0e}"),
+        ("mean reward before and after RL", f"{reward['before']:.2f} -> {reward['after']:.2f}"),
     ]
     if gpu:
         size = f"{gpu['parameters'] / 1e6:.0f}M parameters"
@@ -521,7 +541,7 @@ class RealDemo:
 
 
 def reward(response: str, row: Mapping[str, Any]) -> float:
-    """1 for the right number after `####`, less for another number there, 0 for none."""
+    """1 for the right number after `####`, `FORM_REWARD` for a wrong number, 0 without a number."""
     return 1.0 if number_after_hashes(response, row) else FORM_REWARD * (hashed_number(response) is not None)
 
 
@@ -530,7 +550,7 @@ def split_rows(real: RealDemo) -> Found:
     wanted = sizes.held_out + max(sizes.samples * sizes.sft_steps, sizes.responses // sizes.group * sizes.rl_steps)
     rows = read_rows(real.data, wanted)
     if len(rows) <= sizes.held_out:
-        raise UserError("--data", f"{real.data} has {len(rows)} rows", f"give more than {sizes.held_out}")
+        raise UserError("--data", f"{real.data} has only {len(rows)} rows", f"give more than {sizes.held_out} rows")
     train, test = rows[: -sizes.held_out], rows[-sizes.held_out :]
     write_rows(real.folder / "train.jsonl", train)
     write_rows(real.folder / "test.jsonl", test)
@@ -551,7 +571,7 @@ def read_rows(name: str, most: int) -> list[dict[str, str]]:
         raise UserError("--data", f"{name} cannot be read ({reason})", "give a JSON Lines file") from None
 
 
-def _row(line: str, place: str) -> dict[str, str]:
+def _row(line: str, location: str) -> dict[str, str]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -560,14 +580,16 @@ def _row(line: str, place: str) -> dict[str, str]:
         if isinstance(row, dict) and isinstance(row.get(prompt), str) and isinstance(row.get(response), str):
             if hashed_number(row[response]) is None:
                 raise UserError(
-                    "--data", f"the answer of {place} does not end in '#### number'", "give rows as GSM8K has"
+                    "--data", f"the answer of {location} does not end in '#### number'", "give rows as in GSM8K"
                 )
             return {"prompt": row[prompt], "response": row[response], "answer": row[response]}
-    raise UserError("--data", f"{place} has no text for question and answer", "give rows as GSM8K has")
+    raise UserError(
+        "--data", f"{location} is not a JSON object with the texts question and answer", "give rows as in GSM8K"
+    )
 
 
 def measured(real: RealDemo, model: str) -> Found:
-    """Held-out accuracy and reward of a model, and what it answers."""
+    """Held-out accuracy and mean reward of a model. Prints some of its answers."""
     from padfree.tools.talk.speaker import open_speaker
     from padfree.train.run import evaluate
 
@@ -579,7 +601,7 @@ def measured(real: RealDemo, model: str) -> Found:
         for line in answer.text.splitlines():
             real.demo.say(f"  {line}", style="dim")
     found = evaluate(real.rl(model))
-    real.demo.say(f"held out: {found['eval/pass@1']:.0%} right, mean reward {found['eval/reward']:.2f}")
+    real.demo.say(f"held-out rows: {found['eval/pass@1']:.0%} correct, mean reward {found['eval/reward']:.2f}")
     return {"right": found["eval/pass@1"], "reward": found["eval/reward"]}
 
 
@@ -595,26 +617,26 @@ def rewarded(real: RealDemo) -> Found:
 
 def _real_result(found: Mapping[str, Found]) -> list[tuple[str, str]]:
     names = ("before", "tuned", "rewarded")
-    return [(name, f"{found[name]['right']:.0%} right, reward {found[name]['reward']:.2f}") for name in names]
+    return [(name, f"{found[name]['right']:.0%} correct, mean reward {found[name]['reward']:.2f}") for name in names]
 
 
 STAGES: Mapping[str, tuple[str, Callable[[Any], Found]]] = {
     "data": ("data, tokenizer and model", make_data),
     "plan": ("plan an epoch", make_plan),
-    "check": ("check that packing changes nothing", check),
-    "padded": ("fine-tune, padded, by plain transformers", train_padded),
-    "packed": ("fine-tune, packed", train_packed),
-    "reward": ("train by rewards", train_by_reward),
+    "check": ("check that packing does not change results", check),
+    "padded": ("fine-tune with padding, plain transformers", train_padded),
+    "packed": ("fine-tune with packing", train_packed),
+    "reward": ("train with rewards", train_by_reward),
     "gpu": ("the same comparison on a GPU", compare_on_gpu),
     "report": ("report", make_report),
 }
 REAL_STAGES: Mapping[str, tuple[str, Callable[[Any], Found]]] = {
-    "rows": ("rows for training, and held-out ones", split_rows),
-    "before": ("the model as it is", lambda real: measured(real, real.model)),
+    "rows": ("training and held-out rows", split_rows),
+    "before": ("the model before training", lambda real: measured(real, real.model)),
     "tuned": ("fine-tune (SFT)", tuned),
-    "rewarded": ("train by rewards (GRPO)", rewarded),
+    "rewarded": ("train with rewards (GRPO)", rewarded),
     "page": ("report", lambda real: real.demo.write_report(real.folder, ["SFT", "GRPO"])),
 }
 OWN = {STATE, f"{STATE}.writing", "cache", "data", "model", "plan.html", "check.json", "sft", "rl", "gpu", "real"}
 OWN |= {"report.html"}
-"""What the stages leave. A folder that has more is somebody's, and is not removed."""
+"""Everything that a demo writes. A folder with other files is not removed."""

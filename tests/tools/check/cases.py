@@ -13,7 +13,7 @@ import torch
 from padfree.batch import PackedBatch, Sample, Segments
 from padfree.packing.collate import collate
 from padfree.testing.models import build
-from padfree.tools.check import CheckReport, CheckRow
+from padfree.tools.check import CheckReport, CheckResult
 
 VOCABULARY = 40
 LENGTHS = (7, 12, 1, 5, 9)
@@ -41,7 +41,7 @@ def failures(report: CheckReport) -> set[tuple[str, str]]:
     return {(row.check, row.quantity) for row in report.failed}
 
 
-def packs_of(report: CheckReport, check: str) -> list[CheckRow]:
+def packs_of(report: CheckReport, check: str) -> list[CheckResult]:
     found = [row for row in report.rows if row.check == check]
     assert found, f"{check} is none of {[row.check for row in report.rows]}"
     return found

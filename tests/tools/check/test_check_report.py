@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from padfree.tools.check import CheckReport, CheckRow, Skipped
+from padfree.tools.check import CheckReport, CheckResult, Skipped
 
-ROW = CheckRow(check="packed", quantity="loss", difference=1e-6, noise=1e-7, tolerance=1e-5)
+ROW = CheckResult(check="packed", quantity="loss", difference=1e-6, noise=1e-7, tolerance=1e-5)
 REPORT = CheckReport(
     model="Qwen3ForCausalLM",
     num_layers=4,

@@ -84,7 +84,7 @@ def test_spread() -> None:
 def test_rows_have_the_longest_sample_among_them() -> None:
     steps = sft_steps(log_normal(500, 900), config_of()).steps
     epoch = plan_epoch(steps, PlanShape(ranks=2, max_tokens=1000), COST)
-    rows = epoch.rows(5)
+    rows = epoch.packs(5)
     assert 4 <= len(rows) <= 5
     assert max(int(row.max()) for row in rows) == max(int(step.max()) for step in steps)
 

@@ -23,7 +23,7 @@ def test_against_brute_force(rows: int, grouped: bool) -> None:
             batch = lengths[start : start + rows]
             tokens += len(batch) * max(batch)
             cost += len(batch) * (max(batch) + 0.5 * max(batch) ** 2)
-    found = padded(steps, COST, rows=rows, grouped=grouped)
+    found = padded(steps, COST, size=rows, grouped=grouped)
     assert found.tokens == tokens
     assert found.cost == pytest.approx(cost)
     if rows == 1:

@@ -13,7 +13,7 @@ from padfree.config import config_from_dict
 from padfree.packing import CostModel
 from padfree.testing.models import build, save_with_tokenizer
 from padfree.tools.planner import DeviceMemory, PlanShape, TimeModel
-from padfree.tools.planner.scaling import REACHED, Links, Scaling, plan_scaling
+from padfree.tools.planner.scaling import LINK_EFFICIENCY, Links, Scaling, plan_scaling
 from padfree.tools.planner.traffic import Placement, weights_traffic
 from tests.refused import refused
 from tests.tools.planner.test_traffic import settings
@@ -51,7 +51,7 @@ def test_long_computing_hides_the_weights_and_short_computing_does_not() -> None
     # 64 micro-batches a rank; a ring of 8 on one host passes 7/8 of the weights, there and as gradients: 3 units, 2
     # collectives each, 8 devices that delay it; a micro-batch of 64 tokens hides 64 ns of it, a third is waited for
     sent = weights_traffic(build("qwen3"), Placement(ranks=8), size=4, reshard=False, backend="nccl", micro_batches=1)
-    moving = sum(float(each.max()) for each in sent.inside.values()) / LINKS.inside / REACHED + 6 * 8e-6
+    moving = sum(float(each.max()) for each in sent.inside.values()) / LINKS.inside / LINK_EFFICIENCY + 6 * 8e-6
     assert fast.sharded[0].weights == pytest.approx(64 * (moving - 64e-9) + moving / 3, rel=1e-9)
 
 

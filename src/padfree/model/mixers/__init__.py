@@ -1,14 +1,14 @@
-"""What layers do along the sequence besides softmax attention, kept inside each sample.
+"""Mixers: modules that mix tokens without softmax attention (recurrences, convolutions), kept inside each sample.
 
-mixer              what is known of a mixer, and what a kind is
-find               which modules are mixers, found on the probe's small copy
-by_segment         the way that is right everywhere: the module's own forward on each segment
-fast_way           on all segments at once, where that was found right on the machine at hand
-own_forward        the module's own forward with other functions than transformers'
-convolution        a short convolution that stops at boundaries, in plain PyTorch
-fla_kernels        recurrences with boundaries, by flash-linear-attention
-forward            one of the two ways in front of the module's own forward
-kinds              gated_delta, mamba2, mamba1, short_convolution, lightning, other: one file each
+mixer              `Mixer` and `MixerKind`
+find_mixers        find the mixers of a model on the probe's small copy
+by_segment         the reference: the module's own forward on each segment
+varlen_kernel      the fast alternative: all segments at once, if a test on this machine finds it correct
+own_forward        a copy of the module's own forward that calls other functions
+convolution        a short convolution that stops at segment boundaries, in plain PyTorch
+fla_kernels        recurrences with segment boundaries, from flash-linear-attention
+forward            install one of the two in place of the module's forward
+registry           the kinds: gated_delta, mamba2, mamba1, short_convolution, lightning, generic; one file each
 """
 
 from padfree.model.mixers.find_mixers import find_mixers

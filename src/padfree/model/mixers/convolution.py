@@ -1,10 +1,10 @@
-"""A causal convolution, each channel by itself, along a packed row: no tap reaches over the start of a segment.
+"""A causal depthwise convolution along a pack; no tap reaches across the start of a segment.
 
-    row        a b c | d e        taps w0 w1 w2, the last one on the token itself
+    pack       a b c | d e        taps w0 w1 w2, the last one on the token itself
     y          w2·a, w1·a + w2·b, w0·a + w1·b + w2·c | w2·d, w1·d + w2·e
 
-y_t = bias + Σ_i w_i · x_{t-i}, i < 4 or so, where t-i is in the segment of t. In plain PyTorch, which a compiled layer
-turns into one kernel with what is around it; sums are made in float32.
+y_t = bias + Σ_i w_i · x_{t-i} over the few taps i for which t-i is in the segment of t. It is plain PyTorch, which a
+compiled layer fuses with the surrounding operations. Sums are in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from padfree.batch import Segments
 
 
 def positions_of(num_tokens: int, segments: Segments) -> Tensor:
-    """[T] of each token in its segment."""
+    """[T] the position of each token in its segment."""
     starts = segments.cu_seqlens
     tokens = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
     return tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
@@ -36,17 +36,17 @@ def convolution(
     seq_idx: Segments | None = None,
     **_: Any,
 ) -> Tensor:
-    """In the place of transformers' `causal_conv1d_fn`; forwards that take no `segments` pass a `seq_idx` on."""
+    """Replaces transformers' `causal_conv1d_fn`. Forwards without a `segments` argument pass it as `seq_idx`."""
     segments = seq_idx if segments is None else segments
     assert segments is not None
-    rows = hidden_states.transpose(1, 2)  # [1, T, C]: so they lie in memory
-    num_tokens, width = rows.shape[1], weight.shape[1]
+    states = hidden_states.transpose(1, 2)  # [1, T, C], the order in memory
+    num_tokens, width = states.shape[1], weight.shape[1]
     positions = positions_of(num_tokens, segments)
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dtype = torch.promote_types(states.dtype, torch.float32)
     taps = weight.to(dtype)
-    total = rows.to(dtype) * taps[:, width - 1]
+    total = states.to(dtype) * taps[:, width - 1]
     for back in range(1, width):
-        earlier = functional.pad(rows, (0, 0, back, 0))[:, :num_tokens]
+        earlier = functional.pad(states, (0, 0, back, 0))[:, :num_tokens]
         earlier = earlier.masked_fill((positions < back)[:, None], 0)
         total = total + earlier.to(dtype) * taps[:, width - 1 - back]
     if bias is not None:

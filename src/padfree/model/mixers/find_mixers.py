@@ -1,12 +1,12 @@
-"""Which modules of a model mix tokens without attention, found by trying.
+"""Find the modules of a model that mix tokens without attention, by experiment.
 
     a layer     norm -> mixer -> (+) -> norm -> MLP -> (+)
-    call        mixer(x) and mixer(x with token 3 changed)        another token's result differs: it mixes
+    call        mixer(x) and mixer(x with token 3 changed)        if the output of another token differs, it mixes
 
-The small copy of the probe runs once and every module's call is kept. A module below a layer is a mixer if a changed
-token changes the results of other tokens, and if none of its parts calls transformers' attention. Where such modules
-lie inside each other there is a choice: the innermost are called with the least, the outermost also hold what mixes
-between them (a convolution in front of a recurrence). The probe tries one, then the other.
+The small copy of the probe runs once, and the call of every module is recorded. A module below a layer is a mixer if a
+changed token changes the outputs of other tokens, and if none of its submodules calls transformers' attention. If such
+modules are nested, there are two choices: the innermost modules, which have the simplest calls, or the outermost ones,
+which include mixing between the inner ones (a convolution before a recurrence). The probe tries both, in this order.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ LISTENER = f"{NAME}_listener"
 NUM_TOKENS = 11
 CHANGED = 3
 TOLERANCE = 1e-5
-"""Relative to the largest entry: experts round other tokens differently when one changes."""
+"""Relative to the largest entry. Not 0, because with experts a changed token can change the rounding of others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _MixerCall:
     arguments: dict[str, Any]  # by parameter, without **kwargs
-    others: dict[str, Any]  # those
+    others: dict[str, Any]  # **kwargs
     output: Any
 
 
 def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
-    """The choices of mixers, one or two, each with as many classes as there are; none where nothing mixes."""
+    """One or two choices of mixers, each with one `Mixer` per class; empty if no module mixes."""
     layers = list(layers_of(model))
     calls, attending = _calls(model, layers)
     mixing = {
@@ -64,7 +64,7 @@ def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
 
 
 def _calls(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Module, _MixerCall], set[nn.Module]]:
-    """The first call of every layer and every module below it, and the modules that call attention."""
+    """The first call of every layer and of every module below it, and the modules that call attention."""
     calls: dict[nn.Module, _MixerCall] = {}
     attending: set[nn.Module] = set()
 
@@ -103,7 +103,7 @@ def _calls(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Mod
 
 
 def bound(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a call of the module's own forward by parameter, and those that it takes as **kwargs."""
+    """The arguments of a call of the module's forward by parameter, and its **kwargs."""
     signature = inspect.signature(type(module).forward)
     arguments = dict(signature.bind_partial(module, *args, **kwargs).arguments)
     parameters = list(signature.parameters.values())
@@ -120,7 +120,7 @@ def _attends(module: nn.Module, attending: set[nn.Module]) -> bool:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """The result [1, T, D'] of a call: it, or the first of a tuple, of which layers drop the others."""
+    """The output [1, T, D'] of a call: the result or the first of a tuple. None if it has another shape."""
     if isinstance(output, tuple) and output:
         output = output[0]
     if isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == (1, NUM_TOKENS):
@@ -129,7 +129,7 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _hidden_parameter(call: _MixerCall) -> str | None:
-    """The parameter that takes the hidden states: the first that is [1, T, D]."""
+    """The parameter that takes the hidden states: the first one of shape [1, T, D]."""
     for name, value in call.arguments.items():
         if isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == (1, NUM_TOKENS):
             return name
@@ -137,7 +137,7 @@ def _hidden_parameter(call: _MixerCall) -> str | None:
 
 
 def _mixes(module: nn.Module, call: _MixerCall) -> bool:
-    """Whether a changed token changes the results of others."""
+    """Whether a changed token changes the outputs of other tokens."""
     name, output = _hidden_parameter(call), _first_tensor(call.output)
     if name is None or output is None:
         return False
@@ -152,7 +152,7 @@ def _mixes(module: nn.Module, call: _MixerCall) -> bool:
 def _result(module: nn.Module, call: _MixerCall, changes: dict[str, Any]) -> Tensor:
     with torch.no_grad():
         output = _first_tensor(module.forward(**{**call.arguments, **changes}, **call.others))
-    assert output is not None, "the same call has given a tensor before"
+    assert output is not None, "the same call returned a tensor before"
     return output
 
 
@@ -182,7 +182,7 @@ def _has_context(call: _MixerCall) -> bool:
 
 
 def _read_token_arguments(module: nn.Module, call: _MixerCall, hidden: str) -> Iterator[str]:
-    """Parameters whose values belong to tokens and that the result depends on; many are passed on and ignored."""
+    """Parameters with one value per token that affect the result. Many others are passed but ignored."""
     output = _first_tensor(call.output)
     assert output is not None
     for name, value in call.arguments.items():

@@ -1,11 +1,11 @@
-"""The chunk kernels of flash-linear-attention, given the boundaries of segments.
+"""The chunk kernels of flash-linear-attention, with segment boundaries.
 
     gated_delta_rule           torch_chunk_gated_delta_rule       Qwen3-Next, Qwen3.5, OLMo-Hybrid
     kimi_delta_attention       chunk_kimi_delta_attention         Kimi-Linear: a decay for each channel
     mamba2_scan                mamba2_chunk_scan                  Mamba-2: linear attention with a decay for each head
 
-Each stands in the place of the function of transformers that is named beside it and takes its arguments. In a compiled
-layer each is a graph break: the kernels are compiled by Triton, and are called as they are.
+Each function replaces the function of transformers in the second column and takes the same arguments. In a compiled
+layer each is a graph break, because the kernels are already compiled by Triton.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from padfree.model.model_files import one_line
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")
-"""From which version of Triton to which the package refuses a backward pass on Hopper, where it would be wrong."""
+"""From the first version of Triton until before the second, the package has no backward on Hopper."""
 
 
 @cache
 def unavailable(device_type: str) -> str | None:
-    """Why there are no such kernels here; None if there are."""
+    """Why the kernels cannot be used on this device; None if they can."""
     if device_type != "cuda":
-        return "flash-linear-attention computes on a GPU only"
+        return "flash-linear-attention needs a GPU"
     try:
         import_module("fla.ops.gated_delta_rule")
         triton = TorchVersion(version("triton"))
-    except Exception as error:  # what it needs may be there in a version or without a library that it cannot use
+    except Exception as error:  # its dependencies can be missing or have unusable versions
         return f"flash-linear-attention cannot be imported ({one_line(error)}); install padfree[fla]"
     on_hopper = torch.cuda.get_device_capability()[0] == 9
     if on_hopper and triton >= NO_GRADIENTS[0] and triton < NO_GRADIENTS[1] and find_spec("tilelang") is None:
         return (
-            f"flash-linear-attention computes no gradients on Hopper with Triton {triton}; install Triton "
+            f"flash-linear-attention cannot compute gradients on Hopper with Triton {triton}; install Triton "
             f"{NO_GRADIENTS[1]} or newer, or tilelang"
         )
     return None
@@ -53,7 +53,7 @@ _HOST_LENGTHS: Any = WeakTensorKeyDictionary()
 
 
 def _lengths(segments: Segments) -> dict[str, Tensor]:
-    """The boundaries on the device and on the host; the same tensors for all layers, by which fla knows them again."""
+    """The segment boundaries on the device and on the host. All layers get the same tensors, which fla uses as keys."""
     device = segments.cu_seqlens
     if device not in _HOST_LENGTHS:
         _HOST_LENGTHS[device] = torch.from_numpy(segments.offsets).to(device.dtype)
@@ -113,7 +113,7 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """[1, T, H, P]: keys B, queries C, values dt · x, and the decay exp(dt · A)."""
+    """[1, T, H, P] linear attention with keys B, queries C, values dt · x and the decay exp(dt · A)."""
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = functional.softplus(steps) if dt_softplus else steps
     steps = steps.clamp(*dt_limit)
@@ -133,5 +133,5 @@ def _decayed_attention(queries: Tensor, keys: Tensor, values: Tensor, decay: Ten
 
 
 def no_fused_layer(*_args: Any, **_kwargs: Any) -> None:
-    """In the place of `mamba2_split_conv1d_scan_combined`, which takes no boundaries: the layer then goes by steps."""
+    """Replaces `mamba2_split_conv1d_scan_combined`, which takes no boundaries; the layer then uses separate steps."""
     return None

@@ -1,17 +1,17 @@
-"""Mixers of a model on packed rows: the forward that their modules then have.
+"""The forward of mixers on packs.
 
     layer                    mixer(hidden [1, T, D], attn_context=..., ...)
-    packed_forward           whole segments of the row, on one rank each       padfree.cp over context ranks
-                             the module's own forward on each of them          padfree.model.mixers.by_segment
-                             or on all at once                                 padfree.model.mixers.varlen_kernel
-                             back to the places of the tokens
+    packed_forward           move whole segments to one rank each              padfree.cp over context ranks
+                             run the module's own forward on each segment      padfree.model.mixers.by_segment
+                             or on all segments at once                        padfree.model.mixers.varlen_kernel
+                             move the results back
 
-Which of the two is settled before the first forward pass of the model on a device. A compiled layer sees the code of
-the fast way; over context ranks, and segment by segment, a mixer is a graph break.
+The choice between the two is made before the first forward pass of the model on a device. A compiled layer includes the
+fast forward. Over context ranks, and segment by segment, a mixer is a graph break.
 
-The module keeps its class, its weights and its own forward; the instance has another one in front of it, which does
-nothing while the model uses an attention implementation of transformers. The AttnContext comes with the call: as an
-argument of its own, or in the place of the mask where the layer passes nothing else on.
+The module keeps its class, its weights and its own forward. The instance gets another forward, which calls the original
+one while the model uses an attention implementation of transformers. The AttnContext is passed with the call: as an
+argument of its own, or in place of the mask if the layer passes nothing else.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from padfree.model.interface import is_attached
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.mixers.mixer import Mixer, qualified_name
 from padfree.model.mixers.own_forward import reference_forward
-from padfree.model.mixers.varlen_kernel import VarlenKernel, own_kernels_are_right, settled_way
+from padfree.model.mixers.varlen_kernel import VarlenKernel, own_kernels_are_right, tested_kernel
 from padfree.model.outputs import base_of
 
 STATE = "_padfree_mixer"
-SETTLED = "_padfree_mixers_settled"
+CHOSEN_FOR = "_padfree_mixers_chosen_for"
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixerState:
-    """What an installed module remembers: nothing that depends on data."""
+    """The state of an installed module. Nothing in it depends on data."""
 
     mixer: Mixer
-    config: PreTrainedConfig  # of the model, which says whether it is attached
-    parameters: tuple[str, ...]  # of its own forward, in order, without **kwargs
-    order: Tensor | None = None  # [T] the probe's: place i of the row holds token order[i]
+    config: PreTrainedConfig  # of the model; shows whether the model is attached
+    parameters: tuple[str, ...]  # of the module's own forward, in order, without **kwargs
+    order: Tensor | None = None  # [T] used by the probe: index i of the pack holds token order[i]
     fast: VarlenKernel | None = None
-    own_kernels: bool = False  # segment by segment: with the kernels that transformers finds, and not its plain PyTorch
+    own_kernels: bool = False  # segment by segment: use the kernels that transformers finds, not plain PyTorch
 
 
 def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None, *, fast: bool = False) -> int:
-    """Run these mixers of the model on whole segments; how many modules that are. Again: as if for the first time.
+    """Install `packed_forward` in these mixers of the model. Returns the number of modules. Can be called again.
 
-    `fast`: on all segments at once, where that is found right on the device of the first batch.
+    `fast`: process all segments at once, if a test on the device of the first batch finds that correct.
     """
     by_class = {mixer.class_name: mixer for mixer in mixers}
     handing = {mixer.handed_by for mixer in mixers}
@@ -71,14 +71,14 @@ def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | Non
             object.__setattr__(module, STATE, state)
             object.__setattr__(module, "forward", MethodType(packed_forward, module))
             count += 1
-        # a model that hands it to its base passes the mask on, too, and perhaps nothing else
+        # If the base model passes the context as the mask, the model above it may also pass nothing but the mask.
         hands = name in handing or (module is model and qualified_name(type(base_of(model))) in handing)
         if hands and hand_context not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hand_context, with_kwargs=True)
     for module in {model, base_of(model)}:
-        module.__dict__.pop(SETTLED, None)
-        if fast and count and settle_ways not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(settle_ways, with_kwargs=True)
+        module.__dict__.pop(CHOSEN_FOR, None)
+        if fast and count and choose_forwards not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(choose_forwards, with_kwargs=True)
         elif not fast:
             _remove_hook(module)
     return count
@@ -91,16 +91,16 @@ def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
 
 def _remove_hook(module: nn.Module) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is settle_ways:
+        if hook is choose_forwards:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def settle_ways(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of a model with mixers: before the first batch on a device, try what is fast there."""
+def choose_forwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a model with mixers: before the first batch on a device, test the fast forwards."""
     given = args[0] if args else kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
-    if not isinstance(given, Tensor) or model.__dict__.get(SETTLED) == given.device:
+    if not isinstance(given, Tensor) or model.__dict__.get(CHOSEN_FOR) == given.device:
         return
     ways: dict[type[nn.Module], tuple[VarlenKernel | None, bool]] = {}
     for module in model.modules():
@@ -108,12 +108,12 @@ def settle_ways(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         if isinstance(state, MixerState):
             if type(module) not in ways:
                 config = _config_of(module, state)
-                way = settled_way(module, state.mixer, config, given.device)
+                way = tested_kernel(module, state.mixer, config, given.device)
                 own = way is None and own_kernels_are_right(module, state.mixer, config, given.device)
                 ways[type(module)] = way, own
             fast, own = ways[type(module)]
             object.__setattr__(module, STATE, replace(state, fast=fast, own_kernels=own))
-    object.__setattr__(model, SETTLED, given.device)
+    object.__setattr__(model, CHOSEN_FOR, given.device)
 
 
 def _config_of(module: nn.Module, state: MixerState) -> PreTrainedConfig:
@@ -122,7 +122,7 @@ def _config_of(module: nn.Module, state: MixerState) -> PreTrainedConfig:
 
 
 def installed(module: nn.Module) -> Mixer | None:
-    """What this module is as a mixer, if it was installed as one."""
+    """The `Mixer` that this module was installed as; None if it was not."""
     state = module.__dict__.get(STATE)
     return state.mixer if isinstance(state, MixerState) else None
 
@@ -130,7 +130,7 @@ def installed(module: nn.Module) -> Mixer | None:
 def hand_context(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward pre-hook of what passes a mask on and drops keyword arguments: the context takes the mask's place."""
+    """A forward pre-hook for modules that pass on a mask but drop keyword arguments: pass the context as the mask."""
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext) or kwargs.get("attention_mask") is not None:
         return None
@@ -138,7 +138,7 @@ def hand_context(
 
 
 def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an installed mixer: its own, on segments."""
+    """The forward of an installed mixer: its own forward, applied to segments."""
     state = module.__dict__[STATE]
     if not is_attached(state.config):
         return type(module).forward(module, *args, **kwargs)
@@ -149,8 +149,8 @@ def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(context, AttnContext):
         raise UserError(
             "attn_context",
-            f"did not reach {type(module).__name__}",
-            "its model drops keyword arguments and cannot be trained packed",
+            f"did not reach {type(module).__name__}, because the model drops keyword arguments",
+            "train this model with padding",
         )
     arguments = {name: value for name, value in given.items() if name in state.parameters}
     _check(module, arguments, context)
@@ -168,24 +168,24 @@ def _check(module: nn.Module, arguments: dict[str, Any], context: AttnContext) -
     if context.segments.parents is not None:
         raise UserError(
             "share_prefixes",
-            f"{name} carries a state along the sequence, which does not fork where samples branch",
-            "make the row with share_prefixes=False",
+            f"is not supported by {name}, whose recurrent state cannot branch",
+            "pack with share_prefixes=False",
         )
     if any(argument.startswith(("past", "cache")) and value is not None for argument, value in arguments.items()):
-        raise UserError("past_key_values", f"given to {name}", "training needs no cache")
+        raise UserError("past_key_values", f"was passed to {name}", "remove it: training uses no cache")
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _moved(fast: VarlenKernel, module: nn.Module, state: MixerState, hidden: Tensor, context: AttnContext) -> Any:
-    """The fast way over context ranks: on the whole segments that this rank gets."""
-    row, lengths = to_whole_segments(hidden.squeeze(0), context)
+    """The fast forward over context ranks: on the whole segments that this rank receives."""
+    states, lengths = to_whole_segments(hidden.squeeze(0), context)
     assert context.plan is not None
     segments = context.plan.prepared(
         "segments of mixers", lambda: Segments.from_lengths(lengths or [1], device=hidden.device)
     )
-    if not lengths:  # all ranks of a sharded model must reach the same parameters
-        row = row.sum(0, dtype=row.dtype, keepdim=True)
-    output = fast.forward(module, **{state.mixer.hidden: row[None], fast.boundaries: segments})
+    if not lengths:  # all ranks of a sharded model must use the same parameters
+        states = states.sum(0, dtype=states.dtype, keepdim=True)
+    output = fast.forward(module, **{state.mixer.hidden: states[None], fast.boundaries: segments})
     first, *others = output if isinstance(output, tuple) else (output,)
     result = first.squeeze(0)
     result = from_whole_segments(result if lengths else result[:0] + result.sum() * 0, context)[None]
@@ -198,13 +198,15 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
     name = type(module).__name__
     tokens = {argument: arguments[argument] for argument in (mixer.hidden, *mixer.token_arguments)}
     leaves, shape = tree_flatten(tokens)
-    rows = [leaf.squeeze(0) for leaf in leaves]
+    values_of_tokens = [leaf.squeeze(0) for leaf in leaves]
     needed = context.segments.num_tokens // context.world
-    if any(len(row) != needed for row in rows):
+    if any(len(values) != needed for values in values_of_tokens):
         raise UserError(
-            "attn_context", f"made for {needed} tokens, {name} has {len(rows[0])}", "pass both from one LocalBatch"
+            "attn_context",
+            f"is for {needed} tokens, but {name} has {len(values_of_tokens[0])}",
+            "take both from the same LocalBatch",
         )
-    # What the module ignores is not cut into segments, and so must not be there at all.
+    # Tensors that the module ignores are not split into segments, so they must not be passed.
     rest = {argument: None if _holds_tensors(value) else value for argument, value in arguments.items()}
     if mixer.carrier == "attention_mask":
         rest["attention_mask"] = None
@@ -218,7 +220,7 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
         form.append(output)
         return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
-    result = _on_whole_segments(call, rows, context, state.order)[None]
+    result = _on_whole_segments(call, values_of_tokens, context, state.order)[None]
     return (result, *(None for _ in form[0][1:])) if isinstance(form[0], tuple) else result
 
 
@@ -226,17 +228,17 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
 
 
-def _on_whole_segments(call: Any, rows: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
-    """[T/world, ...] of each -> [T/world, D']; the pad gives zeros."""
+def _on_whole_segments(call: Any, tokens: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
+    """[T/world, ...] each -> [T/world, D']; zeros for the pad."""
     segments = context.segments
     if context.layout is not None:
-        moved = [to_whole_segments(row, context) for row in rows]
-        return from_whole_segments(by_segment(call, [row for row, _ in moved], moved[0][1]), context)
+        moved = [to_whole_segments(values, context) for values in tokens]
+        return from_whole_segments(by_segment(call, [values for values, _ in moved], moved[0][1]), context)
     if order is not None:
         inverse = torch.argsort(order)
-        rows = [row.index_select(0, inverse) for row in rows]
+        tokens = [values.index_select(0, inverse) for values in tokens]
     lengths = segments.lengths[: segments.num_samples].tolist()
     real = sum(lengths)
-    result = by_segment(call, [row[:real] for row in rows], lengths)
+    result = by_segment(call, [values[:real] for values in tokens], lengths)
     result = nn.functional.pad(result, (0, 0, 0, segments.num_tokens - real))
     return result if order is None else result.index_select(0, order)

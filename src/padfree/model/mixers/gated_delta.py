@@ -1,6 +1,6 @@
 """The gated delta rule: Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear.
 
-    S_t = exp(g_t) · S_{t-1} + k_t (beta_t · (v_t - S_{t-1}ᵀ k_t))ᵀ        o_t = S_tᵀ q_t       S is [d_k, d_v] a head
+    S_t = exp(g_t) · S_{t-1} + k_t (beta_t · (v_t - S_{t-1}ᵀ k_t))ᵀ        o_t = S_tᵀ q_t       S is [d_k, d_v] per head
 
 with a short convolution on q, k and v before it.
 """
@@ -25,12 +25,12 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """A decay and its step size for each head, convolutions, and no skip connection `D` as Mamba has."""
+    """Has a decay per head and convolutions, and no skip connection `D`, which Mamba has."""
     return decay_of(module) is not None and not hasattr(module, "D") and bool(depthwise_convolutions(module))
 
 
 def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
-    """Heads, d_k, d_v. Names differ from model to model; the convolutions' channels are those of q, k and v."""
+    """Heads, d_k, d_v. Attribute names differ between models; the default divides the convolution channels by 3."""
 
     def number(*names: str) -> int:
         found = (getattr(module, name, None) for name in names)
@@ -44,7 +44,7 @@ def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
 
 
 def state_flops(module: nn.Module) -> int:
-    """Read, correct and write a state of [d_k, d_v] a head: three matmuls of a vector with it."""
+    """Reading, correcting and writing a state of [d_k, d_v] per head: three matrix-vector products."""
     heads, d_k, d_v = _head_sizes(module)
     return 6 * heads * d_k * d_v + convolution_flops(module)
 

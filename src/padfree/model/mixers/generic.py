@@ -1,4 +1,4 @@
-"""Mixers of no known kind (RWKV's time shifts, RG-LRU): found by what they do, run segment by segment."""
+"""Mixers of other kinds (RWKV's time shifts, RG-LRU): found by their behaviour, and run segment by segment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def matches(module: nn.Module) -> bool:
 
 
 def _width(module: nn.Module) -> int:
-    """The widest weight: what a token has inside such a module."""
+    """The largest dimension of any weight, as an estimate of the values per token."""
     return max((max(parameter.shape) for parameter in module.parameters() if parameter.ndim), default=0)
 
 

@@ -1,8 +1,8 @@
 """Lightning attention: linear attention with a fixed decay for each head, as in MiniMax-Text-01.
 
-    S_t = λ · S_{t-1} + k_t v_tᵀ        o_t = S_tᵀ q_t        S is [d, d] a head
+    S_t = λ · S_{t-1} + k_t v_tᵀ        o_t = S_tᵀ q_t        S is [d, d] per head
 
-transformers computes it by blocks, in plain PyTorch.
+transformers computes it in blocks, in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from padfree.model.mixers.mixer import MixerKind
 
 
 def matches(module: nn.Module) -> bool:
-    """A rate of decay that is no parameter, by heads."""
+    """Has a decay rate per head that is a buffer, not a parameter."""
     return "slope_rate" in module._buffers
 
 
@@ -22,7 +22,7 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 
 
 def state_flops(module: nn.Module) -> int:
-    """By blocks of n tokens: scores and values inside the block, the state before and after it."""
+    """Per block of n tokens: scores and values inside the block, and the state before and after it."""
     heads, dim = _heads(module)
     return heads * (4 * int(module.block_size) * dim + 4 * dim * dim)  # type: ignore[arg-type]
 

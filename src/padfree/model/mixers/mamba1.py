@@ -13,7 +13,7 @@ from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution
 
 
 def matches(module: nn.Module) -> bool:
-    """A decay for each number of the state, and a skip connection `D`."""
+    """Has a decay for each element of the state, and a skip connection `D`."""
     decay = decay_of(module)
     return decay is not None and decay.ndim >= 2 and hasattr(module, "D")
 
@@ -25,7 +25,7 @@ def state_flops(module: nn.Module) -> int:
 
 
 def state_width(module: nn.Module) -> int:
-    """Without kernels the whole state of every token is kept."""
+    """Without kernels, the state of every token is saved for backward."""
     decay = decay_of(module)
     assert decay is not None
     return 2 * decay.numel() + 2 * convolution_width(module)

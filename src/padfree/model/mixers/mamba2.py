@@ -1,6 +1,7 @@
 """Mamba-2: Granite 4, Bamba, Nemotron-H, Falcon-H1, Zamba2.
 
-    S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t       S is [N, P] a head, A a number
+    S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t       S is [N, P] per head, A a
+    scalar
 
 with a short convolution on x, B and C before it.
 """
@@ -25,19 +26,19 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """One decay a head, a skip connection `D`, a convolution."""
+    """Has one decay per head, a skip connection `D` and a convolution."""
     decay = decay_of(module)
     return decay is not None and decay.ndim == 1 and hasattr(module, "D") and bool(depthwise_convolutions(module))
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    """Channels of x, and of the state behind each."""
+    """Channels of x, and state size per channel."""
     channels = int(getattr(module, "intermediate_size", 0)) or convolution_width(module)
     return channels, int(getattr(module, "ssm_state_size", 1))
 
 
 def state_flops(module: nn.Module) -> int:
-    """Decay, write and read a state of N numbers for each channel."""
+    """Decaying, writing and reading a state of N numbers per channel."""
     channels, state = _sizes(module)
     return 6 * channels * state + convolution_flops(module)
 

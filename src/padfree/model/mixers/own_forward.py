@@ -1,11 +1,10 @@
-"""A module's own forward with other functions in the place of those that it calls by name.
+"""A copy of a module's own forward in which some functions are replaced by name.
 
     modeling_x.py       def forward(self, hidden_states, ...):      y = causal_conv1d_fn(x, ...)
-    with_functions      the same code, in which causal_conv1d_fn is a function of ours
+    with_functions      the same code, in which causal_conv1d_fn is padfree's function
 
-transformers writes what mixes tokens as functions of a few well-known names, behind each of which it puts the kernel of
-a package, if that is installed. The copy shares the code of the forward and nothing else: transformers' own module is
-not touched, and neither is any other model.
+In transformers, mixers call functions with a few well-known names, which are kernels of other packages if these are
+installed. The copy shares only the code of the forward. The modules of transformers, and other models, do not change.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ Function = Callable[..., Any]
 
 
 def code_of(module_class: type[nn.Module]) -> FunctionType:
-    """The forward as it is written, without the decorators around it."""
+    """The forward without its decorators."""
     function = inspect.unwrap(module_class.forward)
     assert isinstance(function, FunctionType)
     return function
 
 
 def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> FunctionType:
-    """A copy of `forward` to which these names mean these functions."""
-    # Without a name of its module: the compiler would look the functions up there, and find the others.
+    """A copy of `forward` in which these names refer to these functions."""
+    # Remove `__name__`: the compiler would look up the functions in the module of that name and find the originals.
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
     copy = FunctionType(
         forward.__code__, {**names, **functions}, forward.__name__, forward.__defaults__, forward.__closure__
@@ -42,7 +41,7 @@ def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> 
 
 @cache
 def reference_forward(module_class: type[nn.Module]) -> Function | None:
-    """The forward with transformers' plain PyTorch functions where it would call kernels; None if it calls none."""
+    """The forward with transformers' plain PyTorch functions instead of kernels; None if it calls no kernels."""
     if not isinstance(inspect.unwrap(module_class.forward), FunctionType):
         return None
     forward = code_of(module_class)
@@ -58,7 +57,7 @@ def reference_forward(module_class: type[nn.Module]) -> Function | None:
 
 @contextmanager
 def reference_functions(model: nn.Module) -> Iterator[None]:
-    """Run the model's modules without kernels of other packages, which do not know the CPU."""
+    """Context manager: the model's modules do not call kernels of other packages, which do not support the CPU."""
     replaced = []
     for module in model.modules():
         own = not type(module).__module__.startswith("torch.")

@@ -1,4 +1,4 @@
-"""The kinds of mixers, in the order in which they are asked."""
+"""The kinds of mixers; `kind_of` takes the first one that matches."""
 
 from __future__ import annotations
 

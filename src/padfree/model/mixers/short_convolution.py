@@ -22,7 +22,7 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """A convolution along the sequence and no recurrence."""
+    """Has a convolution along the sequence and no recurrence."""
     return bool(depthwise_convolutions(module)) and decay_of(module) is None
 
 
@@ -39,7 +39,7 @@ def functions(device: torch.device) -> dict[str, Callable[..., Any]] | str:
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """All, and first the one that is used there."""
+    """All floating dtypes; first the usual one on this device."""
     first = torch.bfloat16 if device.type == "cuda" else torch.float32
     return first, torch.bfloat16, torch.float16, torch.float32, torch.float64
 

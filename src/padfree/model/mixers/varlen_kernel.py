@@ -1,13 +1,13 @@
-"""Mixers on a whole packed row: their own forward, with functions that know where segments begin.
+"""Run mixers on a whole pack: their own forward, with functions that know the segment boundaries.
 
-    per segment    [n, L, D] for each length L        right everywhere, slow
-    fast           [1, T, D], Segments                the functions of the kind, in the place of transformers'
+    per segment    [n, L, D] for each length L        always correct, slow
+    fast           [1, T, D], Segments                functions of the kind replace those of transformers
 
-A kind names the functions that it has for a device. Whether they are right is tried once on the machine at hand: the
-mixer with random weights and the sizes it has, forward and all gradients, against its plain PyTorch code on each
-segment in float32. The difference may be a few times that of the plain code in the type of the row. Otherwise, or
-where a package is missing, the mixer runs segment by segment, and the reason is said once. There, too, transformers
-calls kernels of packages, which are tried in the same way: some versions refuse to compute gradients, or are wrong.
+A kind provides functions for a device. Before first use they are tested on this machine: a mixer with random weights
+and the real sizes, forward and all gradients, is compared with its plain PyTorch code on each segment in float32. The
+difference may be a few times that of the plain code in the checked dtype. If the test fails or a package is missing,
+the mixer runs segment by segment, and the reason is reported once. In that case transformers may call kernels of other
+packages, which are tested in the same way, because some versions cannot compute gradients or are wrong.
 """
 
 from __future__ import annotations
@@ -31,44 +31,46 @@ from padfree.model.mixers.registry import KINDS
 from padfree.warning import PadfreeWarning
 
 LENGTHS = (67, 1, 130, 64, 3)
-"""Of the trial: around the chunks of 64 that kernels compute."""
+"""Segment lengths of the test, around the kernels' chunk size of 64."""
 
 NOISE_FACTOR = 4.0
 NOISE_FLOOR = 2e-5
-"""Where the row is in float32, both are right to the last digits."""
+"""The allowed difference is NOISE_FACTOR * noise + NOISE_FLOOR. In float32 the noise is almost 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VarlenKernel:
-    """What a mixer of one class calls instead of its forward."""
+    """The function that mixers of one class call instead of their forward."""
 
     forward: Function
     boundaries: str  # the argument that takes the Segments
-    dtypes: tuple[torch.dtype, ...]  # of hidden states; others go segment by segment
+    dtypes: tuple[torch.dtype, ...]  # supported dtypes of hidden states; others run segment by segment
 
 
 def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.device) -> VarlenKernel | str:
-    """The fast way of this class on such a device, not yet tried; or the reason why there is none."""
+    """The fast forward of this class on this device, not yet tested; or the reason why there is none."""
     kind = KINDS[mixer.kind]
     if kind.functions is None:
-        return f"there is none for mixers of the kind {mixer.kind}"
+        return f"there is no kernel for mixers of the kind {mixer.kind}"
     functions = kind.functions(device)
     if isinstance(functions, str):
         return functions
     if mixer.token_arguments:
-        return f"it takes {', '.join(mixer.token_arguments)}"
+        return f"its forward takes {', '.join(mixer.token_arguments)}, which the kernels do not support"
     forward = code_of(module_class)
     called = {name: function for name, function in functions.items() if name in forward.__code__.co_names}
     parameters = inspect.signature(forward).parameters
     others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     boundaries = "segments" if others else "seq_idx"
     if not called or not (others or boundaries in parameters):
-        return "its forward calls none of the functions that are known"
+        return "its forward calls no function that padfree can replace"
     return VarlenKernel(forward=with_functions(forward, called), boundaries=boundaries, dtypes=kind.dtypes(device))
 
 
-def settled_way(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> VarlenKernel | None:
-    """The fast way if it was found right here; None, and a warning on a GPU, if there is no such way."""
+def tested_kernel(
+    module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device
+) -> VarlenKernel | None:
+    """The fast forward if it passes the test on this machine. Otherwise None, with a warning on a GPU."""
     way = varlen_kernel(type(module), mixer, device)
     if isinstance(way, str):
         reason: str | None = way
@@ -87,7 +89,7 @@ def settled_way(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, devic
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Whether the module's own forward may call the kernels of packages that transformers finds, segment by segment."""
+    """Whether the kernels that transformers finds for the module's own forward pass the test, segment by segment."""
     if device.type == "cpu" or reference_forward(type(module)) is None:  # type: ignore[arg-type]
         return False
 
@@ -111,9 +113,9 @@ _TRIALS: dict[tuple[str, str, str, torch.device], str | None] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """A way to compute a mixer, tried on a copy of it with random weights."""
+    """A test of one implementation of a mixer, on a copy of it with random weights."""
 
-    name: str  # of the way
+    name: str  # of the implementation
     call: Function  # (module, hidden states [T, D], Segments) -> [T, D]
     module: nn.Module
     mixer: Mixer
@@ -122,7 +124,7 @@ class _Trial:
     dtype: torch.dtype
 
     def reason(self) -> str | None:
-        """Why it is not right on this machine; None if it is. Once a process for each name, class, config, device."""
+        """Why the test fails; None if it passes. Cached per process for each name, class, config and device."""
         key = (self.name, qualified_name(type(self.module)), repr(self.config), self.device)
         if key not in _TRIALS:
             devices = [self.device] if self.device.type == "cuda" else []
@@ -136,8 +138,8 @@ class _Trial:
                     torch.autocast(self.device.type, enabled=False),
                 ):
                     _TRIALS[key] = self._difference()
-            except Exception as error:  # a kernel that does not compile here, a class that is made in another way
-                _TRIALS[key] = f"the trial failed ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+            except Exception as error:  # a kernel that does not compile, or a class with another constructor
+                _TRIALS[key] = f"the test failed ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
             finally:
                 torch.set_default_dtype(default)
         return _TRIALS[key]
@@ -163,7 +165,7 @@ class _Trial:
         for name, value in expected.items():
             noise, difference = _apart(noisy[name], value), _apart(found[name], value)
             if not difference <= NOISE_FACTOR * noise + NOISE_FLOOR:
-                return f"on this machine its {name} differs by {difference:.1e}, and rounding alone by {noise:.1e}"
+                return f"on this machine its {name} differs by {difference:.1e}; rounding explains only {noise:.1e}"
         return None
 
     def _copy(self) -> nn.Module:
@@ -172,21 +174,21 @@ class _Trial:
         torch.manual_seed(0)
         with self.device:
             made: nn.Module = module_class(self.config, int(getattr(self.module, "layer_idx", 0))).train()
-        for name, constant in self.module.named_buffers(recurse=False):  # some of which a model makes after its layers
+        for name, constant in self.module.named_buffers(recurse=False):  # models can set some after creating the layer
             made.register_buffer(name, constant.detach().clone())
         with torch.no_grad():
-            for name, parameter in made.named_parameters():  # some classes leave them as the memory was
+            for name, parameter in made.named_parameters():  # some classes do not initialise them
                 if parameter.ndim >= 2:
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)
                 else:
                     parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
-            if (decay := decay_of(made)) is not None:  # a slow one: states that last show a leak
+            if (decay := decay_of(made)) is not None:  # slow, so that a leaked state is visible
                 decay.uniform_(math.log(0.02), math.log(0.05))
         return made
 
 
 def _by_segment(forward: Function, module: nn.Module, mixer: Mixer, values: Tensor) -> Tensor:
-    return by_segment(lambda rows: _first(forward(module, **{mixer.hidden: rows[0]})), [values], LENGTHS)
+    return by_segment(lambda inputs: _first(forward(module, **{mixer.hidden: inputs[0]})), [values], LENGTHS)
 
 
 def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -196,7 +198,7 @@ def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 def _outcome(
     call: Function, module: nn.Module, hidden: Tensor, weights: Tensor, segments: Segments
 ) -> dict[str, Tensor]:
-    """Output and gradients, in float32."""
+    """Output and gradients by name, in float32."""
     module.zero_grad(set_to_none=True)
     hidden = hidden.detach().requires_grad_()
     output = call(module, hidden, segments)
@@ -208,5 +210,5 @@ def _outcome(
 
 
 def _apart(values: Tensor, expected: Tensor) -> float:
-    """Relative to the size of all, so that one entry near zero says nothing."""
+    """The relative difference in norm, so that a single entry near zero does not matter."""
     return float((values - expected).norm() / expected.norm().clamp(min=1e-6))

@@ -1,18 +1,17 @@
-"""`check_model`: the reference, the noise, the packed path, and every way to vary it.
+"""`check_model`: compare the packed path and its variations with a reference.
 
-    1  reference     plain HF code, one sample at a time, in float64            rank 0; the others wait
-    2  noise         plain HF code in the dtype, padded pairs, eager attention  rank 0; against 1
-    3  packed        log-probabilities, loss, gradients of every part           against 1, in units of 2
-    4  leak          other tokens in every second sample                        the others' log-probabilities, against 3
-    5  pad           a tail of random tokens behind every row                   against 1; another tail against that one
-    6  layouts       other micro-batches, another order, other context methods  against 1
+    1  reference     plain HF code, one sample at a time, in float64            on rank 0; the other ranks wait
+    2  noise         plain HF code in the dtype, padded pairs, eager attention  on rank 0; compared with 1
+    3  packed        log-probabilities, loss, gradients of every part           compared with 1; allowed: tolerance or 2
+    4  leak          different tokens in every second sample                    the other samples compared with 3
+    5  pad           random tokens after every pack                             compared with 1; other tokens with these
+    6  layouts       other micro-batches, another order, other context methods  compared with 1
 
-The losses of pairs, teachers, reward models and critics (`plain_losses`) have no log-probabilities to compare, and go
-through 1, 2, 3 and 6: whether samples leak into each other, and what a pad does, the check of "nll" finds on the same
-model.
+The losses of pairs, teachers, reward models and critics (`plain_losses`) have no log-probabilities to compare. For them
+only 1, 2, 3 and 6 run; the check of "nll" on the same model covers leaks and padding.
 
-Models are in evaluation mode, without dropout. The reference runs as a whole on one device. Without the memory for
-float64, or where a model does not run in it, the reference is in the dtype that is checked, and the report says so.
+Models are in evaluation mode, without dropout. The reference runs on a single device. If there is not enough memory for
+float64, or the model does not run in float64, the reference has the checked dtype, and the report says so.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from padfree.config.choices import ModelHead
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.errors import UserError
 from padfree.model.load import load_model
-from padfree.tools.check.check_report import MAIN, CheckReport, CheckRow, Skipped
+from padfree.tools.check.check_report import MAIN, CheckReport, CheckResult, Skipped
 from padfree.tools.check.compare import (
     TOLERANCES,
     Gap,
@@ -63,7 +62,7 @@ from padfree.tools.check.samples import LONGEST, random_samples
 from padfree.train.limits import check_fits
 
 TIMEOUT = 3600.0
-"""Seconds that processes wait for the reference."""
+"""Seconds that the other processes wait for the reference."""
 
 RANDOM_SAMPLES = 8
 
@@ -72,14 +71,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Reference:
-    """What rank 0 compares with; the other ranks have the names and the samples."""
+    """The results that rank 0 compares with. On other ranks only the samples and the names are filled."""
 
-    samples: list[Sample]  # with what the loss needs of them
+    samples: list[Sample]  # with the extra inputs of the loss
     outcome: CheckOutcome
-    noise: dict[str, float]  # by quantity, gradients by part
-    parts: dict[str, str]  # of each parameter
+    noise: dict[str, float]  # by quantity; for gradients by part of the model
+    parts: dict[str, str]  # parameter -> part of the model
     attention: str
-    obstacle: str | None  # why it is not float64
+    obstacle: str | None  # why the reference is not in float64
     experts: bool
 
 
@@ -101,15 +100,17 @@ def check_model(
 ) -> CheckReport:
     """Compare packed training of a model with plain HF code, one sample at a time.
 
-    `source` is what `load_model` takes. For the losses "dpo" and "reward" neighbouring samples are pairs. A number of
-    `samples` means random ones; `origin` says in the report where
-    given ones are from. `dtype` is float32 or bfloat16 (None: float32 on a CPU, bfloat16 on a GPU). Of a deep model the
-    first `layers` layers are checked (None: a few), or all (`full`). Under torchrun the processes are data x `context`
-    ranks, every one calls this alike, and every one returns the same report.
+    `source`: a folder, Hub id or config, as for `load_model`. `samples`: samples, or a number of random samples; for
+    the losses "dpo" and "reward" consecutive samples form pairs. `origin`: where the samples come from, for the report.
+    `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU. `layers`: check the first layers of
+    a deep model, by default a few; `full` checks all layers. Under torchrun the processes are data x `context` ranks;
+    the call is collective and returns the same report on every rank.
     """
     say = on_progress or (lambda _: None)
     if dtype is not None and dtype not in TOLERANCES:
-        raise UserError("dtype", "", f"choose one of {', '.join(str(known) for known in TOLERANCES)}", value=dtype)
+        raise UserError(
+            "dtype", "cannot be checked", f"choose one of {', '.join(str(known) for known in TOLERANCES)}", value=dtype
+        )
     with distributed(device=device, timeout=TIMEOUT) as chosen:
         mesh = make_mesh(chosen, context=context, timeout=TIMEOUT)
         dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
@@ -146,11 +147,11 @@ def check_model(
             noise=f"transformers in {name}, in padded pairs with eager attention",
             rows=tuple(rows),
             skipped=tuple(skipped),
-            remark="experts near a tie are chosen differently in bfloat16; check it in float32 as well"
+            remark="in bfloat16, near ties between experts can be decided differently; check in float32 as well"
             if experts
             else "",
         )
-        box = [report]  # what was found on rank 0, on every rank
+        box = [report]  # the report of rank 0 on every rank
         dist.broadcast_object_list(box, src=0, group=mesh.loss.group, device=torch.device("cpu"))
         return box[0]
 
@@ -161,23 +162,25 @@ def _what(loss: CheckedLoss) -> str:
 
 
 def longest_of(config: PreTrainedConfig, wanted: int) -> int:
-    """`wanted` tokens, or as many as the model has positions."""
+    """`wanted` tokens, or the number of positions of the model if that is smaller."""
     return min(wanted, int(getattr(config, "max_position_embeddings", None) or wanted))
 
 
 def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
-    """Refuse what the model cannot take, or what would make the comparison empty."""
+    """Raise if the model cannot take the samples, or if there is nothing to compare."""
     if len(samples) < 2:
-        raise UserError("samples", "", "give 2 or more, one of which must not see the other", value=len(samples))
+        raise UserError("samples", "is too few: a leak needs two samples", "give 2 samples or more", value=len(samples))
     if not any(sample.num_labels for sample in samples):
-        raise UserError("samples", f"none of the {len(samples)} has a trained token", "give some that do")
+        raise UserError(
+            "samples", f"none of the {len(samples)} samples has a trained token", "give samples with trained tokens"
+        )
     check_fits(
         samples,
         source.limits,
         place=lambda index: index if samples[index].uid is None else samples[index].uid,
         setting="samples",
         vocabulary_cure="use the tokenizer of this model",
-        positions_cure=f"cut them, as in --max-length {source.limits.positions}",
+        positions_cure=f"truncate them, for example with --max-length {source.limits.positions}",
     )
 
 
@@ -193,7 +196,7 @@ def _reference(
     teachers: list[PreTrainedModel] = []
 
     def load(kind: torch.dtype) -> PreTrainedModel:
-        """The model, and a teacher if the loss has one; every rank loads both."""
+        """Load the model, and a teacher if the loss has one. Collective."""
 
         def loaded(head: ModelHead) -> PreTrainedModel:
             model = load_model(source.source, head=head, dtype=kind, device=mesh.device, **options)
@@ -208,7 +211,7 @@ def _reference(
     def compute(
         model: PreTrainedModel, given: list[Sample] | None = None, *, padded: bool = False
     ) -> tuple[list[Sample], CheckOutcome]:
-        """The samples with what the loss needs of them, and what it gives."""
+        """The samples with the extra inputs of the loss, and the results."""
         if model.dtype == torch.float64:
             for teacher in teachers:
                 make_float64(teacher)
@@ -240,7 +243,9 @@ def _reference(
     dist.broadcast_object_list(box, src=0, group=mesh.loss.group, device=torch.device("cpu"))
     if not box[1]:
         raise UserError(
-            "model", f"{source.name} itself gives no finite loss for these samples in {dtype}", "look at the weights"
+            "model",
+            f"{source.name} gives a non-finite loss for these samples in {dtype}, without padfree",
+            "check the weights for NaN",
         )
     del model
     teachers.clear()
@@ -258,7 +263,7 @@ def _reference(
 
 
 class _Check:
-    """Runs the packed path in all its variations. Every rank runs the same; what rank 0 finds counts."""
+    """Runs the packed path in all its variations. Collective; only rank 0 collects results."""
 
     def __init__(
         self, path: PackedPath, reference: _Reference, vocabulary: int, tolerance: Tolerance, say: Say
@@ -266,11 +271,11 @@ class _Check:
         self.path, self.reference, self.samples, self.say = path, reference, reference.samples, say
         self.vocabulary, self.tolerance = vocabulary, tolerance
         self.first = path.mesh.loss.rank == 0
-        self.repeated = 0.0  # what running the same again changes
-        self.rows: list[CheckRow] = []
+        self.repeated = 0.0  # the difference between two identical runs
+        self.rows: list[CheckResult] = []
         self.skipped: list[Skipped] = []
 
-    def run(self) -> tuple[list[CheckRow], list[Skipped]]:
+    def run(self) -> tuple[list[CheckResult], list[Skipped]]:
         base = Variation(name=MAIN, max_tokens=sum(len(sample) for sample in self.samples))
         self.say("packed: log-probabilities, loss and gradients")
         self.path.lay_out(base)
@@ -284,14 +289,14 @@ class _Check:
             self.path.lay_out(variation)
             try:
                 self._compare(variation)
-            except UserError as error:  # alike on all ranks
+            except UserError as error:  # raised on all ranks
                 if not variation.may_be_refused:
                     raise
                 self.skipped.append(Skipped(check=variation.name, reason=str(error)))
         return self.rows, self.skipped
 
     def _compare(self, variation: Variation) -> Logprobs | None:
-        """Loss and gradients against the reference, of "nll" log-probabilities, too."""
+        """Compare loss, gradients and (for "nll") log-probabilities with the reference."""
         samples = list(reversed(self.samples)) if variation.reverse else self.samples
         logprobs = self.path.logprobs(samples) if self.path.checked == "nll" else None
         if logprobs is not None and variation.reverse:
@@ -301,7 +306,7 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Rows for these and for the gradients that are in the parameters."""
+        """Add results for these values and for the gradients in the parameters."""
         expected, noise, tolerance = self.reference.outcome, self.reference.noise, self.tolerance
         extents = self.path.extents(expected.gradients)
         if not self.first:
@@ -309,24 +314,24 @@ class _Check:
         bound = tolerance.loss
         if logprobs is not None:
             gap = logprob_gap(logprobs, expected.logprobs, self.samples)
-            self.rows.append(_row(check, "log-probabilities", gap, noise["log-probabilities"], tolerance.logprobs))
+            self.rows.append(_result(check, "log-probabilities", gap, noise["log-probabilities"], tolerance.logprobs))
         else:
             bound *= max(abs(expected.loss), 1.0)
-        self.rows.append(_row(check, "loss", loss_gap(loss, expected.loss), noise["loss"], bound))
+        self.rows.append(_result(check, "loss", loss_gap(loss, expected.loss), noise["loss"], bound))
         if logprobs is not None:
             gap = normaliser_gap(loss, logprobs, self.samples)
-            self.rows.append(_row(check, "normaliser", gap, None, tolerance.normaliser))
+            self.rows.append(_result(check, "normaliser", gap, None, tolerance.normaliser))
         gradients = [
-            _row(check, "gradients", gap, noise[part], tolerance.gradients, part)
+            _result(check, "gradients", gap, noise[part], tolerance.gradients, part)
             for part, gap in gradient_gaps(extents, self.reference.parts).items()
         ]
-        worst = max(gradients, key=lambda row: row.excess)
+        worst = max(gradients, key=lambda result: result.excess)
         self.rows.append(replace(worst, part=None) if check == MAIN else worst)
         if check == MAIN:
             self.rows += gradients
 
     def _leak(self, logprobs: Logprobs) -> None:
-        self.say("leak: other tokens in every second sample")
+        self.say("leak: different tokens in every second sample")
         for changed in (0, 1):
             others = self.path.logprobs(with_other_tokens(self.samples, self.vocabulary, changed))
             kept = slice(1 - changed, None, 2)
@@ -334,7 +339,7 @@ class _Check:
             self._add_exact(f"leak from {('even', 'odd')[changed]} to {('odd', 'even')[changed]} samples", gap)
 
     def _pad(self) -> None:
-        self.say("pad: a tail of random tokens behind every row")
+        self.say("pad: random tokens after every pack")
         generator = torch.Generator().manual_seed(0)
 
         def random(length: int) -> Tensor:
@@ -343,13 +348,14 @@ class _Check:
         logprobs = self.path.padded_logprobs(self.samples, random)
         zeros = self.path.padded_logprobs(self.samples, lambda length: torch.zeros(length, dtype=torch.int64))
         loss = self.path.padded_loss(self.samples, random)
-        self._add("pad behind every row", logprobs, loss)
+        self._add("pad after every pack", logprobs, loss)
         self._add_exact("pad of other tokens", logprob_gap(zeros, logprobs, self.samples))
 
     def _add_exact(self, check: str, gap: Gap) -> None:
-        """A row whose difference must be exactly 0 where repeating a run gives the same bits.
+        """Add a result whose difference must be exactly 0 if two identical runs give the same bits.
 
-        No row of a matmul depends on another, but the shapes of the experts' matmuls depend on all tokens.
+        The rows of a matmul do not depend on each other. With experts, the shapes of the matmuls depend on all tokens,
+        so that rounding can differ.
         """
         if not self.first:
             return
@@ -357,13 +363,13 @@ class _Check:
             noise, tolerance = self.reference.noise["log-probabilities"], self.tolerance.logprobs
         else:
             noise, tolerance = self.repeated, 0.0
-        self.rows.append(_row(check, "log-probabilities", gap, noise, tolerance))
+        self.rows.append(_result(check, "log-probabilities", gap, noise, tolerance))
 
 
-def _row(
+def _result(
     check: str, quantity: str, gap: Gap, noise: float | None, tolerance: float, part: str | None = None
-) -> CheckRow:
-    return CheckRow(
+) -> CheckResult:
+    return CheckResult(
         check=check,
         quantity=quantity,
         part=part,

@@ -1,10 +1,10 @@
-"""What a check found: one row per comparison, and a verdict.
+"""The report of a check: one result per comparison, and a verdict.
 
     what                       difference     noise   allowed       largest at
     log-probabilities             4.8e-07   7.2e-07   2.0e-05  ok   token 30 of sample 5
     gradients of layer 1          1.9e-06   1.1e-06   1.0e-04  ok   model.layers.1.mlp.up_proj.weight
 
-A row passes if its difference is at most `tolerance`, or at most `FACTOR` times the noise.
+A result passes if its difference is at most `tolerance`, or at most `FACTOR` times the noise.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any
 from padfree.tools.check.compare import FACTOR
 
 MAIN = "packed"
-"""The check of the packed path as a whole; the others vary it."""
+"""The name of the main check; the other checks vary the layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckRow:
-    """One comparison."""
+class CheckResult:
+    """The result of one comparison."""
 
     check: str  # packed, leak, pad, or the name of a layout
     quantity: str  # log-probabilities, loss, normaliser, gradients
-    part: str | None = None  # of the model, for gradients
+    part: str | None = None  # part of the model, for gradients
     difference: float
-    noise: float | None  # None: no noise excuses a difference
+    noise: float | None  # None: only the tolerance counts
     tolerance: float
-    where: str = ""  # the largest difference is
+    where: str = ""  # where the difference is largest
 
     @property
     def limit(self) -> float:
-        """The largest difference that passes. Noise that is not finite excuses nothing."""
+        """The largest difference that passes. Non-finite noise is ignored."""
         noise = self.noise if self.noise is not None and math.isfinite(self.noise) else 0.0
         return max(self.tolerance, FACTOR * noise)
 
@@ -46,7 +46,7 @@ class CheckRow:
 
     @property
     def excess(self) -> float:
-        """The difference in units of the limit."""
+        """The difference divided by the limit."""
         return self.difference / self.limit if self.limit else (math.inf if self.difference else 0.0)
 
     @property
@@ -57,7 +57,7 @@ class CheckRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """A variation that could not be run, and why."""
+    """A variation that could not run, and the reason."""
 
     check: str
     reason: str
@@ -65,7 +65,7 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckReport:
-    """All rows of a check; the same on every process."""
+    """All results of a check; the same on every process."""
 
     model: str
     num_layers: int
@@ -76,12 +76,12 @@ class CheckReport:
     backend: str
     data_ranks: int
     context_ranks: int
-    samples: str  # where they are from
+    samples: str  # where the samples come from
     lengths: tuple[int, ...]
     num_labels: int
     reference: str
     noise: str
-    rows: tuple[CheckRow, ...]
+    rows: tuple[CheckResult, ...]
     skipped: tuple[Skipped, ...] = ()
     remark: str = ""
 
@@ -90,14 +90,14 @@ class CheckReport:
         return all(row.passed for row in self.rows)
 
     @property
-    def failed(self) -> tuple[CheckRow, ...]:
+    def failed(self) -> tuple[CheckResult, ...]:
         return tuple(row for row in self.rows if not row.passed)
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The verdict in one line."""
         if self.passed:
-            return "passed: packed training computes what one sample at a time computes"
+            return "passed: packed training gives the same results as one sample at a time"
         found = {
             check: list(dict.fromkeys(row.quantity for row in rows))
             for check, rows in groupby(self.failed, key=lambda row: row.check)
@@ -109,7 +109,7 @@ class CheckReport:
         return f"FAILED: {'; '.join(listed)}" + (f" ({self.remark})" if self.remark else "")
 
     def heading(self) -> list[str]:
-        """What was compared, in a few lines."""
+        """The model, samples and settings of the check, as lines of text."""
         layers = "all" if self.num_layers == self.total_layers else f"the first {self.num_layers}"
         ranks = (self.data_ranks, self.context_ranks)
         spread = "one process" if ranks == (1, 1) else f"{ranks[0]} data x {ranks[1]} context ranks, FSDP2"
@@ -117,15 +117,15 @@ class CheckReport:
         return [
             f"model       {self.model}, {layers} of its {self.total_layers} layers{weights}",
             f"samples     {len(self.lengths)} {self.samples}, {min(self.lengths)} to {max(self.lengths)} tokens, "
-            f"{sum(self.lengths)} in all, {self.num_labels} trained",
+            f"{sum(self.lengths)} tokens in all, {self.num_labels} trained",
             f"packed      {self.dtype} on {self.device}, attention {self.backend}, {spread}",
             f"reference   {self.reference}",
             f"allowed     the tolerance of {self.dtype}, or {FACTOR:.0f} times the noise: {self.noise}",
         ]
 
-    def shown_rows(self) -> list[CheckRow]:
-        """Every row of the packed path; of each variation the one nearest to its limit, or all that failed."""
-        shown: list[CheckRow] = []
+    def shown_rows(self) -> list[CheckResult]:
+        """All results of the main check. For each variation, all failures, or else the result nearest to its limit."""
+        shown: list[CheckResult] = []
         for check, group in groupby(self.rows, key=lambda row: row.check):
             rows = list(group)
             failed = [row for row in rows if not row.passed]
@@ -133,7 +133,7 @@ class CheckReport:
         return shown
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The table as text, without a header."""
+        """The cells of the table as text, without the header."""
         return [
             (
                 row.title,
@@ -147,7 +147,7 @@ class CheckReport:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON; a difference that is not finite is None."""
+        """Plain values for JSON. Non-finite differences are None."""
         rows = [
             {
                 **asdict(row),
@@ -169,7 +169,7 @@ def _number(value: float) -> str:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file holds a report as JSON, which another one may replace."""
+    """Whether a file holds a report as JSON, so that a new report may overwrite it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,15 +1,15 @@
-"""Largest differences, and what they are measured by.
+"""The largest differences between two results, and the tolerances.
 
-    log-probabilities   nats, the largest of any token                                    2.1e-06 at token 17 of 'b'
-    loss                nats
-    normaliser          the loss beside the mean of our own log-probabilities of trained tokens, relative
-    gradients           of each parameter: its largest difference / its largest entry     3.0e-07 in layers.0.mlp...
-                        then the largest of the parameters of a part (a layer, the embeddings, the head, a norm)
+    log-probabilities   largest difference of any token, in nats                          2.1e-06 at token 17 of 'b'
+    loss                difference, in nats
+    normaliser          relative difference of the loss and the mean of padfree's own log-probabilities
+    gradients           per parameter: largest difference / largest entry                 3.0e-07 in layers.0.mlp...
+                        then the maximum over the parameters of a part (a layer, the embeddings, the head, a norm)
 
-A gradient that is zero except for rounding (the bias of a key projection) would give a large quotient of two roundings.
-The divisor is therefore at least a hundredth of the largest entry in the parameter's part.
+A gradient that is zero except for rounding (the bias of a key projection) would give a large quotient of two rounding
+errors. The divisor is therefore at least a hundredth of the largest entry in the parameter's part.
 
-A number that is not finite counts as infinitely far off.
+A non-finite number counts as an infinite difference.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from padfree.batch import Sample
 from padfree.model.structure import layers_of
 
 FLOOR = 0.01
-"""Of the largest gradient entry of a part, the least that a difference is divided by."""
+"""The divisor of a gradient difference is at least this fraction of the largest gradient entry of the part."""
 
 FACTOR = 4.0
-"""How many times the noise of HF a difference may be."""
+"""A difference of at most this many times the noise of HF passes."""
 
 
 class Gap(NamedTuple):
-    """How far two results are apart, and where most."""
+    """The largest difference between two results, and where it is."""
 
     difference: float
     where: str
 
 
 class Extent(NamedTuple):
-    """Of one parameter's gradient: largest difference, largest entry of the reference."""
+    """For the gradient of one parameter: the largest difference, and the largest entry of the reference."""
 
     difference: float
     size: float
@@ -51,7 +51,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """What is always accepted."""
+    """Differences that always pass."""
 
     logprobs: float
     loss: float
@@ -63,11 +63,11 @@ TOLERANCES = {
     torch.float32: Tolerance(logprobs=2e-5, loss=1e-5, normaliser=1e-5, gradients=1e-4),
     torch.bfloat16: Tolerance(logprobs=3e-2, loss=5e-3, normaliser=1e-4, gradients=3e-2),
 }
-"""Some hundred roundings of float32, and a few of bfloat16. Weights and sums are float32 whatever the model is in."""
+"""A few hundred rounding errors of float32, and a few of bfloat16. Loss weights and sums are always in float32."""
 
 
 def logprob_gap(actual: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
-    """The largest difference of any token."""
+    """The largest difference of log-probabilities of any token."""
     largest = Gap(0.0, "")
     for index, (ours, theirs, sample) in enumerate(zip(actual, expected, samples, strict=True)):
         if not len(sample):
@@ -87,7 +87,7 @@ def loss_gap(actual: float, expected: float) -> Gap:
 
 
 def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
-    """The loss beside the mean of these log-probabilities, where wrong weights show whatever the model is in."""
+    """The relative difference of the loss and the mean of these log-probabilities. It shows wrong loss weights."""
     trained = [sample.mask & (np.arange(len(sample)) > 0) for sample in samples]
     total = sum(float(values[mask].astype(np.float64).sum()) for values, mask in zip(logprobs, trained, strict=True))
     mean = -total / sum(int(mask.sum()) for mask in trained)
@@ -96,7 +96,7 @@ def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Seque
 
 
 def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
-    """Of two gradients of one parameter; None is 0 everywhere."""
+    """The extent of two gradients of one parameter; None counts as zeros."""
     if actual is None or expected is None:
         only = actual if expected is None else expected
         size = 0.0 if only is None or not only.numel() else float(only.detach().abs().max())
@@ -108,7 +108,7 @@ def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
 
 
 def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
-    """The largest relative difference of each part, in the order of the parts."""
+    """The largest relative difference in each part of the model, in the order of the parts."""
     largest: dict[str, float] = {}
     for name, part in parts.items():
         largest[part] = max(largest.get(part, 0.0), extents[name].size)

@@ -1,12 +1,12 @@
-"""Plain HF code in float64: what the true numbers are, as far as a check can tell.
+"""The reference in float64: plain HF code with as little rounding as possible.
 
-    float32, sdpa, 30 layers      gradients are up to 1e-3 away from float64: as a reference it would blame us for that
-    float64, eager                weights and activations in float64, the weights being those of the files
+    float32, sdpa, 30 layers      gradients differ from float64 by up to 1e-3, too much for a reference
+    float64, eager                weights of the files and activations in float64
 
-transformers computes parts of a model in float32 whatever the model is in: RMSNorm, the softmax of eager attention,
-routers. In a model of float64 that would be a loss, so inside `float64_throughout` an operation on a float64 tensor
-that asks for float32 stays in float64. Rotary angles are part of the model's definition and stay what they are: their
-buffers are float32, and are not touched.
+transformers computes some operations in float32 for every model dtype: RMSNorm, the softmax of eager attention,
+routers. For a float64 model that would lose precision. Inside `float64_throughout`, an operation on a float64 tensor
+that asks for float32 stays in float64. Rotary angles are part of the model's definition, so their float32 buffers are
+unchanged.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from padfree.sizes import ModelSizes
 from padfree.train.resolve_auto import device_memory
 
 USABLE = 0.7
-"""Of the memory that is free, what the reference may take."""
+"""The fraction of free memory that the reference may use."""
 
 Found = TypeVar("Found")
 
 
 class float64_throughout(TorchFunctionMode):  # noqa: N801  used as a block
-    """A block in which operations on float64 tensors are not computed in float32."""
+    """Context manager: operations on float64 tensors stay in float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,7 +50,7 @@ class float64_throughout(TorchFunctionMode):  # noqa: N801  used as a block
 
 @torch.no_grad()
 def make_float64(model: PreTrainedModel) -> None:
-    """Weights in float64, eager attention and eager experts; buffers that no file holds stay as they are."""
+    """Convert the weights to float64, and select eager attention and experts. Non-persistent buffers are unchanged."""
     for tensor in named_tensors(model).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.double()
@@ -59,11 +59,11 @@ def make_float64(model: PreTrainedModel) -> None:
 
 
 def float64_bytes(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
-    """About what float64 takes besides the model in float32: weights, gradients, and the pass of the longest sample."""
+    """Estimated bytes of float64 besides the float32 model: weights, gradients, activations of the longest sample."""
     sizes, longest = ModelSizes.of(model.config), max(len(sample) for sample in samples)
     weights = sum(tensor.numel() for tensor in named_tensors(model).values()) * (4 + 8 + 8)
     activations = longest * 8 * (24 * sizes.layers * sizes.hidden + 4 * sizes.vocabulary)
-    scores = longest**2 * 8 * 3 * sizes.layers * sizes.heads  # which eager attention keeps
+    scores = longest**2 * 8 * 3 * sizes.layers * sizes.heads  # kept by eager attention
     return float(weights + activations + scores)
 
 
@@ -74,10 +74,10 @@ def exact(
     load: Callable[[], PreTrainedModel],
     compute: Callable[[PreTrainedModel], Found],
 ) -> tuple[Found | None, str | None]:
-    """What `compute` finds on rank 0 with the model of `load`, made float64; None on the other ranks.
+    """The result of `compute` with the model of `load` in float64, on rank 0; None on the other ranks.
 
-    The text is why there is no float64 reference: no memory for it, or a model that does not run in it. Every rank
-    calls it, and gets the same text.
+    The text says why there is no float64 reference: not enough memory, or a model that does not run in float64. It is
+    None if there is one. The call is collective and returns the same text on every rank.
     """
     found, obstacle = None, None
     model = load()
@@ -88,8 +88,8 @@ def exact(
             try:
                 with float64_throughout():
                     found = compute(model)
-            except (RuntimeError, TypeError, NotImplementedError) as error:  # a kernel or a cast that has no float64
-                obstacle = f"float64 does not run: {' '.join(str(error).split())[:120]}"
+            except (RuntimeError, TypeError, NotImplementedError) as error:  # a kernel without float64
+                obstacle = f"the model does not run in float64: {' '.join(str(error).split())[:120]}"
     del model
     gc.collect()
     if mesh.device.type == "cuda":
@@ -100,7 +100,7 @@ def exact(
 
 
 def reference_line(dtype: torch.dtype, obstacle: str | None, what: str, attention: str) -> str:
-    """Of the report: which reference was used, and why if it is not float64."""
+    """The line of the report about the reference, with the reason if it is not in float64."""
     if obstacle is None:
         return f"transformers in float64, {what}, eager attention"
     return f"transformers in {str(dtype).removeprefix('torch.')} ({obstacle}), {what}, {attention} attention"
@@ -110,22 +110,22 @@ def _obstacle(
     model: PreTrainedModel, samples: Sequence[Sample], device: torch.device, dtype: torch.dtype
 ) -> str | None:
     if device.type == "mps":
-        return "the device has no float64"
+        return "the device does not support float64"
     if dtype == torch.bfloat16 and ModelSizes.of(model.config).experts:
-        return "in float64 other experts would be chosen"
+        return "float64 would route tokens to other experts"
     needed, free = float64_bytes(model, samples), USABLE * free_memory(device)
     if needed > free:
-        return f"float64 needs about {needed / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB may be used"
+        return f"float64 needs about {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB can be used"
     return None
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that are free: on the GPU, or, as Linux says, on this machine."""
+    """Free bytes of the GPU, or of this machine for the CPU."""
     if device.type == "cpu":
         try:
             with open("/proc/meminfo", encoding="ascii") as file:
                 found = next(line.split()[1] for line in file if line.startswith("MemAvailable:"))
             return float(found) * 1024
         except (OSError, StopIteration, ValueError):
-            pass  # another system: take what the machine has
+            pass  # not Linux: use the total memory
     return device_memory(device)

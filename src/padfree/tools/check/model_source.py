@@ -1,12 +1,12 @@
 """The model to check: a Hugging Face folder, Hub id or config, or the first layers of one.
 
     folder of 36 layers      config.json, model-00001-of-00004.safetensors, ...
-    the first 4 of them      config.json (4 layers), an index that names their tensors, links to the same files
+    its first 4 layers       config.json (4 layers), an index of their tensors, links to the same files
 
-The first layers are kept with their own weights, between the model's own embeddings and its norm and head. Enough are
-kept to have every kind of layer that a list of the config names (sliding, full; dense, sparse). Files are linked, not
-copied, except where transformers renames or merges tensors on loading: it reads whole files, so that the kept tensors
-are written to files of their own.
+The first layers keep their own weights, and so do the embeddings, the last norm and the head. Enough layers are kept to
+include every layer type in the config (sliding or full attention, dense or sparse). Files are linked, not copied,
+unless transformers renames or merges tensors on loading. In that case it reads whole files, so that the kept tensors
+are written to new files.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from padfree.sizes import ModelSizes
 from padfree.train.limits import ModelLimits
 
 FEW_LAYERS = 4
-"""How many are kept where nothing else is asked for, and where every kind of layer is among them."""
+"""The default number of layers, if they include every layer type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """What `load_model` is given."""
+    """The model to check. `source` is the argument of `load_model`."""
 
     source: str | Path | PreTrainedConfig
-    config: PreTrainedConfig  # of the layers that are kept
-    name: str  # of the model's class
+    config: PreTrainedConfig  # with the kept layers only
+    name: str  # name of the model's class
     num_layers: int
     total_layers: int
     random_weights: bool
@@ -61,17 +61,17 @@ def model_source(
     backend: str = "auto",
     trust_remote_code: bool = False,
 ) -> Iterator[ModelSource]:
-    """The model, or its first `layers` layers, for the length of a block. A model that cannot be packed is refused."""
+    """Context manager: the model, or its first `layers` layers. Raises if the model does not support packing."""
     if layers is not None and layers < 1:
-        raise UserError("layers", "", "give 1 or more", value=layers)
+        raise UserError("layers", "is not a positive number", "give 1 or more", value=layers)
     if layers is not None and full:
-        raise UserError("layers", f"{layers} together with full", "give one of them")
+        raise UserError("layers", f"{layers} cannot be combined with full", "give one of them")
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
-    if (inner := language_config(config)) is not None:  # its layers lie among others in the files: all are loaded
+    if (inner := language_config(config)) is not None:  # multimodal: the files also hold other layers, so load all
         config, full, layers = inner, files is not None or full, None if files is not None else layers
     with torch.device("meta"):
         model = _from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
-    lm_head_of(attach(model, backend))  # refused before anything is computed
+    lm_head_of(attach(model, backend))  # raises early if the model does not support packing
     limits = ModelLimits.of(model)
     total = int(config.num_hidden_layers)
     kept = total if full else min(total, layers or default_layers(config))
@@ -99,7 +99,7 @@ def model_source(
 
 
 def default_layers(config: PreTrainedConfig) -> int:
-    """`FEW_LAYERS`, or as many as it takes to meet every kind of layer."""
+    """`FEW_LAYERS`, or as many layers as needed to include every layer type."""
     total = int(config.num_hidden_layers)
     lists = [value for value in config.to_dict().values() if _is_per_layer(value, total)]
     kinds = [repr([value[layer] for value in lists]) for layer in range(total)]
@@ -110,7 +110,7 @@ def default_layers(config: PreTrainedConfig) -> int:
 
 
 def first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
-    """The same config with `count` layers, and with lists of one entry per layer cut to match."""
+    """The same config with `count` layers. Lists with one entry per layer are shortened to match."""
     total = int(config.num_hidden_layers)
     values: dict[str, Any] = {
         name: list(value[:count]) if _is_per_layer(value, total) else value for name, value in config.to_dict().items()
@@ -137,7 +137,7 @@ def _write_first_layers(
     with torch.device("meta"):
         model = _from_config(config, torch.float32, trust_remote_code)
     direct = _names_match(model, kept)
-    # Every process reads its slices of files that fit, and only the first one lets transformers read the others.
+    # If names match, every process reads its slices of the files. Otherwise only rank 0 reads them with transformers.
     copies = not direct and (not dist.is_initialized() or dist.get_rank() == 0)
     for path in sorted(set(kept.values())):
         if copies:
@@ -146,7 +146,7 @@ def _write_first_layers(
                 save_file({name: file.get_tensor(name) for name in names}, folder / path.name, {"format": "pt"})
         else:
             (folder / path.name).symlink_to(path.resolve())
-    for path in next(iter(files.values())).parent.glob("*.py"):  # a model's own code, run if it is trusted
+    for path in next(iter(files.values())).parent.glob("*.py"):  # custom code of the model, for trust_remote_code
         (folder / path.name).symlink_to(path.resolve())
     mapping = {name: path.name for name, path in kept.items()}
     (folder / INDEX).write_text(json.dumps({"metadata": {PARTIAL: True}, "weight_map": mapping}), encoding="utf-8")

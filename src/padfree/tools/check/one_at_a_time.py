@@ -1,13 +1,13 @@
-"""The definition of right: plain transformers code, one sample at a time.
+"""The definition of correct: plain transformers code, one sample at a time.
 
-    one at a time   [1, n]      HF's own attention, logits [n, V], cross entropy, backward; gradients added in float32
+    one at a time   [1, n]      HF's own attention, logits [n, V], cross entropy, backward; gradients summed in float32
     padded pairs    [2, L]      the same mathematics with an attention mask and HF's eager attention
 
-The first runs in float64 where it can (`exact.py`), the second in the dtype that is checked. So their difference is
-rounding: the noise that any correct way of computing may show in this dtype, on this device, for this model.
+The first runs in float64 if possible (`exact.py`), the second in the checked dtype. Their difference is rounding: the
+noise that any correct implementation can show in this dtype, on this device, for this model.
 
-Every gradient is added to the sums and freed as soon as it is computed, so that besides the sums no more than one
-parameter's gradient is in memory.
+Each gradient is added to the sums and freed as soon as it is computed, so that the gradient of at most one parameter is
+in memory besides the sums.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from padfree.tools.check.padded import padded_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CheckOutcome:
-    """What one way of computing gives."""
+    """The results of one way of computing."""
 
-    logprobs: list[NDArray[np.float32]]  # [n] per sample: of every token but the first, which has 0
+    logprobs: list[NDArray[np.float32]]  # [n] per sample; 0 for the first token
     loss: float  # mean over the trained tokens
-    gradients: dict[str, Tensor]  # float32 or float64, on the CPU; a parameter that got none is not in it
+    gradients: dict[str, Tensor]  # float32 or float64, on the CPU; without parameters that got no gradient
 
 
 def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:
-    """With the attention that the model has been loaded with."""
+    """Run one sample at a time, with the attention implementation that the model was loaded with."""
     return _outcome(model, [[index] for index in range(len(samples))], samples)
 
 
 def padded_pairs(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:
-    """Neighbours together, the shorter one padded behind, with HF's eager attention."""
+    """Run pairs of consecutive samples, the shorter one padded at the end, with HF's eager attention."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
     outcome = _outcome(model, [[i, i + 1][: len(samples) - i] for i in range(0, len(samples), 2)], samples)
@@ -59,7 +59,7 @@ def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: 
     ]
     loss = 0.0
     for batch in batches:
-        chosen = [index for index in batch if len(samples[index]) > 1]  # others predict nothing
+        chosen = [index for index in batch if len(samples[index]) > 1]  # a single token predicts nothing
         if not chosen:
             continue
         input_ids, attention_mask, scored = padded_rows([samples[index] for index in chosen], model.device)
@@ -71,7 +71,7 @@ def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: 
         total.backward()  # type: ignore[no-untyped-call]
         loss += float(total.detach().double())
         for row, index in zip((-losses.detach()).cpu().numpy(), chosen, strict=True):
-            with np.errstate(over="ignore"):  # of float64
+            with np.errstate(over="ignore"):  # float64 to float32
                 logprobs[index][1:] = row[: len(samples[index]) - 1]
     for hook in hooks:
         hook.remove()

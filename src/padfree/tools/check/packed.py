@@ -1,15 +1,15 @@
-"""The path of training, from samples to gradients, and the ways it can be varied without changing anything.
+"""The path of training, from samples to gradients, and variations of it that must not change the results.
 
-samples -> plan -> rows -> attached model -> fused loss -> backward -> sums over ranks       padfree.train.Engine
-samples -> plan -> rows -> attached model -> score -> log-probabilities                      padfree.train.Scorer
+samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      padfree.train.Engine
+samples -> plan -> packs -> attached model -> score -> log-probabilities                     padfree.train.Scorer
 
-variation                      what is different
-every sample in a row alone    micro-batches of one sample
-a few rows                     micro-batches of about a third of the tokens
+variation                      difference
+one sample per pack            micro-batches of one sample
+a few packs                    micro-batches of about a third of the tokens
 reversed                       the order of the samples
-pad                            a tail of random tokens behind every row
-shared prefixes                what samples begin with is computed once (where they do begin alike)
-ring, headtail, ...            how context ranks divide a row and attend to it (more than one context rank)
+pad                            random tokens after every pack
+shared prefixes                prefixes that samples share are computed once (if samples share any)
+ring, headtail, ...            how context ranks divide a pack and attend to it (more than one context rank)
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 Logprobs = list[NDArray[np.float32]]
 
 PAD = 7
-"""Tokens of the tail on each context rank: not a round number."""
+"""Pad tokens per context rank; deliberately not a round number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variation:
-    """A way to lay the samples out that must not matter."""
+    """A layout of the samples that must not change the results."""
 
     name: str
-    max_tokens: int  # of a row on one device
+    max_tokens: int  # of a pack, per device
     pack_settings: PackSettings = field(default_factory=PackSettings)
     reverse: bool = False
-    may_be_refused: bool = False  # not every model, backend and number of ranks can do it
+    may_be_refused: bool = False  # not every model, backend and number of ranks supports it
 
 
 def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
-    """Other micro-batches, another order, and what several context ranks can do."""
+    """Other micro-batches, another order, shared prefixes, and the layouts and methods of context parallelism."""
     total = sum(len(sample) for sample in samples)
     found = [
-        Variation(name="every sample in a row alone", max_tokens=1),
-        Variation(name="a few rows, samples reversed", max_tokens=-(-total // (3 * context)), reverse=True),
+        Variation(name="one sample per pack", max_tokens=1),
+        Variation(name="a few packs, samples reversed", max_tokens=-(-total // (3 * context)), reverse=True),
     ]
     if prefixes_of(samples, True).is_shared:
         found.append(
@@ -101,7 +101,7 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
 
 
 class PackedPath:
-    """An engine as training builds it, and what it gives for a list of samples."""
+    """An engine built as in training, and its results for a list of samples. All methods are collective."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class PackedPath:
 
         scalar = loss in SCALAR
         model = load("scalar" if scalar else "tokens")
-        model.train(False)  # without dropout, of which no two runs have the same
+        model.train(False)  # no dropout, which would differ between runs
         teacher = load("tokens", frozen=True) if loss == "distill" else None
         if teacher is not None:
             make_teacher(teacher)
@@ -136,18 +136,18 @@ class PackedPath:
         self.engine = _engine(loss, self.scorer, teacher)
 
     def lay_out(self, variation: Variation) -> None:
-        """Divide samples like this from now on."""
+        """Use the layout of this variation from now on."""
         packer = self.scorer.packer
         packer.max_tokens, packer.pack_settings = variation.max_tokens, variation.pack_settings
         if self.checked == "reward":
             packer.pack_settings = replace(packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
 
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
-        """[n] of each sample, of every token but the first, whatever is trained; on every rank."""
+        """[n] log-probabilities of each sample, of trained and untrained tokens; 0 for the first. On every rank."""
         return self.scorer.logprobs(_all_scored(samples))
 
     def loss(self, samples: Sequence[Sample]) -> float:
-        """The loss of all of them; its gradient is in the parameters."""
+        """The loss of the samples. Its gradients are left in the parameters."""
         return self._loss(self.engine.prepare(samples))
 
     def _loss(self, prepared: PreparedStep) -> float:
@@ -156,7 +156,7 @@ class PackedPath:
         return float(loss)
 
     def extents(self, reference: Mapping[str, Tensor]) -> dict[str, Extent]:
-        """The parameters' gradients beside these, on rank 0; the others take part in gathering them and get nothing."""
+        """Compare the gradients in the parameters with these, then clear them. Ranks other than 0 return {}."""
         found: dict[str, Extent] = {}
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
@@ -167,26 +167,26 @@ class PackedPath:
         self.engine.optimizer.zero_grad(set_to_none=True)
         return found
 
-    # With a pad behind every row
+    # With a pad after every pack
 
     def padded_logprobs(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> Logprobs:
-        """As `logprobs`, with a pad of the tokens `fill(length)`."""
+        """Like `logprobs`, with the tokens `fill(length)` after every pack."""
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         scores = partial(self.scorer._scores, self.scorer.temperature)
         with torch.no_grad():
             for batch, indices in self._padded(_all_scored(samples), fill).packs:
-                row = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
+                pack = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
-                for index, values in zip(indices, batch.packed.unpack(row), strict=True):
+                for index, values in zip(indices, batch.packed.unpack(pack), strict=True):
                     found[starts[index] + 1 : starts[index + 1]] = values[:-1]
         dist.all_reduce(found, group=self.mesh.loss.group)
         host = found.cpu().numpy()
         return [host[start:end] for start, end in pairwise(starts)]
 
     def padded_loss(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> float:
-        """As `loss`, with a pad."""
+        """Like `loss`, with the tokens `fill(length)` after every pack."""
         return self._loss(self._padded(samples, fill))
 
     def _padded(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> PreparedStep:
@@ -216,7 +216,7 @@ class PackedPath:
 
 
 def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) -> Engine:
-    """As training builds it."""
+    """The engine of this loss, built as in training."""
     optimizer = make_optimizer(scorer.model, OptimizerConfig(lr=0.0))
     if loss == "reward":
         rewards = RewardModelSettings()
@@ -234,7 +234,7 @@ def _all_scored(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def with_other_tokens(samples: Sequence[Sample], vocabulary: int, first: int) -> list[Sample]:
-    """Every second sample, from `first` on, with every token replaced by another."""
+    """The samples, with every token replaced by another one in every second sample, starting at `first`."""
     rng = np.random.default_rng(first)
     return [
         replace(sample, tokens=(sample.tokens + rng.integers(1, vocabulary, len(sample))) % vocabulary)

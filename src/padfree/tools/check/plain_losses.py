@@ -1,16 +1,15 @@
 """The losses of training by plain transformers code, one pair or sample at a time.
 
-    kind      what is minimised                                              beside the model
-    nll       cross entropy, mean over trained tokens (`one_at_a_time`)
-    dpo       sigmoid loss of pairs, means over pairs                        log-probabilities of a reference
-    kto       loss of single answers with labels, mean over answers          the same, and a drawn z₀
-    distill   forward KL from a teacher, mean over trained tokens            the model with other norms and biases
-    reward    Bradley-Terry loss of pairs, means over pairs                  a scalar head
-    value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
+    kind      loss                                                           further inputs nll       cross entropy,
+    mean over trained tokens (`one_at_a_time`) dpo       sigmoid loss of pairs, mean over pairs
+    log-probabilities of a reference model kto       loss of single answers with labels, mean over answers          the
+    same, and z₀ distill   forward KL from a teacher, mean over trained tokens            a teacher: the model with
+    other norms, biases reward    Bradley-Terry loss of pairs, mean over pairs                   a scalar head value
+    clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
 
-What a run would compute beforehand is drawn here, from the number of the sample: reference log-probabilities near the
-model's own, returns, old values. One at a time each sample is a call of the model; for the noise the samples of a pair,
-or neighbours, are padded rows of one call with eager attention.
+Inputs that a run would compute beforehand are random numbers here, seeded with the index of the sample: reference
+log-probabilities near the model's own, returns, old values. For the reference, each sample is one call of the model.
+For the noise, two samples (a pair, or consecutive samples) form a padded batch with eager attention.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ SCALAR = ("reward", "value")
 REFERENCED = ("dpo", "kto")
 DPO, KTO, VALUE = DPOSettings(), KTOSettings(desirable_weight=1.5), ValueSettings(clip=0.2)
 POINT = 0.3
+"""z₀ of KTO."""
 
 
 def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
-    """Neighbours as pairs, the first of two the chosen answer; one that is left over is left out."""
+    """Consecutive samples as pairs; the first of two is the chosen answer. Drops the last sample of an odd number."""
     return [
         replace(sample, group=index // 2, reward=float(1 - index % 2), uid=index)
         for index, sample in enumerate(samples[: len(samples) // 2 * 2])
@@ -51,7 +51,10 @@ def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | None) -> list[Sample]:
-    """The samples with what the loss needs of them; DPO and KTO need `own` [n] each, log-probabilities of the model."""
+    """The samples with the further inputs of the loss.
+
+    `own` [n] each: log-probabilities of the model, needed for DPO and KTO.
+    """
     found = []
     for index, sample in enumerate(samples):
         rng = np.random.default_rng(index)
@@ -71,7 +74,7 @@ def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | 
 
 @torch.no_grad()
 def make_teacher(model: PreTrainedModel) -> None:
-    """Another model of the same sizes: norms and biases times numbers between a half and one and a half."""
+    """Turn the model into a different one: multiply norms and biases by random numbers from 0.5 to 1.5."""
     for number, (_, tensor) in enumerate(sorted(named_tensors(model).items())):
         if tensor.ndim == 1 and tensor.is_floating_point():
             factors = 0.5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number))
@@ -87,7 +90,7 @@ def plain_loss(
     teacher: PreTrainedModel | None = None,
     padded: bool = False,
 ) -> CheckOutcome:
-    """Loss and gradients; `padded`: two samples in a call, with HF's eager attention."""
+    """Loss and gradients. `padded`: two samples per call, with HF's eager attention."""
     if loss == "nll":
         return padded_pairs(model, samples) if padded else one_at_a_time(model, samples)
     models = [one for one in (model, teacher) if one is not None]
@@ -124,13 +127,13 @@ def plain_loss(
 
 
 def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLoss, padded: bool) -> list[Tensor]:
-    """[n, V] logits of each sample, or with a scalar head [n] numbers; of a reward model [1], by its own forward."""
+    """For each sample [n, V] logits, or with a scalar head [n] values; [1] reward for the loss "reward"."""
     calls = [list(samples)] if padded else [[sample] for sample in samples]
     found: list[Tensor] = []
     for call in calls:
-        rows = padded_rows(call, model.device)
-        mask = rows.attention_mask if len(call) > 1 else None
-        inputs: dict[str, Any] = {"input_ids": rows.input_ids, "attention_mask": mask, "use_cache": False}
+        batch = padded_rows(call, model.device)
+        mask = batch.attention_mask if len(call) > 1 else None
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": mask, "use_cache": False}
         if loss == "reward" and not padded:
             found.append(model(**inputs).logits[:, 0].float())
             continue
@@ -139,7 +142,7 @@ def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLos
             values = model.get_submodule("score")(hidden).float()[..., 0]
         else:
             values = model(**inputs).logits.float()
-        found += [row[: len(sample)] for row, sample in zip(values, call, strict=True)]
+        found += [of_sample[: len(sample)] for of_sample, sample in zip(values, call, strict=True)]
     if loss == "reward" and padded:
         pad = model.config.pad_token_id
         found = [values[_end(sample, pad)][None] for values, sample in zip(found, samples, strict=True)]
@@ -147,15 +150,15 @@ def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLos
 
 
 def _end(sample: Sample, pad_token: int | None) -> int:
-    """The last token that is no padding token."""
-    real = [place for place, token in enumerate(sample.tokens.tolist()) if token != pad_token]
+    """The index of the last token that is not the padding token."""
+    real = [index for index, token in enumerate(sample.tokens.tolist()) if token != pad_token]
     return real[-1] if real else 0
 
 
 def _unit_loss(
     loss: CheckedLoss, unit: Sequence[Sample], outputs: Sequence[Tensor], taught: Sequence[Tensor]
 ) -> Tensor:
-    """The sum over the pairs, or the trained tokens, of these samples."""
+    """The loss of these samples: a sum over their pairs, answers or trained tokens."""
     if loss == "reward":
         (chosen,), (rejected,) = outputs
         return -logsigmoid(chosen - rejected)
@@ -164,32 +167,33 @@ def _unit_loss(
         return -logsigmoid(DPO.beta * (chosen - rejected))
     total = outputs[0].new_zeros(())
     for index, sample in enumerate(unit):
-        places = _places(sample, outputs[index])
+        trained = _trained_indices(sample, outputs[index])
         if loss == "kto":
             distance = KTO.beta * (_moved(sample, outputs[index]) - POINT)
             weight, sign = (KTO.desirable_weight, 1.0) if sample.reward else (KTO.undesirable_weight, -1.0)
             total = total + weight * (1.0 - torch.sigmoid(sign * distance))
         elif loss == "value":
-            values = outputs[index][places - 1]
+            values = outputs[index][trained - 1]
             returns, old = (
-                torch.from_numpy(np.asarray(getattr(sample, name))).to(values)[places] for name in ("returns", "values")
+                torch.from_numpy(np.asarray(getattr(sample, name))).to(values)[trained]
+                for name in ("returns", "values")
             )
             assert VALUE.clip is not None
-            held = old + (values - old).clamp(-VALUE.clip, VALUE.clip)
-            total = total + 0.5 * torch.maximum((values - returns).square(), (held - returns).square()).sum()
+            clipped = old + (values - old).clamp(-VALUE.clip, VALUE.clip)
+            total = total + 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square()).sum()
         else:
-            student, teacher = (each[index][places - 1].log_softmax(-1) for each in (outputs, taught))
+            student, teacher = (each[index][trained - 1].log_softmax(-1) for each in (outputs, taught))
             total = total + (teacher.exp() * (teacher - student)).sum()
     return total
 
 
 def _moved(sample: Sample, logits: Tensor) -> Tensor:
-    """The sum over an answer's tokens of log-probability less that of the reference."""
-    places = _places(sample, logits)
+    """The sum over the trained tokens of the log-probability minus the reference log-probability."""
+    trained = _trained_indices(sample, logits)
     tokens = torch.from_numpy(np.asarray(sample.tokens, np.int64)).to(logits.device)
     reference = torch.from_numpy(np.asarray(sample.ref_logprobs)).to(logits)
-    return (logits.log_softmax(-1)[places - 1, tokens[places]] - reference[places]).sum()
+    return (logits.log_softmax(-1)[trained - 1, tokens[trained]] - reference[trained]).sum()
 
 
-def _places(sample: Sample, values: Tensor) -> Tensor:
+def _trained_indices(sample: Sample, values: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(sample.scored)).to(values.device)

@@ -1,6 +1,6 @@
-"""A few samples to check with: of the user's data, from the shortest to the longest, or random ones.
+"""A few samples for a check: from the user's data, spread from the shortest to the longest, or random.
 
-lengths of the data   12 500 80 40 7 90 300 60        4 of them: 7 40 80 500, in the order of the file
+lengths of the data   12 500 80 40 7 90 300 60        4 samples: lengths 7 40 80 500, in the order of the file
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from padfree.tasks.reading import text_settings
 from padfree.train.training_data import open_tokenizer
 
 SHORTEST, LONGEST = 3, 96
-"""Tokens of random samples."""
+"""Lengths of random samples, in tokens."""
 
 
 def chosen_samples(
@@ -43,13 +43,10 @@ def chosen_samples(
     pairs: bool = False,
     labels: bool = False,
 ) -> list[Sample]:
-    """`count` samples of SFT data or of rollouts (files with a `reward`), the first `max_length` tokens of each.
+    """`count` samples of SFT data, or of rollouts (files with a `reward`), truncated to `max_length` tokens.
 
-    With `pairs` the data are `prompt`, `chosen` and `rejected`, and whole pairs are taken; with `labels` they are those
-    of `padfree kto`.
-
-    `data`: files, or these with the settings of a run's `[data]`. `tokenizer` is a folder or a Hub id; rollouts of
-    token ids need none.
+    `pairs`: the data has `chosen` and `rejected`, and whole pairs are taken. `labels`: data for `padfree kto`.
+    `data`: files, or a `[data]` section. `tokenizer`: a folder or a Hub id; rollouts given as token ids need none.
     """
     data = data if isinstance(data, DataConfig) else DataConfig(path=tuple(data))
     if data.sources:
@@ -69,14 +66,14 @@ def chosen_samples(
     chosen = {**text_settings(data), "max_length": max_length, "overlong": "truncate"}
     if pairs:
         if tokenizer is None:
-            raise UserError("--tokenizer", "the model has none", "give a folder or Hub id that does")
+            raise UserError("--tokenizer", "is not set and the model has no tokenizer", "give a folder or Hub id")
         loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         answers = load_pairs(data.path, loaded, SFTDataSettings(**chosen))
-        places = spread(answers.lengths.reshape(-1, 2).sum(1), max(1, count // 2))
-        return [answers[2 * place + member] for place in places for member in range(2)]
+        chosen_pairs = spread(answers.lengths.reshape(-1, 2).sum(1), max(1, count // 2))
+        return [answers[2 * pair + member] for pair in chosen_pairs for member in range(2)]
     if labels:
         if tokenizer is None:
-            raise UserError("--tokenizer", "the model has none", "give a folder or Hub id that does")
+            raise UserError("--tokenizer", "is not set and the model has no tokenizer", "give a folder or Hub id")
         loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         rows = load_rows(data.path, loaded, SFTDataSettings(**chosen), LabelledDataset, LabelTokenizer, SCHEMA)
         return [rows[index] for index in spread(rows.lengths, count)]
@@ -90,7 +87,7 @@ def chosen_samples(
         lengths = np.array([len(sample) for sample in samples])
     else:
         if tokenizer is None:
-            raise UserError("--tokenizer", "the model has none", "give a folder or Hub id that does")
+            raise UserError("--tokenizer", "is not set and the model has no tokenizer", "give a folder or Hub id")
         loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         found = load_sft(data.path, loaded, SFTDataSettings(loss_on=data.loss_on, **chosen))
         samples, lengths = found, found.lengths
@@ -98,22 +95,22 @@ def chosen_samples(
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether a folder holds one; of a Hub id nobody knows before it is asked."""
+    """Whether a folder has a tokenizer. True for a Hub id, which is not looked up."""
     path = Path(path)
     return not path.exists() or (path.is_dir() and any(path.glob("tokenizer*")))
 
 
 def spread(lengths: Any, count: int) -> list[int]:
-    """`count` places of a list of lengths, evenly spread from the shortest to the longest, ascending."""
+    """Ascending indices of `count` lengths, evenly spread from the shortest to the longest."""
     order = np.argsort(lengths, kind="stable")
-    places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64))
-    return sorted(order[places].tolist())
+    chosen = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64))
+    return sorted(order[chosen].tolist())
 
 
 def random_samples(vocabulary: int, count: int, *, longest: int = LONGEST, seed: int = 0) -> list[Sample]:
-    """Random tokens, from `SHORTEST` to `longest` in even ratios, shuffled; the first third of each is not trained.
+    """Samples of random tokens. Lengths are geometrically spaced from `SHORTEST` to `longest` and shuffled.
 
-    The last one begins as the one before it, so that there is a prefix to share.
+    The first third of each sample is not trained. The last two samples share a prefix.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.permutation(np.geomspace(min(SHORTEST, longest), longest, count).round().astype(np.int64))

@@ -1,14 +1,14 @@
-"""A page that is put together from above to below and written as one HTML file.
+"""Build a page from top to bottom and write it as one HTML file.
 
     page = Page("A run", "100 steps")
     page.add_figure("Loss", {"data": [{"y": [2.0, 1.5]}], "layout": {"xaxis": {"title": {"text": "step"}}}})
     page.add_table("Settings", ["name", "value"], [["lr", 1e-5]])
     page.write("run.html")
 
-The HTML is `templates/page.html`, with `page.css` and `page.js` beside it. The file has everything in it, plotly's own
-script too, and its security policy forbids it every request. All text is escaped. Plotly reads a little HTML in the
-texts of a figure (`<br>`, `<b>`): a name that is not ours goes there through `plain`. Figures that follow each other
-stand two in a row on a wide screen; a `wide` one has the row for itself.
+The HTML template is `templates/page.html`, which includes `page.css` and `page.js`. The file contains everything,
+including plotly's script, and its content security policy forbids all network requests. All text is escaped. Plotly
+interprets some HTML in the texts of a figure (`<br>`, `<b>`), so pass names that come from users through `plain`.
+Consecutive figures are shown two side by side on a wide screen; a `wide` figure takes the full width.
 """
 
 from __future__ import annotations
@@ -32,37 +32,41 @@ from padfree.tools.page.theme import FONTS, THEMES, template
 Cell = str | int | float
 
 EMPTY = ("", "–")
-"""What stands in a column of numbers where there is none."""
+"""Texts that a column of numbers may contain for a missing number."""
 
 TEMPLATES = Environment(
     loader=PackageLoader("padfree.tools.page"),
-    autoescape=select_autoescape(("html",)),  # <style> and <script> know no escapes
+    autoescape=select_autoescape(("html",)),  # not in <style> and <script>, where escapes have no meaning
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
 
 BEGINNING = TEMPLATES.get_template("beginning.html").render()
-"""By which a page is known."""
+"""The first lines of every page; they identify a file as a page of padfree."""
 
 
 def refuse_foreign(path: Path, setting: str = "output") -> None:
-    """Refuse to write where something lies that is no page of padfree."""
+    """Refuse to overwrite a file that is not a page of padfree."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(len(BEGINNING))
     except OSError:
-        return  # nothing is there, or writing will say what is wrong with it
+        return  # the file does not exist, or writing it will raise a better error
     if head and head != BEGINNING:
-        raise UserError(setting, f"{path} is there and is no page of padfree", "give another file name, or remove it")
+        raise UserError(
+            setting,
+            f"{path} exists and was not written by padfree",
+            "give another file name, or remove the file",
+        )
 
 
 class Page:
-    """Texts, tables and figures in the order in which they are added."""
+    """Texts, tables and figures, shown in the order in which they are added."""
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self.title, self.subtitle = title, subtitle
-        self._blocks: list[dict[str, Any]] = []  # what templates/page.html shows, by "kind"
+        self._blocks: list[dict[str, Any]] = []  # rendered by templates/page.html according to "kind"
         self._figures: list[Any] = []
 
     def add_text(self, text: str) -> None:
@@ -72,7 +76,7 @@ class Page:
         self._blocks.append({"kind": "heading", "text": text})
 
     def add_table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Integers get separators, floats four digits that count. A column of numbers stands on the right."""
+        """Add a table. Integers get thousands separators, floats four significant digits. Numbers are right-aligned."""
         wrong = [row for row in rows if len(row) != len(columns)]
         assert not wrong, f"{len(columns)} columns, but a row has {len(wrong[0])}"
         numeric = [
@@ -84,7 +88,7 @@ class Page:
         self._blocks.append({"kind": "table", "caption": caption, "head": head, "rows": body})
 
     def add_figure(self, caption: str, figure: Mapping[str, Any], *, wide: bool = False) -> None:
-        """A plotly figure: `{"data": [...], "layout": {...}}` of plain values or numpy arrays; NaN is a gap."""
+        """Add a plotly figure: `{"data": [...], "layout": {...}}` of plain values or numpy arrays. NaN is a gap."""
         extra = set(figure) - {"data", "layout"}
         assert not extra, f"a figure has data and layout, not {sorted(extra)}"
         layout = _jsonable(figure.get("layout", {}))
@@ -95,9 +99,9 @@ class Page:
         self._figures.append({"data": _jsonable(figure["data"]), "layout": layout})
 
     def add_records(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell | None]]) -> None:
-        """A table that the reader searches and sorts; a choice shows rows with one value of the first column only.
+        """Add a table that the reader can search, sort, and filter by the values of the first column.
 
-        A column of numbers stands on the right. Long texts are cut to a few lines until the reader opens their row.
+        Numbers are right-aligned. Long texts are cut to a few lines until the reader clicks on their line of the table.
         """
         wrong = [row for row in rows if len(row) != len(columns)]
         assert not wrong, f"{len(columns)} columns, but a row has {len(wrong[0])}"
@@ -107,22 +111,22 @@ class Page:
         self._blocks.append({"kind": "records", "caption": caption, "data": Markup(data)})
 
     def add_details(self, summary: str, text: str) -> None:
-        """Text as it is, closed until the reader opens it."""
+        """Add preformatted text that is collapsed until the reader opens it."""
         self._blocks.append({"kind": "details", "summary": summary, "text": text})
 
     def add_marked(self, caption: str, pieces: Sequence[tuple[str, bool]]) -> None:
-        """Text as it is, in pieces of which some are marked."""
+        """Add preformatted text in pieces (text, whether it is highlighted)."""
         shown = [{"text": text, "marked": marked} for text, marked in pieces]
         self._blocks.append({"kind": "marked", "caption": caption, "pieces": shown})
 
     def write(self, path: str | Path) -> None:
-        """The whole file at once: a reader sees the old page or the new one."""
+        """Write the file atomically: a reader sees the old page or the new one."""
         path = Path(path)
         refuse_foreign(path)
         beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(self.html(), encoding="utf-8", errors="replace")  # JSON may spell half a character
+            beside.write_text(self.html(), encoding="utf-8", errors="replace")  # JSON can encode lone surrogates
             beside.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -132,7 +136,7 @@ class Page:
             ) from error
 
     def html(self) -> str:
-        """The file's text."""
+        """The HTML of the page."""
         groups = groupby(self._blocks, key=lambda block: block["kind"] == "figure")
         shown = {"figures": self._figures, "templates": {theme: template(theme) for theme in THEMES}}
         figures = json.dumps(shown, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -150,12 +154,12 @@ class Page:
 
 
 def plain(text: str) -> str:
-    """Text for a figure (a trace's name, a label) that plotly shows as it is."""
+    """Escape a text of a figure (the name of a trace, a label), so that plotly shows it unchanged."""
     return html.escape(text, quote=False)
 
 
 def _plotly() -> str:
-    """Plotly's own script, which must not end the element that it stands in."""
+    """Plotly's script. It must not contain text that ends the <script> element."""
     from plotly.offline import get_plotlyjs
 
     script: str = get_plotlyjs()
@@ -171,13 +175,13 @@ def _cell(cell: Cell, right: bool) -> dict[str, str]:
         shown = f"{cell:,.0f}" if 1e4 <= abs(cell) < 1e15 else f"{cell:.4g}"
     else:
         shown = f"{cell:,}"
-    # Short text is not broken and long text not squeezed: a table that is too wide then scrolls inside itself.
+    # Short texts are not wrapped and long texts keep a minimum width; a table that is too wide scrolls.
     kind = "number" if right else "short" if len(shown) <= 26 else "long" if len(shown) > 60 else "text"
     return {"kind": kind, "text": shown}
 
 
 def _kind(column: Sequence[Cell | None]) -> str:
-    """Of a column of records: on the right, on one line, or cut to a few lines."""
+    """How a column of records is shown: right-aligned ("number"), on one line ("short"), or cut to a few ("long")."""
     values = [value for value in column if value is not None]
     if values and not any(isinstance(value, str) for value in values):
         return "number"
@@ -185,7 +189,7 @@ def _kind(column: Sequence[Cell | None]) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """Plain lists, dicts and numbers; JSON has no NaN and no infinity, null is a gap in a figure."""
+    """The value as plain lists, dicts and numbers. NaN and infinity become null, which is a gap in a figure."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str) or value is None or isinstance(value, int):

@@ -1,10 +1,10 @@
 """Colours and fonts of a page.
 
     THEMES ----> custom properties of templates/page.css    light-dark(light, dark)
-           `---> plotly templates, one a theme              relayout({template}) recolours a drawn figure
+           `---> plotly templates, one per theme            relayout({template}) recolours a drawn figure
 
-The page follows the system's preference until the reader presses the button. What a figure's own layout sets wins over
-the template, so a figure leaves colours of text, grid and background alone.
+The page follows the system's light or dark preference until the reader presses the button. The layout of a figure
+overrides the template, so a figure should not set the colours of text, grid and background.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLOURS = (
     "#7d8791",  # grey
     "#9c6b45",  # brown
 )
-"""Of traces; each stands out from the light and from the dark background."""
+"""Colours of traces; each is visible on the light and on the dark background."""
 
 THEMES = {
     "light": {
@@ -48,7 +48,7 @@ FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 
 
 
 def template(theme: str) -> dict[str, Any]:
-    """What a plotly figure has where its own layout says nothing."""
+    """The plotly template of a theme: defaults for everything that the layout of a figure does not set."""
     colours = THEMES[theme]
     axis = {
         "gridcolor": colours["line"],

@@ -1,17 +1,17 @@
-"""What a run would do, before anything is rented: steps, packs, balance, time and memory from lengths and a config.
+"""Plan a run before renting devices: steps, packs, balance, time and memory, from sample lengths and a config.
 
-steps        lengths of the samples in each optimizer step of a run
-epoch        plans of these steps
-context      how evenly each layout divides rows among context ranks
-padding      the same epoch with padded rows
-memory       about what a device needs, and the largest micro-batch that fits
+steps        the lengths of the samples in each optimizer step
+epoch        the packing plans of these steps
+context      how evenly each layout divides packs among context ranks
+padding      the cost of the same epoch with padded batches
+memory_plan  the memory that a device needs, and the largest micro-batch that fits
 time_model   how long steps take
-traffic      which rank is on which host, and what they send each other
+traffic      which rank is on which host, and how many bytes the ranks send each other
 scaling      how long steps take on more devices, communication included
-run_plan     all of it, as numbers and as lines
-page         all of it, as an HTML page
-suggest      settings to start from, with reasons
-calibrate    the cost model measured on this device
+run_plan     the whole plan, as numbers and as printed lines
+plan_page    the whole plan, as an HTML page
+suggest      suggested settings, with reasons
+calibrate    measures the cost model on this device
 """
 
 from padfree.tools.planner.calibrate import Calibration, calibrate

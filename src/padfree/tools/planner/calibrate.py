@@ -1,16 +1,18 @@
-"""The cost model measured on the device at hand.
+"""Measure the cost model on this device.
 
-    micro-batches    one sample of T, of T/2, T/4;  2 x T/2, 4 x T/4, 16 x T/16, ...
-    seconds          forward and backward by the engine of a run, of a model with random weights: compiled, with the
-                     checkpointing and the types of the run; the fastest of a few
-    CostModel.fit    linear · Σn + quadratic · Σn² + constant; and what an update takes besides its micro-batches
+    micro-batches    one sample of T, T/2 or T/4 tokens;  2 x T/2, 4 x T/4, 16 x T/16, ...
+    seconds          forward and backward of a model with random weights, run by the training engine with the compile,
+                     checkpointing and dtype settings of the run; the minimum of a few repeats
+    CostModel.fit    linear · Σn + quadratic · Σn² + constant, and the seconds of an optimizer step
 
-A model of many layers is not built: layers are alike, so two shallow models tell what a layer costs and what the rest.
+A deep model is not built in full. Its layers repeat, so the times of two shallow models give the cost of a layer and
+the cost of everything else:
 
     seconds(L layers) = seconds(shallow) + (L - shallow) / period · (seconds(shallow + period) - seconds(shallow))
 
-The kinds of layers (windowed, full; dense, mixture) repeat after `period` layers; a part of a period counts as that
-part of one. The result is kept as JSON in the cache folder; `batch.cost` may name the file on any machine.
+The layer types (windowed or full attention, dense or mixture of experts) repeat every `period` layers. A partial period
+at the end counts as a fraction of a period. The result is stored as JSON in the cache folder; `batch.cost` can name
+this file on any machine.
 """
 
 from __future__ import annotations
@@ -43,32 +45,32 @@ from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.scorer import Scorer
 
 REPEATS = 3
-FLOPS_A_WEIGHT = 6  # a multiplication and an addition, forward and twice in backward
+FLOPS_PER_WEIGHT = 6  # a multiply and an add, once in forward and twice in backward
 MEASURED_TOKENS = {"cpu": 512, "cuda": 16384}
-"""Of the largest micro-batch that is measured, or less if --max-tokens is less."""
+"""Tokens of the largest measured micro-batch, by device type. --max-tokens can lower it."""
 
 AFFORDABLE_FLOPS = {"cpu": 2e11, "cuda": 1e15}
-"""Of that micro-batch: of a larger model it has fewer tokens, so that measuring takes minutes at most ..."""
+"""FLOPs of the largest measured micro-batch. Large models get fewer tokens, so that measuring takes minutes at most."""
 
 FEWEST_TOKENS = 64
-"""... but not fewer than this."""
+"""`AFFORDABLE_FLOPS` never lowers the largest micro-batch below this many tokens."""
 
 WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
-"""Models of which a token meets up to so many weights are measured as they are."""
+"""Models with at most this many active weights per token are measured with all their layers."""
 
 MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
-"""Micro-batches that are measured together: from the second on the host is ahead of a GPU, as it is in a run."""
+"""Micro-batches timed in one measurement. From the second one on, the host runs ahead of the GPU, as in training."""
 
 TRUSTED_FACTOR = 4.0
-"""Measurements further than this factor from the fitted model are refused."""
+"""`calibrate` fails if a measurement differs from the fitted model by more than this factor."""
 
 OnMeasurement = Callable[[int, int], None]
-"""Called with how many micro-batches have run and how many will."""
+"""Called with the number of micro-batches measured so far and the total."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One micro-batch: what it takes with all layers, and what the fitted model says of it."""
+    """One micro-batch: its seconds with all layers, and the seconds that the fitted model predicts."""
 
     lengths: tuple[int, ...]
     seconds: float
@@ -81,25 +83,30 @@ class Calibration:
 
     cost: CostModel  # in seconds
     device: str
-    layers: tuple[int, ...]  # of the models that were measured
+    layers: tuple[int, ...]  # number of layers of each measured model
     measurements: list[Measurement]
-    worst: float  # the largest factor between a measurement and its prediction
+    worst: float  # the largest ratio between a measurement and its prediction, in either direction
     path: Path
 
 
 def calibrate(
     model_config: Any, config: Config, *, max_tokens: int | None = None, progress: OnMeasurement | None = None
 ) -> Calibration:
-    """Measure on `run.device`, and store what comes out under `cost_path`. The settings must be settled."""
+    """Measure on `run.device` and store the cost model at `cost_path`. No setting may be "auto"."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("run.device", "'cuda', but torch sees no GPU here", "leave it out or set it to cpu")
+        raise UserError("run.device", "'cuda', but torch finds no GPU on this machine", "remove it or set it to cpu")
     if config.lora.rank:
-        raise UserError("lora.rank", f"{config.lora.rank} with --calibrate", "measure all weights, with lora.rank=0")
+        raise UserError(
+            "lora.rank",
+            "is not supported by --calibrate",
+            "set lora.rank=0 to measure training of all weights",
+            value=config.lora.rank,
+        )
     layers = ModelSizes.of(model_config).layers
     with distributed(device=config.run.device) as device:
         name = device_name(device.type)
         path = cost_path(name, model_config, config)
-        check_output(path, "PADFREE_CACHE", makes_folder=True)  # before the measuring, which takes a while
+        check_output(path, "PADFREE_CACHE", makes_folder=True)  # fail before the measurements, which take a while
         depths = measured_layers(model_config, WHOLE_MODEL_WEIGHTS[device.type])
         flops = CostModel.from_config(with_layers(model_config, depths[-1])).linear
         affordable = max(FEWEST_TOKENS, int(AFFORDABLE_FLOPS[device.type] / flops))
@@ -122,7 +129,7 @@ def calibrate(
     if worst > TRUSTED_FACTOR:
         raise UserError(
             "--calibrate",
-            f"a micro-batch took {worst:.1f} times what the others let expect, or as much less",
+            f"one measurement differs from the fitted cost model by a factor of {worst:.1f}",
             "measure again while nothing else runs on the device",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,14 +140,21 @@ def calibrate(
 
 
 def micro_batches(longest: int, tokens: int) -> list[list[int]]:
-    """Lengths of samples: few long ones and many short ones, at most `longest` each and `tokens` together."""
-    parts = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (16, 16), (8, 2), (64, 64))  # of `tokens`, and how many of them
+    """Sample lengths of each measured micro-batch: few long samples or many short ones.
+
+    A sample has at most `longest` tokens, a micro-batch at most `tokens`.
+    """
+    parts = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (16, 16), (8, 2), (64, 64))  # (d, n): n samples of tokens // d
     found = [[min(longest, max(2, tokens // part))] * count for part, count in parts]
     return [batch for index, batch in enumerate(found) if batch not in found[:index] and sum(batch) <= max(tokens, 2)]
 
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
-    """How many layers the measured models have: all, or one period and a few behind what comes before them."""
+    """The number of layers of each measured model: all layers, or two depths that differ by whole periods.
+
+    `whole`: measure all layers if a token uses at most this many weights. The first depth covers the layers before the
+    repeating part and one period of it.
+    """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers
     kinds = list(zip(sizes.layer_types or [""] * layers, sizes.sparse, strict=True))
@@ -151,16 +165,16 @@ def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
         for before in [together - period]
         if kinds[before + period :] == kinds[before : layers - period]
     )
-    deep = shallow + -(-3 // period) * period  # three layers apart at least: noise matters less
+    deep = shallow + -(-3 // period) * period  # at least three layers apart, to reduce the effect of noise
     if 2 * deep > layers:
         deep = shallow + period
-    if deep >= layers or CostModel.from_config(model_config).linear / FLOPS_A_WEIGHT <= whole:
+    if deep >= layers or CostModel.from_config(model_config).linear / FLOPS_PER_WEIGHT <= whole:
         return (layers,)
     return shallow, deep
 
 
 def with_layers(model_config: Any, layers: int) -> Any:
-    """The same config with its first layers only."""
+    """A copy of the config with only the first `layers` layers."""
     found = copy.deepcopy(model_config)
     config = found.get_text_config()
     before = int(config.num_hidden_layers)
@@ -174,9 +188,9 @@ def with_layers(model_config: Any, layers: int) -> Any:
 
 
 def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers: int) -> list[float]:
-    """The seconds of each micro-batch with `layers` layers, from those with fewer.
+    """The seconds of each micro-batch with `layers` layers, from measurements with fewer layers.
 
-    Noise may make a deeper model look faster; a layer never counts for less than nothing.
+    Noise can make the deeper model look faster; a layer then counts as 0 seconds, never as a negative time.
     """
     if len(taken) == 1:
         return list(taken[0])
@@ -185,14 +199,14 @@ def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers
 
 
 Run = Callable[[Sequence[int]], float]
-"""Seconds of a micro-batch of these lengths, forward and backward; of no lengths: of the rest of an update."""
+"""Seconds of forward and backward of a micro-batch with these lengths; for no lengths, seconds of an optimizer step."""
 
 
 def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
-    """An engine as a run would build it, of a model with random weights."""
+    """A function that times micro-batches on a training engine with random weights."""
     parallel = config.parallel
-    assert parallel.checkpointing != "auto", "settled before"
-    assert parallel.reshard != "auto", "settled before"
+    assert parallel.checkpointing != "auto", "must be resolved by the caller"
+    assert parallel.reshard != "auto", "must be resolved by the caller"
     steps = transformations(
         mesh,
         attention=config.model.attention,
@@ -218,20 +232,20 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
         return replace(found, packs=[*found.packs] * times)
 
     def seconds(work: Callable[[], object]) -> float:
-        _wait(mesh.device)
+        _synchronise(mesh.device)
         start = time.perf_counter()
         work()
-        _wait(mesh.device)
+        _synchronise(mesh.device)
         return time.perf_counter() - start
 
     def run(lengths: Sequence[int]) -> float:
-        if not lengths:  # the difference that the optimizer makes to the smallest of steps
+        if not lengths:  # a step with the optimizer minus the same step without it, on the smallest micro-batch
             smallest = prepared([FEWEST_TOKENS], 1)
             update = seconds(lambda: engine.begin(smallest).finish())
             return max(0.0, update - seconds(lambda: engine.gradients(smallest)))
-        in_a_row = MEASURED_TOGETHER[mesh.device.type]
-        step = prepared(lengths, in_a_row)
-        return seconds(lambda: engine.gradients(step)) / in_a_row
+        times = MEASURED_TOGETHER[mesh.device.type]
+        step = prepared(lengths, times)
+        return seconds(lambda: engine.gradients(step)) / times
 
     return run
 
@@ -239,32 +253,37 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
 def _measured(
     runs: Sequence[Run], batches: Sequence[Sequence[int]], progress: OnMeasurement | None
 ) -> list[list[float]]:
-    """[models][batches] the least seconds of some rounds over all, so that no passing load falls on one alone."""
+    """[models][batches] the minimum seconds over several rounds.
+
+    Each round measures every micro-batch once, so that a short load on the machine does not slow all repeats of one.
+    """
     found = np.full((len(runs), len(batches)), np.inf)
     done, everything = 0, (REPEATS + 1) * found.size
     try:
         for repeat in range(REPEATS + 1):
-            for place in np.ndindex(found.shape):
-                seconds = runs[place[0]](batches[place[1]])
-                if repeat:  # the first call of a shape pays for set-up
-                    found[place] = min(found[place], seconds)
+            for index in np.ndindex(found.shape):
+                seconds = runs[index[0]](batches[index[1]])
+                if repeat:  # the first call with a new shape includes set-up
+                    found[index] = min(found[index], seconds)
                 done += 1
                 if progress is not None:
                     progress(done, everything)
     except torch.OutOfMemoryError:
         tokens = max(map(sum, batches))
-        raise UserError("--max-tokens", f"{tokens} do not fit in this device's memory", "give fewer") from None
+        raise UserError(
+            "--max-tokens", f"a micro-batch of {tokens} tokens does not fit in this device's memory", "lower it"
+        ) from None
     times: list[list[float]] = found.tolist()
     return times
 
 
-def _wait(device: torch.device) -> None:
+def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _write_about(found: Calibration, config: Config) -> None:
-    """Beside the cost model, for people: what was measured."""
+    """Write a human-readable record of the measurements next to the cost model."""
     about = {
         "device": found.device,
         "model": config.model.path,

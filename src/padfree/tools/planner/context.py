@@ -1,10 +1,10 @@
-"""How evenly rows lie on the context ranks, for each kind of layout.
+"""How evenly each layout divides packs among context ranks.
 
-    row of 4 documents, 4 ranks      contiguous   0.2  0.5  1.1  2.2        modelled cost over the mean
+    pack of 4 documents, 4 ranks     contiguous   0.2  0.5  1.1  2.2        modelled cost over the mean
                                      headtail     0.9  1.1  1.0  1.0
                                      balanced     1.0  1.0  1.0  1.0
 
-Ranks that share a row wait for each other in every layer, so a row takes as long as its slowest rank.
+Ranks that share a pack wait for each other in every layer, so a pack takes as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from padfree.tools.planner.steps import Lengths
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 BALANCE_PACKS = 32
-"""So many rows are laid out to tell how balanced they are."""
+"""The number of packs that are laid out to estimate the balance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ContextBalance:
-    """One kind of layout over some rows."""
+    """The balance of one layout over some packs. The imbalance of a pack is its slowest rank's cost over the mean."""
 
     kind: LayoutKind
-    mean: float  # of (slowest rank over the mean), over the rows
-    worst: float
-    key_tokens: float  # read by a rank, over the tokens it holds; the mean over ranks and rows
-    shares: NDArray[np.float64]  # [world] the ranks of the row with the longest document: cost over the mean
+    mean: float  # mean imbalance of the packs
+    worst: float  # largest imbalance of a pack
+    key_tokens: float  # keys that a rank reads over tokens that it holds, averaged over ranks and packs
+    shares: NDArray[np.float64]  # [world] cost of each rank over the mean, for the pack with the longest document
 
 
-def context_balance(rows: Sequence[Lengths], world: int, kind: LayoutKind) -> ContextBalance:
-    """Lay out rows of these lengths over `world` ranks."""
+def context_balance(packs: Sequence[Lengths], world: int, kind: LayoutKind) -> ContextBalance:
+    """Lay out packs of documents with these lengths over `world` ranks."""
     ratios, reads, shares, longest = [], [], np.ones(world), -1
-    for lengths in rows:
+    for lengths in packs:
         segments = Segments.from_lengths(lengths, pad_length=-int(lengths.sum()) % world)
         layout = make_layout(segments, world, kind)
         cost = modelled_cost(layout, segments) / max(modelled_cost(layout, segments).mean(), 1.0)
@@ -54,15 +54,15 @@ def context_balance(rows: Sequence[Lengths], world: int, kind: LayoutKind) -> Co
 
 
 def long_pack(lengths: Lengths, capacity: int) -> Lengths:
-    """A row as a run might have it: the longest sample that fits, and others in their order while they fit."""
+    """A realistic pack: the longest sample that fits, then other samples in order, as long as they fit."""
     fitting = lengths[lengths <= capacity]
     if not len(fitting):
         return np.array([capacity], dtype=np.int64)
     first = int(fitting.argmax())
     others = np.delete(fitting[:4096], first) if first < 4096 else fitting[:4096]
-    row, room = [int(fitting[first])], capacity - int(fitting[first])
+    pack, room = [int(fitting[first])], capacity - int(fitting[first])
     for length in others.tolist():
         if length <= room:
-            row.append(length)
+            pack.append(length)
             room -= length
-    return np.array(row, dtype=np.int64)
+    return np.array(pack, dtype=np.int64)

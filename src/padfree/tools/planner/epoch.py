@@ -1,11 +1,11 @@
-"""The plans of an epoch's steps, and what they add up to.
+"""The packing plans of an epoch's steps, and their totals.
 
-    steps     0   1   2   3   4   5   6   7   8   9        their samples and tokens are all counted
-    planned       x       x           x       x            at most so many are planned to the last micro-batch
+    steps     0   1   2   3   4   5   6   7   8   9        samples and tokens of every step are counted
+    planned       x       x           x       x            only some steps are planned in full
 
-A plan takes some milliseconds, a million samples make thousands of steps, and a hundred of them tell the fill and the
-imbalance of all. The planned steps are spread evenly, without chance, and the output says how many they are. Averages
-are ratios of sums, so that a small last step weighs little.
+Planning a step takes milliseconds and a million samples make thousands of steps, but about a hundred steps are enough
+to estimate fill and imbalance. The planned steps are spread evenly over the epoch, not drawn at random, and the output
+says how many there are. Averages are ratios of sums, so that a small last step has little weight.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from padfree.packing.cost import Floats
 from padfree.tools.planner.steps import Lengths, spread
 
 EXACT_STEPS = 128
-"""How many steps are planned, unless more are asked for."""
+"""The number of steps that are planned by default."""
 
 OnPlannedStep = Callable[[int, int], None]
-"""Called with how many steps are planned and how many will be."""
+"""Called with the number of steps planned so far and the total."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanShape:
-    """How many devices there are, how they share the work, and what one of them may hold."""
+    """The number of devices, how they divide the work, and the tokens that one device may hold."""
 
     ranks: int
     context: int = 1
     replicate: int = 1
-    max_tokens: int  # of one device in one micro-batch
+    max_tokens: int  # per device and micro-batch
 
     def __post_init__(self) -> None:
         for flag, value in (("--ranks", self.ranks), ("--cp", self.context), ("--max-tokens", self.max_tokens)):
             if value < 1:
-                raise UserError(f"{flag}", "", "give 1 or more", value=value)
+                raise UserError(f"{flag}", "is not a positive number", "give 1 or more", value=value)
         if self.ranks % (self.context * self.replicate):
             times = f" times parallel.replicate {self.replicate}" if self.replicate > 1 else ""
             raise UserError(
@@ -53,73 +53,73 @@ class PlanShape:
 
     @property
     def shards(self) -> int:
-        """Over how many devices weights and optimizer state are divided."""
+        """The number of devices over which weights and optimizer state are sharded."""
         return self.ranks // self.replicate
 
     @property
     def pack_tokens(self) -> int:
-        """What the context ranks of one row hold together."""
+        """The most tokens of a pack: what its context ranks hold together."""
         return self.max_tokens * self.context
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpochPlan:
-    """One pass over the data: all steps as lengths, some of them planned."""
+    """One pass over the data: the sample lengths of all steps, and the plans of some steps."""
 
     shape: PlanShape
     cost: CostModel
     steps: Sequence[Lengths]
-    planned: Lengths  # [P] which steps
+    planned: Lengths  # [P] indices of the planned steps
     plans: list[StepPlan]  # [P]
 
     @cached_property
     def tokens(self) -> Lengths:
-        """[steps]"""
+        """[steps] tokens of each step."""
         return np.array([step.sum() for step in self.steps], dtype=np.int64)
 
     @cached_property
     def slot_tokens(self) -> Lengths:
-        """[slots] tokens that every planned micro-batch computes."""
+        """[slots] tokens that each planned micro-batch of each rank computes."""
         return np.concatenate([plan.computed_tokens.ravel() for plan in self.plans])
 
     @property
     def fill(self) -> float:
-        """Tokens over what the planned micro-batches could hold."""
+        """Tokens of the planned micro-batches over their capacity."""
         held = np.minimum(self.slot_tokens, self.shape.pack_tokens)
         return float(held.sum() / (held.size * self.shape.pack_tokens))
 
     @property
     def imbalances(self) -> list[float]:
-        """[P]"""
+        """[P] imbalance of each planned step."""
         return [plan.imbalance for plan in self.plans]
 
     @property
     def imbalance(self) -> float:
-        """What the planned steps cost over what they would cost if no data rank ever waited."""
+        """Cost of the planned steps over their cost if no data rank ever waited for another."""
         mean = sum(float(plan.cost.sum()) / plan.ranks for plan in self.plans)
         return sum(plan.step_cost for plan in self.plans) / mean if mean else 1.0
 
     @property
     def micro_batches(self) -> float:
-        """Of a step, on each rank, on average."""
+        """Average micro-batches of a step on each rank."""
         return sum(plan.num_micro_batches for plan in self.plans) / len(self.plans)
 
     @cached_property
     def costs(self) -> Floats:
-        """[steps] of all samples, without what a micro-batch costs on top."""
+        """[steps] cost of the samples of each step, without the fixed cost of micro-batches."""
         return np.array([self.cost(step).sum() for step in self.steps])
 
     @cached_property
     def attention_share(self) -> float:
-        """How much of the cost grows with the square of the length."""
+        """The fraction of the cost that is quadratic in the sample length."""
         square = sum(float(np.square(step.astype(np.float64)).sum()) for step in self.steps)
         return self.cost.quadratic * square / float(self.costs.sum())
 
     def time(self, context_imbalance: float = 1.0) -> float:
-        """What the whole epoch takes, in the units of the cost model: rows are divided over the context ranks.
+        """The time of the whole epoch in the units of the cost model. Packs are divided over the context ranks.
 
-        `context_imbalance`, the slowest of them over the mean, is about attention. The rest of a row is divided evenly,
-        since they have the same number of tokens.
+        `context_imbalance` is the attention cost of the slowest context rank over the mean. All other work is divided
+        evenly, because the context ranks of a pack have the same number of tokens.
         """
         uneven = 1 + self.attention_share * (context_imbalance - 1)
         total = 0.0
@@ -128,13 +128,13 @@ class EpochPlan:
             total += (plan.step_cost - constant) / self.shape.context * uneven + constant + self.cost.step
         return total * float(self.costs.sum() / self.costs[self.planned].sum())
 
-    def rows(self, most: int) -> list[Lengths]:
-        """The lengths of some planned micro-batches, spread over all of them, and the one with the longest sample."""
+    def packs(self, most: int) -> list[Lengths]:
+        """Sample lengths of at most `most` planned packs: evenly spread, and the pack with the longest sample."""
         slots = [
             lengths
             for plan in self.plans
-            for row in plan.micro_batches
-            for indices in row
+            for of_rank in plan.micro_batches
+            for indices in of_rank
             if len(lengths := plan.lengths[indices])
         ]
         longest = max(range(len(slots)), key=lambda slot: int(slots[slot].max()))
@@ -151,12 +151,12 @@ def plan_epoch(
     progress: OnPlannedStep | None = None,
     prefixes: Callable[[int], PrefixTree] | None = None,
 ) -> EpochPlan:
-    """Plan `exact_steps` of the steps, spread over the epoch; None: all of them.
+    """Plan `exact_steps` steps, spread over the epoch. None: plan all steps.
 
-    `prefixes`: what the samples of a step share, where they do.
+    `prefixes`: the prefix tree of a step's samples, by step. None: samples share no prefixes.
     """
     if exact_steps is not None and exact_steps < 1:
-        raise UserError("--exact-steps", "", "give 1 or more", value=exact_steps)
+        raise UserError("--exact-steps", "is not a positive number", "give 1 or more", value=exact_steps)
     planned = spread(len(steps), exact_steps or len(steps))
     plans = []
     for step in planned.tolist():

@@ -1,6 +1,6 @@
-"""About how much memory a device needs for a shape of devices and micro-batches, and the largest that fits.
+"""Estimate the memory that a device needs, and find the largest micro-batch that fits.
 
-The count is `padfree.estimate.memory`'s, from the skeleton of the model: shapes and no numbers.
+`padfree.estimate.memory` makes the estimates from a skeleton of the model, which has shapes but no weights.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from padfree.train.resolve_auto import USABLE_FRACTION
 GIBIBYTE = 1 << 30
 
 MOST_TOKENS = 1 << 22
-"""No more tokens of a micro-batch than this are considered."""
+"""The largest micro-batch that is considered, in tokens."""
 
 TOKEN_STEP = 256
-"""Above it, tokens of a micro-batch are a multiple of it."""
+"""Micro-batches with more tokens than this are rounded down to a multiple of it."""
 
 
 class DeviceMemory:
-    """The settings of a run and the skeleton of its model: what any shape would need."""
+    """Memory estimates of one run for any number of devices and micro-batch size. `model` is a skeleton."""
 
     def __init__(self, config: Config, model: PreTrainedModel) -> None:
         if config.lora.rank:
             add_adapters(model, config.lora)
-        # the adapters are in the model now, and are not to be put in again
+        # The model has its adapters now, so that `estimate_memory` must not add them again.
         self.config, self.model = replace(config, lora=LoraConfig()), model
-        self.copied_keys = 0.0  # of the data: see `estimate_memory`
+        self.copied_keys = 0.0  # depends on the data; see `estimate_memory`
 
     @property
     def checkpointing(self) -> Checkpointing:
-        assert self.config.parallel.checkpointing != "auto", "settings are settled before memory is estimated"
+        assert self.config.parallel.checkpointing != "auto", "must be resolved by the caller"
         return self.config.parallel.checkpointing
 
     def estimate(self, shape: PlanShape, *, checkpointing: Checkpointing | None = None) -> MemoryEstimate:
-        """Of one of `shape.ranks` GPUs; with another checkpointing than the run's, if one is given."""
+        """The memory of one of `shape.ranks` GPUs. `checkpointing` replaces the setting of the run."""
         parallel = replace(
             self.config.parallel,
             context=shape.context,
@@ -55,7 +55,7 @@ class DeviceMemory:
         )
 
     def most_tokens(self, shape: PlanShape, memory: float, *, checkpointing: Checkpointing | None = None) -> int:
-        """The most tokens of a micro-batch that fit in `memory` bytes of a device; 0: none do."""
+        """The most tokens of a micro-batch that fit in `memory` bytes of a device; 0 if not even one token fits."""
 
         def fits(tokens: int) -> bool:
             found = self.estimate(replace(shape, max_tokens=tokens), checkpointing=checkpointing)

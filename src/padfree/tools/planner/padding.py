@@ -1,10 +1,10 @@
-"""What the same epoch would cost with padded rows.
+"""The cost of the same epoch with padded micro-batches.
 
-    lengths    7 3 | 9 4        micro-batches of 2 rows, each padded to its longest
-    computed   7 7 | 9 9        32 tokens for 23
+    lengths    7 3 | 9 4        micro-batches of 2 samples, each padded to its longest sample
+    computed   7 7 | 9 9        32 tokens computed for 23 tokens of data
 
-Samples are in the order of the steps, or sorted by length inside each step, which is the least that padding can cost
-without changing what a step holds.
+Samples are in the order of the step, or sorted by length inside each step. Sorting gives the lowest cost that padding
+can reach without moving samples to other steps.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import numpy as np
 from padfree.packing import CostModel
 from padfree.tools.planner.steps import Lengths
 
-PADDED_ROWS = (2, 4, 8, 16, 32)
-"""The sizes of padded micro-batches that are shown."""
+PADDED_SIZES = (2, 4, 8, 16, 32)
+"""Samples in a padded micro-batch: the sizes that the plan compares."""
 
-USUAL_ROWS = 8
-"""The one that is called "padded" in a single number."""
+USUAL_SIZE = 8
+"""The size behind summaries that give a single number for padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
-    """An epoch in padded micro-batches of `rows` samples."""
+    """An epoch in padded micro-batches of `size` samples."""
 
-    rows: int
-    grouped: bool  # sorted by length inside each step
-    tokens: int  # computed, pads among them
+    size: int
+    grouped: bool  # samples are sorted by length inside each step
+    tokens: int  # computed tokens, padding included
     cost: float
 
 
-def padded(steps: Sequence[Lengths], cost: CostModel, *, rows: int, grouped: bool = False) -> Padded:
-    """All steps, their samples in micro-batches of `rows`; the last of a step may have fewer."""
+def padded(steps: Sequence[Lengths], cost: CostModel, *, size: int, grouped: bool = False) -> Padded:
+    """Divide the samples of each step into micro-batches of `size`; the last one of a step may have fewer."""
     tokens, total = 0, 0.0
     for step in steps:
         lengths = np.sort(step) if grouped else step
-        starts = np.arange(0, len(lengths), rows)
+        starts = np.arange(0, len(lengths), size)
         longest = np.maximum.reduceat(lengths, starts)
         counts = np.diff(np.append(starts, len(lengths)))
         tokens += int((longest * counts).sum())
         total += float((cost(longest) * counts).sum())
-    return Padded(rows=rows, grouped=grouped, tokens=tokens, cost=total)
+    return Padded(size=size, grouped=grouped, tokens=tokens, cost=total)

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: numbers, and a figure for each question a plan answers."""
+"""A plan as one HTML page: a table of results, and figures about data, packs, balance and scaling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from padfree.tools.planner.suggest import Suggestion
 Figure = dict[str, Any]
 
 PACKS, DOCUMENTS = 24, 1500
-"""The picture of packs shows at most so many packs, and so many documents in all."""
+"""The figure of packs shows at most this many packs, and this many documents in all."""
 
 BINS = 60
 
@@ -46,31 +46,29 @@ def write_page(
     page.add_heading("Data and packs")
     page.add_figure("Lengths of the samples", lengths_figure(plan))
     page.add_figure(f"Fill of the micro-batches, {of_steps}", fill_figure(plan))
-    page.add_figure(
-        f"Micro-batches of step {plan.epoch.planned[0]:,}, each document a bar", packs_figure(plan), wide=True
-    )
+    page.add_figure(f"Packs of step {plan.epoch.planned[0]:,}; each bar is a document", packs_figure(plan), wide=True)
     page.add_heading("Balance")
-    page.add_figure(f"Data ranks: slowest over the mean, {of_steps}", imbalance_figure(plan))
-    page.add_figure("Padded over packed", padded_figure(plan))
+    page.add_figure(f"Data ranks: slowest rank over the mean, {of_steps}", imbalance_figure(plan))
+    page.add_figure("Padded relative to packed", padded_figure(plan))
     if plan.balances:
         page.add_figure(
-            f"Work of the {plan.shape.context} context ranks, the row with the longest document",
+            f"Work of the {plan.shape.context} context ranks, for the pack with the longest document",
             ranks_figure(plan.balances),
         )
-    page.add_figure("Context ranks of a long row: slowest over the mean", contexts_figure(plan))
+    page.add_figure("Context ranks of a long pack: slowest rank over the mean", contexts_figure(plan))
     if scaling is not None:
         page.add_heading("More devices")
         page.add_figure(
-            f"Speed of a device over its speed among {scaling.sharded[0].ranks}", efficiency_figure(scaling)
+            f"Throughput per device relative to {scaling.sharded[0].ranks} devices", efficiency_figure(scaling)
         )
-        page.add_figure("Seconds of a step, weights over all ranks", parts_figure(scaling))
+        page.add_figure("Seconds of a step, weights sharded over all ranks", parts_figure(scaling))
         page.add_details("Figures and assumptions", "\n".join(scaling.lines()))
     page.write(path)
 
 
 def efficiency_figure(scaling: Scaling) -> Figure:
-    """Efficiency by the number of devices, for both ways to place the weights."""
-    ways = (("weights over all ranks", scaling.sharded), ("weights on each host", scaling.replicated))
+    """Efficiency by number of devices, for weights sharded over all ranks and for a replica on each host."""
+    ways = (("weights sharded over all ranks", scaling.sharded), ("weights replicated per host", scaling.replicated))
     traces = [
         {
             "type": "scatter",
@@ -91,9 +89,9 @@ def efficiency_figure(scaling: Scaling) -> Figure:
 
 
 def parts_figure(scaling: Scaling) -> Figure:
-    """What a step's seconds are made of."""
+    """Seconds of a step by part."""
     names = [f"{time.ranks}" for time in scaling.sharded]
-    words = {"even": "compute", "weights": "weights, not hidden", "context": "keys and values"}
+    words = {"even": "compute", "weights": "weights, not overlapped", "context": "keys and values"}
     bars = [
         _bar(words.get(part, part), names, [getattr(time, part) for time in scaling.sharded], index)
         for index, part in enumerate(PARTS)
@@ -107,7 +105,7 @@ def parts_figure(scaling: Scaling) -> Figure:
 
 
 def lengths_figure(plan: RunPlan) -> Figure:
-    """The share of samples, and of tokens, in bins of lengths whose widths grow with the length."""
+    """Histograms of samples and of tokens over sample length, with bins of equal width on a log axis."""
     shortest, longest = int(plan.lengths.min()), int(plan.lengths.max())
     edges = np.unique(np.geomspace(shortest, longest + 1, BINS + 1).round().astype(np.int64))
     samples = np.histogram(plan.lengths, edges)[0]
@@ -125,7 +123,7 @@ def lengths_figure(plan: RunPlan) -> Figure:
         for name, counts, colour in (("samples", samples, COLOURS[0]), ("tokens", tokens, COLOURS[1]))
     ]
     layout: Figure = {
-        "xaxis": {"type": "log", "title": {"text": "tokens of a sample"}},
+        "xaxis": {"type": "log", "title": {"text": "tokens in a sample"}},
         "yaxis": {"tickformat": ".0%", "rangemode": "tozero", "title": {"text": "share"}},
     }
     limit = plan.shape.pack_tokens
@@ -134,7 +132,7 @@ def lengths_figure(plan: RunPlan) -> Figure:
         layout["shapes"] = [{**line, "line": {"color": COLOURS[7], "dash": "dot"}}]
         layout["annotations"] = [
             {
-                "x": float(np.log10(limit)), "y": 1, "yref": "paper", "text": "a row", "showarrow": False,
+                "x": float(np.log10(limit)), "y": 1, "yref": "paper", "text": "pack", "showarrow": False,
                 "xanchor": "right", "xshift": -4,
             }
         ]  # fmt: skip
@@ -142,7 +140,7 @@ def lengths_figure(plan: RunPlan) -> Figure:
 
 
 def fill_figure(plan: RunPlan) -> Figure:
-    """How many planned micro-batches are how full."""
+    """Histogram of how full the planned micro-batches are."""
     share = np.minimum(plan.epoch.slot_tokens / plan.shape.pack_tokens, 1.0)
     counts, edges = np.histogram(share, bins=50, range=(0.0, 1.0))
     bars = {
@@ -154,14 +152,14 @@ def fill_figure(plan: RunPlan) -> Figure:
     }
     layout = {
         "bargap": 0,
-        "xaxis": {"range": [0, 1], "tickformat": ".0%", "title": {"text": "tokens over what it can hold"}},
+        "xaxis": {"range": [0, 1], "tickformat": ".0%", "title": {"text": "tokens over capacity"}},
         "yaxis": {"title": {"text": "micro-batches"}},
     }
     return {"data": [bars], "layout": layout}
 
 
 def packs_figure(plan: RunPlan) -> Figure:
-    """The micro-batches of the first step that is planned, rank by rank, until there are enough of them."""
+    """The packs of the first planned step, up to `PACKS` packs and `DOCUMENTS` documents."""
     step = plan.epoch.plans[0]
     bases: list[int] = []
     widths: list[int] = []
@@ -169,16 +167,16 @@ def packs_figure(plan: RunPlan) -> Figure:
     colours: list[str] = []
     shown: list[str] = []
     for number in range(step.num_micro_batches):
-        for rank, row in enumerate(step.micro_batches):
-            lengths = step.lengths[row[number]]
+        for rank, of_rank in enumerate(step.micro_batches):
+            lengths = step.lengths[of_rank[number]]
             if len(shown) == PACKS or (shown and len(widths) + len(lengths) > DOCUMENTS):
                 break
-            name = f"rank {rank}, row {number}"
+            name = f"rank {rank}, micro-batch {number}"
             shown.append(name)
             bases += (np.cumsum(lengths) - lengths).tolist()
             widths += lengths.tolist()
             names += [name] * len(lengths)
-            colours += [COLOURS[place % len(COLOURS)] for place in range(len(lengths))]
+            colours += [COLOURS[index % len(COLOURS)] for index in range(len(lengths))]
     bars = {
         "type": "bar",
         "orientation": "h",
@@ -200,7 +198,7 @@ def packs_figure(plan: RunPlan) -> Figure:
 
 
 def imbalance_figure(plan: RunPlan) -> Figure:
-    """Every planned step."""
+    """Imbalance of each planned step."""
     points = {
         "type": "scatter",
         "mode": "markers",
@@ -217,11 +215,11 @@ def padded_figure(plan: RunPlan) -> Figure:
     packed_tokens = int(plan.epoch.tokens.sum())
     plain = [each for each in plan.padded if not each.grouped]
     grouped = [each for each in plan.padded if each.grouped]
-    rows = [f"{each.rows} rows" for each in plain]
+    names = [f"{each.size} samples" for each in plain]
     bars = [
         ("tokens", [each.tokens / packed_tokens for each in plain]),
         ("cost", [each.cost / plan.packed_cost for each in plain]),
-        ("cost, rows sorted by length", [each.cost / plan.packed_cost for each in grouped]),
+        ("cost, samples sorted by length", [each.cost / plan.packed_cost for each in grouped]),
     ]
     layout = {
         "barmode": "group",
@@ -238,7 +236,7 @@ def padded_figure(plan: RunPlan) -> Figure:
             }
         ],
     }
-    return {"data": [_bar(name, rows, values, index) for index, (name, values) in enumerate(bars)], "layout": layout}
+    return {"data": [_bar(name, names, values, index) for index, (name, values) in enumerate(bars)], "layout": layout}
 
 
 def ranks_figure(balances: Sequence[ContextBalance]) -> Figure:
@@ -251,11 +249,11 @@ def ranks_figure(balances: Sequence[ContextBalance]) -> Figure:
 
 
 def contexts_figure(plan: RunPlan) -> Figure:
-    """How uneven each layout is for 2, 4 and 8 context ranks."""
-    worlds = [f"{world} ranks" for world in plan.others]
-    kinds = [each.kind for each in next(iter(plan.others.values()))]
+    """Imbalance of each layout for 2, 4 and 8 context ranks."""
+    worlds = [f"{world} ranks" for world in plan.long_pack_balances]
+    kinds = [each.kind for each in next(iter(plan.long_pack_balances.values()))]
     bars = [
-        _bar(kind, worlds, [found[index].mean for found in plan.others.values()], index)
+        _bar(kind, worlds, [found[index].mean for found in plan.long_pack_balances.values()], index)
         for index, kind in enumerate(kinds)
     ]
     return {"data": bars, "layout": {"barmode": "group", "yaxis": {"title": {"text": "1 is perfect"}}}}

@@ -1,7 +1,7 @@
-"""Everything `padfree plan` finds out, and the numbers and lines it shows.
+"""The result of `padfree plan`, as numbers and as printed lines.
 
 step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain numbers by name, for --json
-                                                        -> lines()     the same in words
+                                                        -> lines()     the same as text
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from padfree.estimate.memory import MemoryEstimate
 from padfree.tools.planner.context import BALANCE_PACKS, KINDS, ContextBalance, context_balance, long_pack
 from padfree.tools.planner.epoch import EXACT_STEPS, EpochPlan, OnPlannedStep, PlanShape, plan_epoch
 from padfree.tools.planner.memory_plan import GIBIBYTE, DeviceMemory
-from padfree.tools.planner.padding import PADDED_ROWS, USUAL_ROWS, Padded, padded
+from padfree.tools.planner.padding import PADDED_SIZES, USUAL_SIZE, Padded, padded
 from padfree.tools.planner.steps import Lengths, StepLengths
 from padfree.tools.planner.time_model import TimeModel
 from padfree.train.data_rows import SourceShare
 
 OTHER_CONTEXTS = (2, 4, 8)
-"""For these numbers of context ranks a long row is laid out, whatever was asked for."""
+"""The page compares layouts of a long pack for these numbers of context ranks, whatever --cp is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunPlan:
-    """An epoch planned, and what it would cost."""
+    """A planned epoch with its time, memory and balance."""
 
     lengths: Lengths
-    over_budget: int  # samples longer than a step's token budget
-    shared_tokens: int | None  # that samples of a group, or of a row, share; None: not known of these data
-    plans_sharing: bool  # whether the planned steps share them
-    rows: int | None  # of the data, where they are not samples
+    over_budget: int  # samples longer than `batch.tokens`
+    shared_tokens: int | None  # tokens saved if a group or a data row shares its prefixes; None: unknown
+    plans_sharing: bool  # the planned steps share prefixes
+    rows: int | None  # number of data rows, if a row can have several samples
     sources: tuple[SourceShare, ...]  # of a mixture
-    longest_responses: bool  # lengths are those of prompts with the longest responses there may be
+    longest_responses: bool  # each length is a prompt plus the longest response that the settings allow
     epoch: EpochPlan
     layout: LayoutKind
-    balances: list[ContextBalance]  # of each kind, over some of the planned rows; none for one context rank
-    others: dict[int, list[ContextBalance]]  # context ranks -> each kind, over one long row
+    balances: list[ContextBalance]  # one per layout, over some planned packs; empty for one context rank
+    long_pack_balances: dict[int, list[ContextBalance]]  # number of context ranks -> one per layout, for one long pack
     padded: list[Padded]
     time_model: TimeModel
     memory: MemoryEstimate | None  # of a device with its largest micro-batch
-    dtype: str | None  # that the estimate is for
+    dtype: str | None  # of the memory estimate
 
     @property
     def shape(self) -> PlanShape:
@@ -52,34 +52,34 @@ class RunPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Of one pass over the data."""
+        """Tokens in one pass over the data."""
         return int(self.lengths.sum())
 
     @property
     def sharing(self) -> float | None:
-        """ρ: tokens of the samples over those that are computed where groups share their prefixes."""
+        """ρ: tokens of the samples over tokens computed if shared prefixes are computed once."""
         return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
 
     @property
     def packed_cost(self) -> float:
-        """Of all samples, in the units of the cost model."""
+        """The cost of all samples, in the units of the cost model."""
         return float(self.epoch.costs.sum())
 
     @property
     def context_imbalance(self) -> float:
-        """The slowest context rank over the mean, with the layout that was asked for."""
+        """The slowest context rank over the mean, with `layout`."""
         return next((each.mean for each in self.balances if each.kind == self.layout), 1.0)
 
     @property
     def usual_padding(self) -> Padded:
-        return next(each for each in self.padded if each.rows == USUAL_ROWS and not each.grouped)
+        return next(each for each in self.padded if each.size == USUAL_SIZE and not each.grouped)
 
     @property
     def device_tokens(self) -> int:
         return device_tokens(self.epoch.steps, self.shape)
 
     def summary(self) -> dict[str, Any]:
-        """Plain numbers by name; None is what cannot be known."""
+        """Plain numbers by name; None if a number is unknown."""
         epoch, shape, steps = self.epoch, self.shape, len(self.epoch.steps)
         time = epoch.time(self.context_imbalance)
         seconds = self.time_model.seconds(time)
@@ -118,7 +118,7 @@ class RunPlan:
             },
             "padded": [
                 {
-                    "rows": each.rows,
+                    "rows": each.size,
                     "grouped": each.grouped,
                     "tokens": each.tokens,
                     "tokens_over_packed": each.tokens / int(epoch.tokens.sum()),
@@ -141,7 +141,7 @@ class RunPlan:
         return {name: getattr(self.memory, name) / GIBIBYTE for name in names}
 
     def lines(self) -> Iterator[str]:
-        """The summary in words, a fact a line."""
+        """The summary as text, one fact per line."""
         found, shape = self.summary(), self.shape
         length = found["length"]
         rows = "" if self.rows is None else f"{self.rows:,} rows, "
@@ -153,28 +153,28 @@ class RunPlan:
         for source in self.sources:
             yield f"            {source.line()}"
         if self.longest_responses:
-            yield "            responses that the run writes, each as long as rollout.max_new_tokens allows"
+            yield "            responses are not generated yet: each counts as rollout.max_new_tokens tokens"
         if self.shared_tokens is not None:
             computed = self.num_tokens - self.shared_tokens
-            who, counted = ("rows", "these") if self.plans_sharing else ("groups", "all")
+            unit, counted = ("data row", f"{computed:,}") if self.plans_sharing else ("group", f"{self.num_tokens:,}")
             yield (
-                f"sharing     {found['sharing']:.2f} times fewer tokens if {who} share prefixes: {computed:,} are "
-                f"computed (batch.share_prefixes); the plan below counts {counted}"
+                f"sharing     batch.share_prefixes computes a prefix shared within a {unit} once: {computed:,} tokens, "
+                f"{found['sharing']:.2f} times fewer; the plan below counts {counted} tokens"
             )
-        limit = f"the {shape.pack_tokens:,} tokens of a row"
+        limit = f"a pack of {shape.pack_tokens:,} tokens"
         if shape.context > 1:
             limit += f" ({shape.context} x {shape.max_tokens:,})"
         if found["overlong"]:
             yield (
-                f"overlong    {found['overlong']:,} too long for {limit}; planned alone, but a run stops there unless "
-                "batch.overlong is alone or data.max_length cuts them"
+                f"overlong    {found['overlong']:,} samples do not fit in {limit}; the plan gives each its own pack, "
+                "but a run stops with an error unless batch.overlong=alone or data.max_length shortens them"
             )
         else:
-            yield f"overlong    none, all fit in {limit}"
+            yield f"overlong    0 samples; all fit in {limit}"
         if self.over_budget:
             yield (
-                f"budget      {self.over_budget:,} longer than batch.tokens; planned as a step each, but a run stops "
-                "there unless batch.overlong is alone"
+                f"budget      {self.over_budget:,} samples are longer than batch.tokens; the plan gives each its own "
+                "step, but a run stops with an error unless batch.overlong=alone"
             )
         yield (
             f"layout      {shape.ranks} ranks = {shape.data_ranks} data x {shape.context} context"
@@ -182,25 +182,25 @@ class RunPlan:
         )
         yield (
             f"steps       {found['steps']:,} in an epoch, {found['samples_per_step']:,.1f} samples and "
-            f"{found['tokens_per_step']:,.0f} tokens each, {found['micro_batches_per_step']:.1f} micro-batches a rank"
+            f"{found['tokens_per_step']:,.0f} tokens each, {found['micro_batches_per_step']:.1f} micro-batches per rank"
         )
         if found["steps_planned"] < found["steps"]:
             yield (
                 f"            fill, imbalance and time are from {found['steps_planned']:,} steps spread over the "
-                "epoch; --exact-steps all plans every one"
+                "epoch; --exact-steps all plans every step"
             )
-        yield f"fill        {found['fill']:.2%} of what the micro-batches can hold"
+        yield f"fill        {found['fill']:.2%} of the capacity of the micro-batches"
         yield (
-            f"padding     {found['padding_avoided']:.1%} of the tokens would be pads in rows of {USUAL_ROWS}; padded "
-            f"costs {self.usual_padding.cost / self.packed_cost:.2f} times packed"
+            f"padding     padded batches of {USUAL_SIZE} samples would be {found['padding_avoided']:.1%} padding and "
+            f"cost {self.usual_padding.cost / self.packed_cost:.2f} times as much"
         )
         yield (
-            f"data ranks  slowest over the mean {found['imbalance']:.3f}, worst step {found['imbalance_worst']:.3f} "
-            "(1 is perfect)"
+            f"data ranks  slowest rank over the mean {found['imbalance']:.3f}, worst step "
+            f"{found['imbalance_worst']:.3f} (1 is perfect)"
         )
         for each in self.balances:
-            chosen = "  <- this layout" if each.kind == self.layout else ""
-            numbers = f"slowest over the mean {each.mean:.3f}, worst row {each.worst:.3f}"
+            chosen = "  <- parallel.layout" if each.kind == self.layout else ""
+            numbers = f"slowest rank over the mean {each.mean:.3f}, worst pack {each.worst:.3f}"
             yield f"context     {each.kind:<10}  {numbers}{chosen}"
         yield self._time_line(found)
         if self.memory is not None:
@@ -209,28 +209,28 @@ class RunPlan:
     def _memory_line(self, memory: MemoryEstimate) -> str:
         parts = [
             f"{_size(memory.states)} weights, gradients and optimizer" + (" on the CPU" if memory.offloaded else ""),
-            f"{_size(memory.gathered)} gathered",
+            f"{_size(memory.gathered)} gathered weights",
             f"{_size(memory.activations)} activations of {self.device_tokens:,} tokens",
             f"{_size(memory.working)} working space",
         ]
         if memory.reference:
             where = " on the CPU" if memory.reference_offloaded else ""
             parts.append(f"{_size(memory.reference)} reference model{where}")
-        return f"memory      about {_size(memory.device)} a device in {self.dtype}: {', '.join(parts)}"
+        return f"memory      about {_size(memory.device)} per device in {self.dtype}: {', '.join(parts)}"
 
     def _time_line(self, found: dict[str, Any]) -> str:
         seconds = found["step_seconds"]
         if seconds is not None:
             left_out = "communication" if self.time_model.cost.step else "optimizer and communication"
             return (
-                f"time        about {_duration(seconds)} a step, {_duration(found['epoch_seconds'])} an epoch, without "
-                f"{left_out} ({self.time_model.source})"
+                f"time        about {_duration(seconds)} per step, {_duration(found['epoch_seconds'])} per epoch, "
+                f"without {left_out} ({self.time_model.source})"
             )
         if self.time_model.source.startswith("FLOPs"):
             teras = found["cost"] / found["steps"] / 1e12
             shown = f"{teras:,.0f}" if teras >= 100 else f"{teras:.3g}"
-            return f"time        {shown} TFLOP a step ({self.time_model.source})"
-        return f"time        not known (cost is counted in {self.time_model.source})"
+            return f"time        {shown} TFLOP per step ({self.time_model.source})"
+        return f"time        unknown; the cost is in {self.time_model.source}"
 
 
 def make_plan(
@@ -243,11 +243,11 @@ def make_plan(
     exact_steps: int | None = EXACT_STEPS,
     progress: OnPlannedStep | None = None,
 ) -> RunPlan:
-    """Plan the steps and count what they cost."""
+    """Plan the steps and estimate their time, memory and balance."""
     epoch = plan_epoch(
         data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress, prefixes=data.prefixes
     )
-    rows = epoch.rows(BALANCE_PACKS)
+    packs = epoch.packs(BALANCE_PACKS)
     return RunPlan(
         lengths=data.lengths,
         over_budget=data.over_budget,
@@ -258,15 +258,15 @@ def make_plan(
         longest_responses=data.longest_responses,
         epoch=epoch,
         layout=layout,
-        balances=[context_balance(rows, shape.context, kind) for kind in KINDS] if shape.context > 1 else [],
-        others={
+        balances=[context_balance(packs, shape.context, kind) for kind in KINDS] if shape.context > 1 else [],
+        long_pack_balances={
             world: [context_balance([long_pack(data.lengths, shape.max_tokens * world)], world, kind) for kind in KINDS]
             for world in OTHER_CONTEXTS
         },
         padded=[
-            padded(data.steps, time_model.cost, rows=rows, grouped=grouped)
+            padded(data.steps, time_model.cost, size=size, grouped=grouped)
             for grouped in (False, True)
-            for rows in PADDED_ROWS
+            for size in PADDED_SIZES
         ],
         time_model=time_model,
         memory=None if need is None else need.estimate(replace(shape, max_tokens=device_tokens(data.steps, shape))),
@@ -275,7 +275,11 @@ def make_plan(
 
 
 def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
-    """At most of a micro-batch on one device: the cap, or its part of a longer sample, or of all that a step has."""
+    """The most tokens that one device holds in a micro-batch.
+
+    This is a device's part of the largest pack: as large as the cap, or the largest step if that is smaller, or the
+    longest sample if that is larger.
+    """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)
 

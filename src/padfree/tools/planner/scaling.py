@@ -1,17 +1,17 @@
-"""How a step's time would change with the number of devices: compute from the plan, bytes from the traffic model.
+"""Estimate how the time of a step changes with the number of devices.
 
-    micro-batch j    compute   ##########              the slowest rank's, from the cost model
-                     weights   ====================    gathered and reduced meanwhile: what is longer than the compute
-                                                       is waited for, and so are the first gather and the last reduce
-                     context   ++++                    keys and values: waited for (a ring: hidden as the weights are)
+    micro-batch j    compute   ##########              of the slowest rank, from the cost model
+                     weights   ====================    all-gather and reduce-scatter, overlapped with compute; exposed:
+                                                       the part longer than compute, the first gather, the last reduce
+                     context   ++++                    keys and values; exposed, except with ring, which overlaps them
 
-    seconds of a collective    bytes over a link / what the link carries, the slower of inside and between hosts, and
-                               a delay for every device that the bytes pass
+    seconds of a collective    bytes on the busiest link / link bandwidth, inside a host or between hosts, whichever is
+                               slower, plus a latency for every device in the ring
 
-The same steps are planned for 8 devices, 16, 32, ... and the number asked for; efficiency is the speed of a device over
-its speed among the first. Bytes are counted (`traffic`, checked on real links by tests/hosts). Compute
-is measured where the cost model is. Speeds and delays of links, the share of them that is reached, and that all of it
-overlaps as drawn, are assumptions, and the output says so.
+The same steps are planned for 8 devices, 16, 32, ... and for the requested number. Efficiency is the throughput per
+device relative to the smallest number of devices. Bytes are counted by `traffic`; tests/hosts compares these counts
+with real links. Compute time is measured if the cost model was measured. Link bandwidths and latencies, the fraction of
+the bandwidth that collectives reach, and the overlap drawn above are assumptions; the output says so.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from padfree.tools.planner.steps import Lengths, spread
 from padfree.tools.planner.time_model import TimeModel
 from padfree.tools.planner.traffic import NUMBER_BYTES, Placement, Traffic, context_traffic, fsdp_units, weights_traffic
 
-FIRST = 8
-"""Devices that the others are compared with."""
+BASELINE_DEVICES = 8
+"""Efficiency is relative to this number of devices."""
 
 INSIDE = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
 BETWEEN = {"hdr": 25.0, "ndr": 50.0, "xdr": 100.0, "ethernet-100": 12.5, "ethernet-400": 50.0}
-"""GB/s that a device can send, as the makers name them: NVLink and PCIe; InfiniBand with a card for every device."""
+"""Nominal GB/s that a device can send: NVLink and PCIe inside a host; InfiniBand or Ethernet, one card per device."""
 
 LINK_OF = {"A100": "nvlink3", "H100": "nvlink4", "H200": "nvlink4", "B200": "nvlink5"}
-REACHED = 0.8
-"""Of these speeds, what large collectives reach."""
+LINK_EFFICIENCY = 0.8
+"""The fraction of the nominal bandwidth that large collectives reach."""
 
-DELAY_INSIDE, DELAY_BETWEEN = 1e-6, 5e-6
-"""Seconds for each device and each host that a ring passes."""
+LATENCY_INSIDE, LATENCY_BETWEEN = 1e-6, 5e-6
+"""Seconds of latency for each device, and for each host, in a ring."""
 
-PLANNED_STEPS, CONTEXT_ROWS = 2, 16
-"""So many steps are planned for every number of devices, and of so many rows the context traffic is counted."""
+PLANNED_STEPS, CONTEXT_PACKS = 2, 16
+"""Steps planned for each number of devices; packs of a micro-batch whose context traffic is counted."""
 
-ENOUGH = 1.5
-"""Twice the devices that are less than this much faster are not worth having."""
+WORTHWHILE_SPEEDUP = 1.5
+"""Doubling the devices is worthwhile if it makes steps at least this many times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """What a device can send, in bytes a second: to devices of its host, and to other hosts."""
+    """Bandwidth of a device in bytes per second: to devices on the same host, and to other hosts."""
 
     inside: float
     between: float
@@ -64,7 +64,7 @@ class Links:
 
     @staticmethod
     def of(inside: str | None, between: str | None, gpu: str | None) -> Links:
-        """Names, or GB/s as numbers; by default those of the GPU and InfiniBand NDR."""
+        """From names, or from GB/s as numbers. Defaults: the NVLink generation of the GPU, and InfiniBand NDR."""
         default = next((link for name, link in LINK_OF.items() if name.lower() in (gpu or "").lower()), "nvlink4")
         return Links(
             inside=_speed("--link-inside", inside or default, INSIDE),
@@ -79,43 +79,45 @@ def _speed(flag: str, given: str, named: dict[str, float]) -> float:
     except ValueError:
         speed = 0.0
     if not 0 < speed < float("inf"):
-        raise UserError(f"{flag}", "", f"give GB/s, or one of {', '.join(named)}", value=given)
+        raise UserError(
+            f"{flag}", "is not a bandwidth", f"give GB/s as a number, or one of {', '.join(named)}", value=given
+        )
     return speed * 1e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Seconds of a step on average, part by part, on so many devices."""
+    """Average seconds of a step on `ranks` devices, by part."""
 
     ranks: int
     hosts: int
     replicate: int
     micro_batches: float
-    even: float  # compute, if all ranks had the same
-    waiting: float  # for the slowest rank
-    fixed: float  # what each micro-batch and each step costs besides
-    weights: float  # gathering and reducing, what of it is not hidden
-    context: float  # keys and values
-    weights_out: float  # bytes of weights and their gradients that a host sends to others
-    fits: bool | None
+    even: float  # compute, if it were divided equally among the ranks
+    waiting: float  # waiting for the slowest rank
+    fixed: float  # fixed cost of each micro-batch and of each step
+    weights: float  # all-gather of weights and reduce-scatter of gradients, the exposed part
+    context: float  # sending keys and values, the exposed part
+    weights_out: float  # bytes of weights and gradients that a host sends to other hosts
+    fits: bool | None  # in the memory of a device
 
     @property
     def seconds(self) -> float:
         return self.even + self.waiting + self.fixed + self.weights + self.context
 
     def losses(self) -> dict[str, float]:
-        """What keeps a step from being as short as its compute, in words."""
+        """Seconds of a step besides evenly divided compute, by their cause in words."""
         return {
-            f"ranks wait for the slowest, {self.micro_batches:.1f} micro-batches a rank": self.waiting,
-            "each micro-batch and step costs something by itself": self.fixed,
-            "weights are gathered and reduced for longer than a micro-batch computes": self.weights,
-            "keys and values travel": self.context,
+            f"ranks wait for the slowest rank ({self.micro_batches:.1f} micro-batches per rank)": self.waiting,
+            "the fixed cost of each micro-batch and step dominates": self.fixed,
+            "gathering weights and reducing gradients takes longer than computing a micro-batch": self.weights,
+            "ranks wait for keys and values of other context ranks": self.context,
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scaling:
-    """The same steps on more and more devices; once with the weights over all, once with a copy on each host."""
+    """The same steps on growing numbers of devices: weights sharded over all ranks, or replicated on each host."""
 
     links: Links
     compute: TimeModel
@@ -128,9 +130,9 @@ class Scaling:
 
     @staticmethod
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
-        """The last number of devices that was worth doubling to, and what has grown most behind it."""
+        """The last worthwhile number of devices, and the cause of lost time that grows most after it."""
         for before, after in pairwise(times):
-            if before.seconds / after.seconds < ENOUGH ** float(np.log2(after.ranks / before.ranks)):
+            if before.seconds / after.seconds < WORTHWHILE_SPEEDUP ** float(np.log2(after.ranks / before.ranks)):
                 scale = before.ranks / after.ranks
                 grown = {
                     name: lost - scale * was
@@ -176,22 +178,25 @@ class Scaling:
                 continue
             found = self.limit(times)
             if found is None:
-                yield f"{'':<12}{name}: every doubling up to {times[-1].ranks} is {ENOUGH} times as fast or more"
+                yield (
+                    f"{'':<12}{name}: each doubling up to {times[-1].ranks} ranks makes steps at least "
+                    f"{WORTHWHILE_SPEEDUP} times as fast"
+                )
             else:
-                yield f"{'':<12}{name}: it stops to scale after {found[0]} ranks: {found[1]}"
+                yield f"{'':<12}{name}: stops scaling after {found[0]} ranks: {found[1]}"
         inside, between = self.links.names
         speeds = self.links.inside / 1e9, self.links.between / 1e9
         yield (
-            f"{'assumed':<12}{inside} inside a host, {speeds[0]:g} GB/s a device; {between} between hosts, "
-            f"{speeds[1]:g} GB/s a device; {REACHED:.0%} of both is reached"
+            f"{'assumed':<12}{inside} inside a host, {speeds[0]:g} GB/s per device; {between} between hosts, "
+            f"{speeds[1]:g} GB/s per device; collectives reach {LINK_EFFICIENCY:.0%} of both"
         )
         yield (
-            f"{'':<12}a ring is delayed by {DELAY_INSIDE * 1e6:g} us a device and {DELAY_BETWEEN * 1e6:g} us a host; "
-            "weights travel while a micro-batch computes,"
+            f"{'':<12}ring latency: {LATENCY_INSIDE * 1e6:g} us per device and {LATENCY_BETWEEN * 1e6:g} us per host; "
+            "weight transfers overlap with compute,"
         )
-        yield f"{'':<12}but for the first gather and the last reduce; context ranks have the same to do"
+        yield f"{'':<12}except the first gather and the last reduce; context ranks have equal work"
         yield f"{'measured' if self.compute.measured else 'assumed':<12}compute: {self.compute.source}"
-        yield f"{'counted':<12}bytes, as the tests of hosts count them on links"
+        yield f"{'counted':<12}bytes sent, from the shapes of the model and the plan"
 
 
 PARTS = ("even", "waiting", "fixed", "weights", "context")
@@ -208,15 +213,19 @@ def plan_scaling(
     need: DeviceMemory,
     memory: float,
 ) -> Scaling:
-    """The times of 8 devices, twice as many, and so on up to `shape.ranks` on `hosts` hosts."""
+    """Step times on 8 devices, 16, 32 and so on up to `shape.ranks` devices on `hosts` hosts."""
     if shape.ranks % hosts:
-        raise UserError("--hosts", f"{hosts} does not divide {shape.ranks} ranks", "give as many ranks to each")
+        raise UserError(
+            "--hosts", f"{hosts} does not divide {shape.ranks} ranks", "give every host the same number of ranks"
+        )
     if time_model.per_second is None:
         raise UserError(
-            "--hosts", f"{hosts} needs seconds", "give --gpu and bfloat16, or set batch.cost to a measurement"
+            "--hosts",
+            f"{hosts} needs step times in seconds, which this cost model does not give",
+            "give --gpu with model.dtype=bfloat16, or set batch.cost to a measured cost model",
         )
     each = shape.ranks // hosts
-    first = max(FIRST, shape.context)
+    first = max(BASELINE_DEVICES, shape.context)
     counts = [first << doubling for doubling in range(32) if first << doubling < shape.ranks] + [shape.ranks]
     counts = [count for count in counts if not count % shape.context and (count <= each or not count % each)]
     chosen = [steps[step] for step in spread(len(steps), PLANNED_STEPS).tolist()]
@@ -254,17 +263,17 @@ def _step_time(
     assert time_model.per_second is not None
     cost, rate = time_model.cost, time_model.per_second
     size = NUMBER_BYTES[config.model.dtype]
-    assert config.parallel.reshard != "auto", "settled before"
+    assert config.parallel.reshard != "auto", "must be resolved by the caller"
     sent = weights_traffic(
         need.model, placement, size=size, reshard=config.parallel.reshard, backend="nccl", micro_batches=1
     )
     units = fsdp_units(need.model, placement.ranks // placement.replicate)
     collectives = (3 if config.parallel.reshard else 2) * len(units) + (placement.replicate > 1) * len(units)
-    moving = _seconds(sent, links) + collectives * _delay(placement)
-    alone = moving / len(units)  # what nothing hides: the first gather, and the last reduce of about the same size
+    moving = _seconds(sent, links) + collectives * _latency(placement)
+    exposed = moving / len(units)  # the first gather and the last reduce overlap with nothing
     parts = dict.fromkeys(PARTS, 0.0)
     for plan in plans:
-        compute = (plan.cost - cost.constant) / placement.context / rate  # [rows, J]
+        compute = (plan.cost - cost.constant) / placement.context / rate  # [data ranks, J]
         slowest = compute.max(0)
         parts["even"] += float(compute.mean(0).sum())
         parts["waiting"] += float((slowest - compute.mean(0)).sum())
@@ -272,10 +281,10 @@ def _step_time(
         context = _context_seconds(plan, placement, config, need, links, size)
         hidden_by = slowest + cost.constant / rate
         if config.parallel.method == "ring":
-            parts["weights"] += float(np.maximum(moving + context - hidden_by, 0.0).sum()) + alone
+            parts["weights"] += float(np.maximum(moving + context - hidden_by, 0.0).sum()) + exposed
         else:
             parts["context"] += float(context.sum())
-            parts["weights"] += float(np.maximum(moving - hidden_by, 0.0).sum()) + alone
+            parts["weights"] += float(np.maximum(moving - hidden_by, 0.0).sum()) + exposed
     micro_batches = sum(plan.num_micro_batches for plan in plans) / len(plans)
     return StepTime(
         ranks=placement.ranks,
@@ -291,33 +300,36 @@ def _step_time(
 def _context_seconds(
     plan: StepPlan, placement: Placement, config: Config, need: DeviceMemory, links: Links, size: int
 ) -> Any:
-    """[J] of each micro-batch, from its first rows."""
+    """[J] seconds that each micro-batch spends sending keys and values, from its first `CONTEXT_PACKS` packs."""
     found = np.zeros(plan.num_micro_batches)
     if placement.context == 1:
         return found
-    rows = min(plan.ranks, CONTEXT_ROWS)
-    few = replace(placement, ranks=rows * placement.context, hosts=1)
+    packs = min(plan.ranks, CONTEXT_PACKS)
+    few = replace(placement, ranks=packs * placement.context, hosts=1)
     crosses = placement.hosts_of(placement.context_groups) > 1
     sizes = ModelSizes.of(need.model.config)
     for j in range(plan.num_micro_batches):
-        column = replace(plan, micro_batches=tuple((row[j],) for row in plan.micro_batches[:rows]))
-        sent = context_traffic(column, sizes, few, config, size=size)
+        micro_batch = replace(plan, micro_batches=tuple((of_rank[j],) for of_rank in plan.micro_batches[:packs]))
+        sent = context_traffic(micro_batch, sizes, few, config, size=size)
         most = max((float(each.max()) for each in sent.inside.values()), default=0.0)
-        found[j] = most / REACHED / (links.between if crosses else links.inside)
+        found[j] = most / LINK_EFFICIENCY / (links.between if crosses else links.inside)
     return found
 
 
 def _seconds(sent: Traffic, links: Links) -> float:
-    """The slower of the fullest link inside a host and of a host's way out, which all of its devices share."""
+    """Seconds to send these bytes: on the busiest link inside a host, or between hosts, whichever is slower.
+
+    The bandwidth between hosts is shared by all devices of a host.
+    """
     placement = sent.placement
     inside = float(sum(sent.inside.values(), np.zeros(placement.ranks)).max())
     host = placement.host(np.arange(placement.ranks))
     outside = float(np.bincount(host, weights=sum(sent.between.values(), np.zeros(placement.ranks))).max())
-    return max(inside / links.inside, outside / (links.between * placement.ranks_per_host)) / REACHED
+    return max(inside / links.inside, outside / (links.between * placement.ranks_per_host)) / LINK_EFFICIENCY
 
 
-def _delay(placement: Placement) -> float:
-    """Of one ring over the shards."""
+def _latency(placement: Placement) -> float:
+    """Seconds of latency of one ring over the shards."""
     shards = placement.ranks // placement.replicate
     passed = placement.hosts_of(placement.shard_groups)
-    return shards * DELAY_INSIDE + (passed if passed > 1 else 0) * DELAY_BETWEEN
+    return shards * LATENCY_INSIDE + (passed if passed > 1 else 0) * LATENCY_BETWEEN

@@ -1,14 +1,14 @@
-"""The optimizer steps of one pass over the data, as lengths: a plan needs no tokens.
+"""The optimizer steps of the first epoch as sample lengths: a plan does not need the tokens.
 
     lengths of the data      7 3 9 4 5 ...            of a tokenised data set, of rollouts, or from a file of numbers
-    steps                    [9 3 4] [5 7 2] ...      the same samples in the same order as a run's
+    steps                    [9 3 4] [5 7 2] ...      the same samples in the same order as in training
 
-The pass is the first epoch. In a mixture it has each row of a source as many times as the source's weight says. Where
-rows have several samples, which share prefixes, a step also knows what its samples share.
+In a mixture, the epoch repeats each row of a source according to the weight of the source. If rows have several samples
+with shared prefixes, a step also knows the prefix tree of its samples.
 
-Responses that a run writes itself are planned as long as they may be, which is the most that it can need.
+Responses that the run generates are planned with their largest possible length, which gives an upper bound.
 
-The order comes from `run.seed` as it does in training; a test compares the two.
+The order comes from `run.seed` as in training; a test compares the two.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from padfree.train.training_data import groups_of, make_batcher
 Lengths = NDArray[np.int64]
 
 MOST_COMPARED = 50_000
-"""Of so many rows the samples are compared to find what they share."""
+"""The number of data rows whose samples are compared to estimate how many tokens they share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepLengths:
-    """Lengths of all samples that one pass shows, and of those in each of its optimizer steps."""
+    """The lengths of all samples of an epoch, and the lengths of the samples in each optimizer step."""
 
     lengths: Lengths  # [n]
     steps: list[Lengths]
-    over_budget: int = 0  # samples longer than `batch.tokens`, each a step of its own
-    shared_tokens: int | None = None  # those that need not be computed if groups, or rows, share their prefixes
-    longest_responses: bool = False  # lengths are those of prompts with the longest responses there may be
-    rows: int | None = None  # of the data that the pass shows, where they are not samples
+    over_budget: int = 0  # samples longer than `batch.tokens`; each is a step of its own
+    shared_tokens: int | None = None  # tokens saved if a group or a data row shares its prefixes
+    longest_responses: bool = False  # each length is a prompt plus the longest response that the settings allow
+    rows: int | None = None  # data rows in the epoch, if a row can have several samples
     sources: tuple[SourceShare, ...] = ()  # of a mixture
-    prefixes: Callable[[int], PrefixTree] | None = None  # what the samples of a step share; None: plan without
-    copied_keys: float = 0.0  # for the memory estimate
+    prefixes: Callable[[int], PrefixTree] | None = None  # the prefix tree of a step; None: plan without sharing
+    copied_keys: float = 0.0  # see `estimate_memory`
 
 
 def load_steps(
@@ -75,15 +75,17 @@ def load_steps(
     progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """The steps of `config`'s data, or of a file of lengths. What the run would refuse is refused here.
+    """The steps of `config`'s data, or of a file of lengths. Raises the errors that the run itself would raise.
 
-    `on_note` is called with how the files are read.
+    `on_note` is called with notes about how each file is read.
     """
     if lengths is not None:
         if config.data.sources:
-            raise UserError("--lengths", "with data.sources", "give the data or their lengths")
+            raise UserError(
+                "--lengths", "cannot be combined with data.sources", "give either --lengths or data.sources"
+            )
         return sft_steps(read_lengths(lengths), config)
-    # The devices that are planned for need not be here.
+    # This machine need not have the planned devices.
     device_type = "cpu" if config.run.device == "cpu" else "cuda"
     processes = processes or config.parallel.most_context(1) * config.parallel.replicate
     found = preflight(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
@@ -100,7 +102,7 @@ def load_steps(
 
 
 def read_lengths(path: str | Path) -> Lengths:
-    """[n] from a `.npy` file, or from a text file of whole numbers."""
+    """[n] lengths from a `.npy` file, or from a text file of integers."""
     path = Path(path)
     check_regular(path, "--lengths")
     try:
@@ -109,13 +111,21 @@ def read_lengths(path: str | Path) -> Lengths:
         reason = error.strerror or error
         raise UserError("--lengths", f"{path} cannot be read ({reason})", "give a .npy or a text file") from None
     except (ValueError, EOFError):
-        raise UserError("--lengths", f"{path} is not a file of whole numbers", "give a .npy or a text file") from None
+        raise UserError(
+            "--lengths",
+            f"{path} does not hold integers",
+            "give a .npy file, or a text file of integers separated by spaces or newlines",
+        ) from None
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
         raise UserError(
-            "--lengths", f"{path} holds a {numbers.dtype} array of shape {numbers.shape}", "give a flat list of lengths"
+            "--lengths",
+            f"{path} holds a {numbers.dtype} array of shape {numbers.shape}",
+            "give a flat list of integers",
         )
     if numbers.min() < 1:
-        raise UserError("--lengths", f"{path} has a length of {numbers.min()}", "give 1 or more for every sample")
+        raise UserError(
+            "--lengths", f"{path} contains the length {numbers.min()}", "give lengths of 1 or more for all samples"
+        )
     return np.asarray(numbers, dtype=np.int64)
 
 
@@ -126,9 +136,9 @@ def sft_steps(lengths: Lengths, config: Config) -> StepLengths:
 
 
 def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple[list[Lengths], int]:
-    """The rows of each step of the first epoch, from the tokens [R] of each row, and how many are over the budget.
+    """The data rows of each step of the first epoch, and the number of rows longer than `batch.tokens`.
 
-    `sizes`: rows of each source.
+    `tokens` [R]: tokens of each data row. `sizes`: number of rows of each source.
     """
     batch, seed = config.batch, config.run.seed
     if batch.samples is not None:
@@ -149,7 +159,7 @@ def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple
 
 
 def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrainedModel) -> StepLengths:
-    """The steps of the first epoch over text: of whole rows, which may have several samples."""
+    """The steps of the first epoch over text. A data row can have several samples, which stay in one step."""
     lengths, starts = lengths_of(samples), row_starts(config, samples)
     several = rows_with_several(config, samples)
     if len(starts) == len(lengths) + 1 and not parts:
@@ -174,7 +184,7 @@ def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrai
         found = distinct([samples[index] for index in steps[step].tolist()])
         return prefixes_of(found, config.batch.share_prefixes, cost)
 
-    # Of many rows, evenly spread ones tell what all share.
+    # If there are many rows, estimate the shared tokens from evenly spread ones.
     times = np.bincount(np.concatenate(rows), minlength=len(first))[several]
     chosen = spread(len(several), MOST_COMPARED)
     saved = [tokens[row] - tree_of_row(config, samples, row, cost).num_tokens for row in several[chosen].tolist()]
@@ -184,20 +194,20 @@ def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrai
 
 
 def spread(number: int, most: int) -> Lengths:
-    """At most `most` of 0 ... number - 1, the middles of as many equal parts: 10, 4 -> 1 3 6 8."""
+    """At most `most` evenly spread indices of 0 ... number - 1: spread(10, 4) -> 1 3 6 8."""
     count = min(number, most)
     return ((2 * np.arange(count) + 1) * number) // (2 * count)
 
 
 def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """The updates of one pass over rollouts, or over pairs."""
+    """The updates of one pass over rollouts or preference pairs."""
     steps = rollout_updates(samples, config, parts)
     shown = distinct([sample for group in _shown(samples, config, parts) for sample in group])
     return StepLengths(lengths=_lengths(shown), steps=steps, shared_tokens=_shared_tokens(shown, config))
 
 
 def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> list[Lengths]:
-    """Lengths of the samples of each update: whole groups, `loss.epochs` times, in parts."""
+    """Sample lengths of each update. A batch of whole groups gives `loss.epochs` x `loss.mini_batches` updates."""
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))
     for number, groups in enumerate(make_batcher(once, samples, parts), start=1):
@@ -210,7 +220,7 @@ def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> 
 
 
 def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """The updates of one pass over prompts, `rollout.samples_per_prompt` responses to each, as long as they may be."""
+    """The updates of one pass over prompts, each with `rollout.samples_per_prompt` responses of the largest length."""
     group = config.rollout.samples_per_prompt
     found = rollout_updates(prompts, config, parts)
     shown = [prompts_of_group[0] for prompts_of_group in _shown(prompts, config, parts)]
@@ -226,7 +236,7 @@ def _shown(samples: Any, config: Config, parts: Sequence[int]) -> list[Any]:
 
 
 def _shared_tokens(samples: Sequence[Sample], config: Config) -> int:
-    """As `batch.share_prefixes` would share them, all samples of a group being in one row."""
+    """Tokens that `batch.share_prefixes` saves if all samples of a group are in one pack."""
     return sum(map(len, samples)) - prefixes_of(samples, config.batch.share_prefixes).num_tokens
 
 

@@ -1,10 +1,10 @@
-"""Settings to start from: tokens of a micro-batch, context ranks, layout, each with the reason for it.
+"""Suggest `batch.max_tokens`, `parallel.context` and `parallel.layout`, with a reason for each.
 
-    memory of a device   ->  the most tokens it can hold
-    longest sample       ->  the smallest context whose ranks hold it together
-    plans of some steps  ->  of a few caps at or below the most, the one whose steps take least
-                             twice the context, if that is faster by more than FASTER_FACTOR
-    rows of these plans  ->  the layout whose slowest rank is nearest to the mean; of equals, the one that reads least
+    memory of a device    ->  the most tokens that it can hold
+    longest sample        ->  the smallest number of context ranks that hold it together
+    plans of some steps   ->  the fastest of a few values of max_tokens
+                              twice the context ranks, if that is faster by more than FASTER_FACTOR
+    packs of these plans  ->  the layout with the lowest imbalance; among equals, the layout that reads the fewest keys
 
 Every candidate is planned with `plan_epoch`, as a run would plan it.
 """
@@ -23,18 +23,18 @@ from padfree.tools.planner.steps import Lengths
 from padfree.train.resolve_auto import USABLE_FRACTION
 
 TRIED_STEPS = 16
-"""So many steps are planned for each candidate."""
+"""The number of steps planned for each candidate."""
 
 SAME_FACTOR = 1.01
-"""Times and costs within this factor count as the same."""
+"""Times and imbalances within this factor count as equal."""
 
 FASTER_FACTOR = 1.05
-"""More context ranks than the longest sample needs must be faster by this factor."""
+"""More context ranks than the longest sample needs are suggested only if steps are faster by this factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """What to set, and why; nothing to set if no setting fits the memory."""
+    """Suggested settings and the reasons. All settings are None if no setting fits in memory."""
 
     max_tokens: int | None
     context: int | None
@@ -42,7 +42,7 @@ class Suggestion:
     reasons: list[str]
 
     def overrides(self) -> list[str]:
-        """As arguments of `padfree sft` and `padfree rl`."""
+        """The settings as arguments of `padfree sft` and `padfree rl`."""
         named = {
             "batch.max_tokens": self.max_tokens, "parallel.context": self.context, "parallel.layout": self.layout
         }  # fmt: skip
@@ -52,7 +52,7 @@ class Suggestion:
 def suggest(
     steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, *, need: DeviceMemory, memory: float
 ) -> Suggestion:
-    """Settings for `shape.ranks` devices of `memory` bytes each; `shape.context` and `shape.max_tokens` are free."""
+    """Settings for `shape.ranks` devices of `memory` bytes each. Ignores `shape.context` and `shape.max_tokens`."""
     contexts = [size for size in range(1, shape.ranks + 1) if shape.ranks % (size * shape.replicate) == 0]
     longest = max(int(step.max()) for step in steps)
 
@@ -65,14 +65,13 @@ def suggest(
     most = most_of(context)
     fits = context * most >= longest
     reasons = [
-        f"a device of {memory / GIBIBYTE:.0f} GiB holds about {most:,} tokens of a micro-batch beside its share of the "
-        f"weights ({USABLE_FRACTION:.0%} of the memory used, {need.config.model.dtype}, checkpointing "
-        f"{need.checkpointing})",
+        f"memory: a device of {memory / GIBIBYTE:.0f} GiB has room for micro-batches of about {most:,} tokens "
+        f"({USABLE_FRACTION:.0%} of the memory used, {need.config.model.dtype}, checkpointing {need.checkpointing})",
         *_why_context(context, most, longest, fits),
     ]
     if not fits and need.checkpointing != "full":
         full = need.most_tokens(replace(shape, context=context), memory, checkpointing="full")
-        reasons.append(f"parallel.checkpointing=full would let a device hold about {full:,} tokens")
+        reasons.append(f"with parallel.checkpointing=full a device would have room for about {full:,} tokens")
     tried = _tried_caps(steps, replace(shape, context=context), cost, most, longest)
     best = _fastest(tried)
     if fits and (twice := 2 * context) in contexts and (most_twice := most_of(twice)):
@@ -80,9 +79,9 @@ def suggest(
         faster = _fastest(wider)
         if best.time > faster.time * FASTER_FACTOR:
             reasons.append(
-                f"context {twice} instead of {context}: steps are {best.time / faster.time:.2f} times as fast, since "
-                f"long samples keep other data ranks waiting (imbalance {best.epoch.imbalance:.3f} with {context}, "
-                f"{faster.epoch.imbalance:.3f} with {twice})"
+                f"context {twice} instead of {context}: steps are {best.time / faster.time:.2f} times as fast, because "
+                f"data ranks wait less for ranks with long samples (imbalance {best.epoch.imbalance:.3f} with "
+                f"{context}, {faster.epoch.imbalance:.3f} with {twice})"
             )
             tried, best, most = wider, faster, most_twice
     reasons += _why_cap(best, tried, most)
@@ -95,7 +94,7 @@ def suggest(
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Tried:
     epoch: EpochPlan
-    balances: list[ContextBalance]  # the best layout first; none for one context rank
+    balances: list[ContextBalance]  # the best layout first; empty for one context rank
     time: float
 
 
@@ -103,8 +102,8 @@ def _tried(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel) -> _Trie
     epoch = plan_epoch(steps, shape, cost, exact_steps=TRIED_STEPS)
     if shape.context == 1:
         return _Tried(epoch=epoch, balances=[], time=epoch.time())
-    rows = epoch.rows(BALANCE_PACKS)
-    balances = sorted((context_balance(rows, shape.context, kind) for kind in KINDS), key=lambda each: each.mean)
+    packs = epoch.packs(BALANCE_PACKS)
+    balances = sorted((context_balance(packs, shape.context, kind) for kind in KINDS), key=lambda each: each.mean)
     same = [each for each in balances if each.mean <= balances[0].mean * SAME_FACTOR]
     best = min(same, key=lambda each: each.key_tokens)
     others = [each for each in balances if each is not best]
@@ -112,8 +111,10 @@ def _tried(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel) -> _Trie
 
 
 def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, most: int, longest: int) -> list[_Tried]:
-    """Caps worth planning, the largest first: no more than memory allows or than one micro-batch a step needs, no less
-    than holds the longest sample, where memory allows that.
+    """Plan with a few values of max_tokens, the largest first.
+
+    The largest value is limited by memory and by the tokens of a step. The smallest value holds the longest sample, if
+    memory allows.
     """
     useful = _rounded_up(-(-max(int(step.sum()) for step in steps) // shape.ranks))
     least = min(most, _rounded_up(-(-longest // shape.context)))
@@ -123,7 +124,7 @@ def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, mos
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """The largest cap of those that are as good as the fastest."""
+    """The candidate with the largest max_tokens among those as fast as the fastest."""
     least = min(each.time for each in tried)
     return next(each for each in tried if each.time <= least * SAME_FACTOR)
 
@@ -135,58 +136,59 @@ def _rounded_up(tokens: int) -> int:
 def _why_context(context: int, most: int, longest: int, fits: bool) -> list[str]:
     if not fits:
         return [
-            f"context {context}: even {context} context ranks hold only {context * most:,} tokens, the longest sample "
-            f"has {longest:,}; set data.max_length={context * most} and data.overlong, or plan for more ranks"
+            f"context {context}: even {context} context ranks hold only {context * most:,} tokens, but the longest "
+            f"sample has {longest:,}; set data.max_length={context * most} and data.overlong, or use more ranks"
         ]
     if context == 1:
         return [f"context 1: the longest sample, {longest:,} tokens, fits on one device"]
     return [
-        f"context {context}: the longest sample has {longest:,} tokens; {context} devices hold {context * most:,} "
-        "together, fewer do not hold it"
+        f"context {context}: the longest sample has {longest:,} tokens; {context} devices together hold "
+        f"{context * most:,}, and fewer devices cannot hold it"
     ]
 
 
 def _why_cap(best: _Tried, tried: Sequence[_Tried], most: int) -> list[str]:
     chosen = best.epoch.shape.max_tokens
     if len(tried) == 1:
-        why = "the longest sample needs it, and a step's tokens fill no more"
+        why = "the longest sample needs this many, and a step has too few tokens to use more"
     elif best is not tried[0]:
-        why = "of the caps that were planned, the fastest"
+        why = "the fastest of the planned values"
     else:
-        why = "more would not be used, one micro-batch holds a device's part of a step"
+        why = "one micro-batch holds a device's part of a step, so that a larger value has no effect"
     if chosen == most:
-        why = "as many as memory allows"
+        why = "the most that memory allows"
     found = [f"max tokens {chosen:,}: {why}"]
     for each in tried:
         epoch = each.epoch
         found.append(
-            f"planned with {epoch.shape.max_tokens:,}: {each.time / best.time:.3f} times the time of {chosen:,}, fill "
-            f"{epoch.fill:.1%}, imbalance {epoch.imbalance:.3f}, {epoch.micro_batches:.1f} micro-batches a step"
+            f"planned with max tokens {epoch.shape.max_tokens:,}: {each.time / best.time:.3f} times the time of "
+            f"{chosen:,}, fill {epoch.fill:.1%}, imbalance {epoch.imbalance:.3f}, {epoch.micro_batches:.1f} "
+            "micro-batches per step"
         )
     return found
 
 
 def _why_layout(balances: Sequence[ContextBalance]) -> list[str]:
     if not balances:
-        return ["layout: with one context rank there is nothing to divide"]
+        return ["layout: has no effect with one context rank"]
     best, *others = balances
-    why = "its slowest context rank is nearest to the mean"
+    why = "lowest imbalance of the context ranks"
     if best.mean > min(each.mean for each in others):
-        why = f"as balanced as the best within {SAME_FACTOR - 1:.0%}, and it reads fewer keys"
-    results = (f"{each.kind} {each.mean:.3f} and {each.key_tokens:.2f} keys read a token" for each in balances)
-    return [f"layout {best.kind}: {why} ({', '.join(results)})"]
+        why = f"imbalance within {SAME_FACTOR - 1:.0%} of the lowest, and fewer keys read"
+    results = (f"{each.kind}: imbalance {each.mean:.3f}, {each.key_tokens:.2f} keys per token" for each in balances)
+    return [f"layout {best.kind}: {why} ({'; '.join(results)})"]
 
 
 def _nothing_fits(shape: PlanShape, need: DeviceMemory, memory: float, longest: int) -> Suggestion:
     least = need.estimate(replace(shape, context=1, max_tokens=1)).device
     reasons = [
-        f"nothing fits: without any tokens a device needs about {least / GIBIBYTE:.1f} GiB at {shape.ranks} ranks, and "
-        f"{USABLE_FRACTION:.0%} of {memory / GIBIBYTE:.0f} GiB are there"
+        f"nothing fits: even with one token per micro-batch, each of {shape.ranks} devices needs about "
+        f"{least / GIBIBYTE:.1f} GiB, but {USABLE_FRACTION:.0%} of {memory / GIBIBYTE:.0f} GiB can be used"
     ]
     for ranks in (shape.ranks << doublings for doublings in range(1, 11)):
         tokens = need.most_tokens(replace(shape, ranks=ranks, context=1), memory)
         if tokens * ranks >= longest:
-            reasons.append(f"with {ranks} ranks there would be room for about {tokens:,} tokens of a micro-batch")
+            reasons.append(f"with {ranks} ranks a device would have room for micro-batches of about {tokens:,} tokens")
             break
-    reasons.append("parallel.offload=true, lora.rank, or a device with more memory are other ways")
+    reasons.append("alternatives: parallel.offload=true, adapters (lora.rank), or devices with more memory")
     return Suggestion(max_tokens=None, context=None, layout=None, reasons=reasons)

@@ -1,11 +1,11 @@
-"""How long steps take: a cost model, and how many of its units a device does in a second.
+"""How long steps take: a cost model, and how many of its units a device computes per second.
 
-    batch.cost, or measured on this device by `padfree plan --calibrate`     its units are seconds
-    a GPU whose peak is known, bfloat16                                      FLOPs, PEAK_FRACTION of the peak a second
-    neither                                                                  FLOPs, and no seconds
+    batch.cost, or measured on this device by `padfree plan --calibrate`     the units are seconds
+    a GPU with a known peak, bfloat16                                        FLOPs, at PEAK_FRACTION of the peak
+    otherwise                                                                FLOPs, without seconds
 
-The time is that of forward and backward on the slowest rank of each micro-batch, and of the optimizer where it was
-measured. Communication, compiling, checkpoints and, in RL, rollouts and scoring come on top.
+The time includes forward and backward on the slowest rank of each micro-batch, and the optimizer step if it was
+measured. It does not include communication, compilation, checkpoints, or the rollouts and scoring of RL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from padfree.estimate.flops import model_cost, peak_tflops
 from padfree.packing import CostModel
 
 PEAK_FRACTION = 0.4
-"""Of a GPU's peak, what training a dense model reaches without much effort."""
+"""The assumed fraction of a GPU's peak; training a dense model usually reaches it without tuning."""
 
 IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Entries of a config that do not change what a model computes."""
@@ -34,24 +34,24 @@ IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_versi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeModel:
-    """A cost model, and how many of its units are done in a second."""
+    """A cost model, and how many of its units a device computes per second."""
 
     cost: CostModel
-    per_second: float | None  # None: it is not known
-    source: str  # in words
-    measured: bool = False  # or counted and assumed
+    per_second: float | None  # None: unknown
+    source: str  # where the cost model comes from, as text
+    measured: bool = False  # False: the cost is counted and its speed assumed
 
     def seconds(self, cost: float) -> float | None:
         return None if self.per_second is None else cost / self.per_second
 
 
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
-    """The best there is: a file that is named, a measurement of this device, the peak of a GPU, FLOPs, or tokens."""
+    """The best available: `batch.cost`, a measurement of this device, the peak of a GPU, FLOPs, or tokens."""
     if config.batch.cost is not None:
         named = config.batch.cost
         return TimeModel(cost=read_cost(named), per_second=1.0, source=f"measured, {named}", measured=True)
     if model_config is None:
-        return TimeModel(cost=CostModel.tokens(), per_second=None, source="tokens; --model gives FLOPs")
+        return TimeModel(cost=CostModel.tokens(), per_second=None, source="tokens; give --model to count FLOPs")
     here = device_name(config.run.device)
     is_here = gpu is None or gpu.lower() in here.lower()
     stored = cost_path(here, model_config, config)
@@ -61,29 +61,33 @@ def choose_time_model(config: Config, model_config: Any | None, gpu: str | None)
     name = gpu or here
     peak = peak_tflops(name)
     if gpu is not None and peak is None:
-        raise UserError("--gpu", "is not in the table", "give one such as H100, H200, A100, B200, or L40S", value=gpu)
+        raise UserError(
+            "--gpu", "is not a GPU with a known peak", "give one such as H100, H200, A100, B200, or L40S", value=gpu
+        )
     if peak is None:
-        return TimeModel(cost=cost, per_second=None, source="FLOPs; --gpu or --calibrate gives seconds")
+        return TimeModel(cost=cost, per_second=None, source="FLOPs; give --gpu or --calibrate to get seconds")
     if config.model.dtype != "bfloat16":
         return TimeModel(
-            cost=cost, per_second=None, source="FLOPs; peaks are known for bfloat16 only, set model.dtype=bfloat16"
+            cost=cost,
+            per_second=None,
+            source="FLOPs; set model.dtype=bfloat16 to get seconds, because GPU peaks are known for bfloat16 only",
         )
     return TimeModel(
         cost=cost,
         per_second=PEAK_FRACTION * peak * 1e12,
-        source=f"{PEAK_FRACTION:.0%} of the {peak:,.0f} TFLOP/s of {name} assumed",
+        source=f"assuming {PEAK_FRACTION:.0%} of the {peak:,.0f} TFLOP/s of {name}",
     )
 
 
 def device_name(device: str) -> str:
-    """What `run.device` means here: the GPU by the name its driver gives, or "cpu"."""
+    """The device that `run.device` selects on this machine: the GPU's name from its driver, or "cpu"."""
     if device == "cpu" or not torch.cuda.is_available():
         return "cpu"
     return torch.cuda.get_device_name()
 
 
 def cost_path(device: str, model_config: Any, config: Config) -> Path:
-    """Where the measurement for this device, model and way of computing is kept."""
+    """The file with the cost model measured for this device, model and these settings."""
     values = {name: value for name, value in model_config.to_dict().items() if name not in IGNORED}
     parallel = config.parallel
     way = [parallel.compile, parallel.kernels, parallel.checkpointing, parallel.reshard, parallel.offload]

@@ -1,21 +1,21 @@
-"""What the processes of a run send each other in a step: bytes by kind, inside a host and between hosts.
+"""Count the bytes that processes send each other in a step, by kind, inside a host and between hosts.
 
-    rank                  0 1 2 3 | 4 5 6 7        two hosts of four; launchers number the processes of a host in a row
-    shards of weights     one ring of 8            0 > 1 > 2 > 3 >> 4 > 5 > 6 > 7 >> 0        leaves each host once
-    replicate 2           two rings of 4           0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4      leaves no host
+    rank                  0 1 2 3 | 4 5 6 7        two hosts of four; launchers give a host consecutive ranks
+    shards of weights     one ring of 8            0 > 1 > 2 > 3 >> 4 > 5 > 6 > 7 >> 0        one link out of each host
+    replicate 2           two rings of 4           0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4      stays inside a host
                           and four rings of 2      0 >> 4 >> 0   1 >> 5 >> 1   ...            with a fourth of the bytes
     context 2             0 1 | 2 3 | 4 5 | 6 7    neighbours
 
-What a collective of P processes over n bytes makes each of them send to the next one of its ring:
+Bytes that each of the P processes of a collective over n bytes sends to the next process of its ring:
 
-    all-gather        (P - 1)/P n          n: what everybody has afterwards
-    reduce-scatter    (P - 1)/P n          n: what everybody has before; gloo sends twice that, it reduces all of it
+    all-gather        (P - 1)/P n          n: size of the gathered tensor
+    reduce-scatter    (P - 1)/P n          n: size of the tensor before it is scattered; gloo all-reduces, twice as much
     all-reduce        2 (P - 1)/P n
 
-FSDP gathers every unit (a layer; the embeddings, the last norm and the head) once for a micro-batch, layers once more
-for backward with `parallel.reshard`, and reduces gradients after every micro-batch. Context parallelism sends what
-`padfree.cp.communication_bytes` counts, rank by rank. Frames and headers are not counted, nor are rollouts, scoring
-without gradients, evaluations and checkpoints.
+FSDP gathers every unit once per micro-batch. A unit is a layer, or the root: embeddings, last norm and head. With
+`parallel.reshard`, layers are gathered again for backward. Gradients are reduced after every micro-batch. For context
+parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank. Not counted: packet headers, rollouts,
+scoring without gradients, evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ METRICS = "metrics"
 FLOAT32, FLOAT64 = 4, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""About how many numbers of a step are summed over all processes, besides one for each process."""
+"""About how many statistics of a step are summed over all processes, besides one for each process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Which process is on which host, and with whom it talks."""
+    """Which rank is on which host, and the groups of ranks that communicate."""
 
     ranks: int
     hosts: int = 1
@@ -61,7 +61,11 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks % self.hosts:
-            raise UserError("--hosts", f"{self.hosts} does not divide {self.ranks} ranks", "give as many ranks to each")
+            raise UserError(
+                "--hosts",
+                f"{self.hosts} does not divide {self.ranks} ranks",
+                "give every host the same number of ranks",
+            )
 
     @property
     def ranks_per_host(self) -> int:
@@ -72,7 +76,7 @@ class Placement:
 
     @property
     def context_groups(self) -> Ranks:
-        """[rows, context]"""
+        """[data ranks, context] each group shares a pack."""
         return rank_groups(self.ranks, self.context, self.replicate).context
 
     @property
@@ -86,35 +90,36 @@ class Placement:
         return self.shard_groups.T
 
     def hosts_of(self, groups: Ranks) -> int:
-        """Over how many hosts the widest of these groups goes."""
+        """The largest number of hosts that one of these groups spans."""
         return max(len(np.unique(group)) for group in self.host(groups))
 
     def lines(self) -> Iterator[str]:
-        """In words, for a dry run."""
+        """The placement as text, for a dry run."""
         each = self.ranks_per_host
         named = [f"host {host}: {_range(host * each, host * each + each - 1)}" for host in range(min(self.hosts, 4))]
         more = f", and {self.hosts - 4} more" if self.hosts > 4 else ""
-        yield f"hosts: {self.hosts} of {each} processes; {', '.join(named)}{more}"
-        shards, rows = self.hosts_of(self.shard_groups), self.hosts_of(self.context_groups)
+        yield f"hosts: {self.hosts} with {each} processes each; {', '.join(named)}{more}"
+        shards, packs = self.hosts_of(self.shard_groups), self.hosts_of(self.context_groups)
         inside = {True: "inside a host", False: "over {} hosts"}
         weights = inside[shards == 1].format(shards)
         if self.replicate > 1:
-            weights += f", gradients of {self.replicate} replicas over {self.hosts_of(self.replica_groups)} hosts"
+            hosts = self.hosts_of(self.replica_groups)
+            weights += f", gradients of the {self.replicate} replicas are reduced over {hosts} hosts"
         yield f"  weights are gathered {weights}"
         if self.context > 1:
-            yield f"  the {self.context} ranks that share a row are {inside[rows == 1].format(rows)}"
+            yield f"  the {self.context} context ranks of a pack are {inside[packs == 1].format(packs)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Traffic:
-    """Bytes that each rank sends, by kind: to processes of its own host and to others."""
+    """Bytes that each rank sends, by kind: to processes on its own host, and to other hosts."""
 
     placement: Placement
     inside: dict[str, Floats] = field(default_factory=dict)  # [ranks]
     between: dict[str, Floats] = field(default_factory=dict)  # [ranks]
 
     def send(self, kind: str, source: ArrayLike, target: ArrayLike, size: ArrayLike) -> None:
-        """`size[i]` bytes from rank `source[i]` to rank `target[i]`."""
+        """Add `size[i]` bytes from rank `source[i]` to rank `target[i]`."""
         source, target, size = np.broadcast_arrays(source, target, np.asarray(size, dtype=np.float64))
         near = self.placement.host(source) == self.placement.host(target)
         for links, chosen in ((self.inside, near), (self.between, ~near)):
@@ -122,7 +127,7 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Each group [P] of [number, P] passes `size` bytes round its ring, (P - 1)/P of them over each link."""
+        """Add a collective over `size` bytes in each ring of `groups` [rings, P]: (P - 1)/P of it on each link."""
         world = groups.shape[1]
         if world > 1:
             self.send(kind, groups, np.roll(groups, -1, axis=1), size * (world - 1) / world)
@@ -133,7 +138,7 @@ class Traffic:
                 own[kind] = own.get(kind, np.zeros(self.placement.ranks)) + sent
 
     def of_host(self, host: int) -> tuple[float, float]:
-        """Bytes that the processes of a host send each other, and to other hosts."""
+        """Bytes that the processes of a host send inside the host, and to other hosts."""
         own = self.placement.host(np.arange(self.placement.ranks)) == host
         inside, between = (
             float(sum(sent[own].sum() for sent in links.values())) for links in (self.inside, self.between)
@@ -141,7 +146,7 @@ class Traffic:
         return inside, between
 
     def table(self) -> dict[str, tuple[float, float]]:
-        """By kind: the bytes of the host that sends the most of it, inside and to others."""
+        """For each kind, the bytes of the host that sends the most: inside the host, and to other hosts."""
         hosts = self.placement.host(np.arange(self.placement.ranks))
 
         def busiest(sent: Floats) -> float:
@@ -157,7 +162,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSizes:
-    """One FSDP unit: how many numbers all shards of it have together, pads included."""
+    """Elements of one FSDP unit over all shards, padding included."""
 
     gathered: int
     reduced: int
@@ -165,13 +170,13 @@ class UnitSizes:
 
 
 def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
-    """The units as `padfree.sharding.parallelize` makes them; FSDP2 pads the first dimension of every parameter."""
+    """The FSDP units that `padfree.sharding.parallelize` makes. FSDP2 pads the first dimension of every parameter."""
 
     def padded(parameter: nn.Parameter) -> int:
         if not parameter.ndim or not parameter.numel():
             return parameter.numel()
-        rows = parameter.shape[0]
-        return -(-rows // shards) * shards * (parameter.numel() // rows)
+        first = parameter.shape[0]
+        return -(-first // shards) * shards * (parameter.numel() // first)
 
     def unit(parameters: list[nn.Parameter], is_root: bool) -> UnitSizes:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -188,7 +193,7 @@ def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
 def weights_traffic(
     model: PreTrainedModel, placement: Placement, *, size: int, reshard: bool, backend: Backend, micro_batches: int
 ) -> Traffic:
-    """What FSDP sends in a step. `size` is that of a gathered number."""
+    """The bytes that FSDP sends in a step. `size`: bytes of an element of gathered weights."""
     found = Traffic(placement=placement)
     if placement.ranks == 1:
         return found
@@ -207,20 +212,23 @@ def weights_traffic(
 def context_traffic(
     plan: StepPlan, sizes: ModelSizes, placement: Placement, config: Config, *, size: int
 ) -> Traffic:  # fmt: skip
-    """What attention sends where rows are shared: by `placement.context` ranks, or by as many as the plan says."""
+    """The bytes that attention sends between the context ranks of each pack.
+
+    A pack has `placement.context` context ranks, or the number that the plan gives it (`plan.widths`).
+    """
     found = Traffic(placement=placement)
     if placement.context == 1 and plan.widths is None:
         return found
     parallel = config.parallel
-    # A layer that is computed again for backward sends its keys again, unless the compiler has kept the attention.
+    # A layer recomputed for backward sends its keys again, unless the compiler saves the attention output.
     kept = parallel.compile not in ("none", "auto") and parallel.checkpointing == "selective"
     forwards = 1 if parallel.checkpointing == "none" or kept else 2
     kind = f"context, {parallel.method}"
-    for row in range(plan.ranks):
-        for (indices, width), is_first in zip(plan.packs_of(row), plan.is_first[row], strict=True):
+    for rank in range(plan.ranks):
+        for (indices, width), is_first in zip(plan.packs_of(rank), plan.is_first[rank], strict=True):
             if width is not None and (width == 1 or not is_first):
                 continue
-            group = placement.context_groups[row] if width is None else row + np.arange(width)
+            group = placement.context_groups[rank] if width is None else rank + np.arange(width)
             lengths = plan.lengths[indices]
             lengths = lengths[lengths > 0] if lengths.sum() else np.ones(1, dtype=np.int64)
             segments = Segments.from_lengths(lengths, pad_length=-int(lengths.sum()) % len(group))
@@ -255,9 +263,9 @@ def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
 def step_traffic(
     config: Config, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
 ) -> Traffic:  # fmt: skip
-    """Of one training step with this plan. The settings must be settled; `model` may be a skeleton."""
+    """The bytes of one training step with this plan. No setting may be "auto"; `model` can be a skeleton."""
     size = NUMBER_BYTES[config.model.dtype]
-    assert config.parallel.reshard != "auto", "settled before"
+    assert config.parallel.reshard != "auto", "must be resolved by the caller"
     found = weights_traffic(
         model,
         placement,

@@ -1,4 +1,4 @@
-"""`padfree report`: run folders to one page of plots and tables."""
+"""`padfree report`: one page of plots and tables from run folders."""
 
 from padfree.tools.report.build import default_output, write_report
 

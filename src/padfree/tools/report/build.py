@@ -1,7 +1,7 @@
-"""The page of some runs, from above to below: summary, plots, responses, events, settings.
+"""Build the page of one or more runs: summary, plots, responses, events, settings.
 
-What is long is cut, and the page says so: plots keep the least and the greatest value of every stretch of steps, lists
-their first rows or their last.
+Long data is shortened, and the page says so. Plots keep the minimum and the maximum of every interval of steps; lists
+keep their first or last entries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAGE = "report.html"
 
 
 def default_output(folders: Sequence[str | Path]) -> Path:
-    """Where the page goes: into the folder of a single run, next to the first of several."""
+    """The default path of the page: in the folder of a single run, or next to the folder of the first of several."""
     first = Path(folders[0]) if folders else Path()
     return (first if len(folders) == 1 else first.resolve().parent) / PAGE
 
@@ -50,14 +50,14 @@ def default_output(folders: Sequence[str | Path]) -> Path:
 def write_report(
     folders: Sequence[str | Path], output: str | Path | None = None, *, names: Sequence[str] | None = None
 ) -> list[str]:
-    """Write the page of the runs in these folders; what was odd about them, one line each, is on it and returned.
+    """Write the page of the runs in these folders. Returns notes about data that could not be read, also on the page.
 
-    `output` None: see `default_output`.
+    `output`: a path, by default `default_output(folders)`.
     """
     given = output is not None
     output = Path(output) if output is not None else default_output(folders)
     if output.suffix not in (".html", ".htm"):
-        raise UserError("--output", f"{output}", "give a file name that ends in .html")
+        raise UserError("--output", f"{output} is not an HTML file name", "give a file name that ends in .html")
     if given:
         check_output(output, "--output", makes_folder=True)
     runs = read_runs(folders, names)
@@ -75,7 +75,7 @@ def report_page(runs: Sequence[Run]) -> Page:
     page.add_table("Summary", ["", *(run.name for run in runs)], _summary(runs))
     notes = [[run.name, note] for run in runs for note in run.notes]
     if notes:
-        page.add_table("What could not be read as it should", ["run", "note"], notes)
+        page.add_table("Problems while reading the runs", ["run", "note"], notes)
     _add_plots(page, runs)
     _add_responses(page, runs)
     _add_events(page, runs)
@@ -107,7 +107,7 @@ def _summary(runs: Sequence[Run]) -> list[list[Cell]]:
         row("tokens per second", [_speed(run) for run in runs]),
         row("peak memory, GiB", [_at(run, "memory_gib", -1) for run in runs]),
         row("resumes", [sum(event.get("kind") == "resume" for event in run.events) for run in runs]),
-        row("rows skipped, dropped or cut", [len(run.rows) for run in runs]),
+        row("data rows skipped, dropped or truncated", [len(run.rows) for run in runs]),
         row("checkpoints", [_newest(run.checkpoints) for run in runs]),
     ]
     return [found for found in rows if any(cell != NOTHING for cell in found[1:])]
@@ -153,23 +153,23 @@ def _duration(seconds: float | None) -> str | None:
 def _add_plots(page: Page, runs: Sequence[Run]) -> None:
     drawn, constant = panels(runs)
     if not drawn and not constant:
-        page.add_text("There is no step to plot yet.")
+        page.add_text("The run has not finished a step yet, so there is nothing to plot.")
     longest = max(run.num_steps for run in runs)
     said = []
     if longest > SMOOTH_ABOVE:
         said.append(
-            f"Strong lines are running means over {mean_window(longest):,} steps in the longest run; the faint lines "
-            "are the values."
+            f"Strong lines are running means ({mean_window(longest):,} steps in the longest run); faint lines are the "
+            "values."
         )
     if longest > MOST_POINTS:
         said.append(
-            f"A series of more than {MOST_POINTS:,} values is thinned: the least and the greatest of every stretch of "
-            "steps are kept. All values are in metrics.jsonl."
+            f"Series of more than {MOST_POINTS:,} values show only the minimum and the maximum of every interval of "
+            "steps. All values are in metrics.jsonl."
         )
     if any(event.get("kind") == "resume" for run in runs for event in run.events):
-        said.append("Dotted upright lines: a run was resumed there.")
+        said.append("Dotted vertical lines: the run was resumed at this step.")
     if any(run.nonfinite for run in runs):
-        said.append("Solid upright lines: a loss or gradient was not finite there.")
+        said.append("Solid vertical lines: the loss or a gradient was not finite at this step.")
     if said:
         page.add_text(" ".join(said))
     for heading, group in drawn.items():
@@ -179,7 +179,7 @@ def _add_plots(page: Page, runs: Sequence[Run]) -> None:
                 page.add_figure(caption, drawing)
     if constant:
         rows = [[name, *(_constant(run, name) for run in runs)] for name in constant]
-        page.add_table("The same at every step", ["metric", *(run.name for run in runs)], rows)
+        page.add_table("Metrics that never change", ["metric", *(run.name for run in runs)], rows)
 
 
 def _constant(run: Run, name: str) -> Cell:
@@ -190,7 +190,7 @@ def _constant(run: Run, name: str) -> Cell:
 
 
 def _add_responses(page: Page, runs: Sequence[Run]) -> None:
-    """Responses and failed episodes, as many as a page can hold."""
+    """Add responses and failed episodes, at most `MOST_ROWS`."""
     parts = [
         (run, what, file, found)
         for run in runs
@@ -200,7 +200,7 @@ def _add_responses(page: Page, runs: Sequence[Run]) -> None:
     if not parts:
         return
     page.add_heading("Responses")
-    page.add_text("Click a row to read all of it, a column's name to sort.")
+    page.add_text("Click a line to expand it, and the name of a column to sort.")
     most = max(MOST_ROWS // len(parts), 1)
     for run, what, file, found in parts:
         rows = [found.rows[index] for index in shown_lines(len(found.rows), most)]
@@ -213,7 +213,7 @@ def _add_responses(page: Page, runs: Sequence[Run]) -> None:
         page.add_records(caption, *table_of(without_beginning(rows, beginning), letters))
         if beginning:
             page.add_details(
-                "All these prompts begin with the same lines, which the table leaves out",
+                "The first lines of all prompts, which the table omits because they are equal",
                 without_middle(beginning, letters),
             )
 
@@ -229,12 +229,12 @@ def _add_events(page: Page, runs: Sequence[Run]) -> None:
         caption = "Events" if len(shown) == len(rows) else f"The last {len(shown)} of {len(rows):,} events"
         page.add_table(caption, ["time", "run", "event", "step", "details"], shown)
     else:
-        page.add_text("No event is recorded: the folders have no events.jsonl.")
+        page.add_text("No events: the folders have no events.jsonl.")
     for run in runs:
         if run.nonfinite:
             page.add_table(
-                f"Steps that were not finite: {run.name}",
-                ["step", "samples", "the first samples", "file"],
+                f"Steps with a non-finite loss or gradient: {run.name}",
+                ["step", "samples", "first samples", "file"],
                 [
                     [_text(row["step"]) or NOTHING, row["samples"], ", ".join(row["uids"]), row["file"]]
                     for row in run.nonfinite
@@ -249,19 +249,19 @@ def _add_events(page: Page, runs: Sequence[Run]) -> None:
                 f"{_shown(row.get('reason'))}"
                 for row in run.rows[:ROWS_SHOWN]
             ]
-            page.add_details(f"Rows of the data, {run.name}: {actions}{cut}", "\n".join(lines))
+            page.add_details(f"Data rows of {run.name}: {actions}{cut}", "\n".join(lines))
 
 
 def _event_rows(run: Run) -> list[list[Cell]]:
     found: list[list[Cell]] = []
-    before: Record = {}  # a later start says only what is new
+    before: Record = {}  # a later start shows only the fields that changed
     for event in run.events:
         fields = {key: value for key, value in event.items() if key not in ("time", "kind", "step")}
         shown = fields
         if event.get("kind") == "start":
             shown = {key: value for key, value in fields.items() if before.get(key) != value}
             before = fields
-        details = [f"{key} {_shown(value)}" for key, value in shown.items()] or ["as before"] * bool(fields)
+        details = [f"{key} {_shown(value)}" for key, value in shown.items()] or ["unchanged"] * bool(fields)
         time = _shown(event.get("time")).replace("T", " ").replace("+00:00", " UTC")
         found.append([time, run.name, _shown(event.get("kind")), _shown(event.get("step")), ", ".join(details)])
     return found
@@ -281,7 +281,7 @@ def _add_settings(page: Page, runs: Sequence[Run]) -> None:
     if versions:
         page.add_table("Versions", ["", *(run.name for run in runs)], versions)
     else:
-        page.add_text("Versions are not recorded: the folders have no events.jsonl.")
+        page.add_text("No versions: the folders have no events.jsonl.")
     if len(runs) > 1:
         flat = [_flat(run.config) for run in runs]
         keys = dict.fromkeys(key for settings in flat for key in settings)

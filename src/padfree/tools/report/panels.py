@@ -1,4 +1,4 @@
-"""Which metrics are drawn together, under which title and heading, and the figures themselves.
+"""Group metrics into figures under headings, and draw the figures.
 
     a metric                       heading                  figure                   line
     response_length_max            Responses                Response length          max
@@ -6,16 +6,16 @@
     loss/clip_fraction             Statistics of the loss   Clip fraction
     environment/questions          Environment              Environment questions
 
-All of it follows from the metric's name, so that a new metric needs no entry here: the heading from its prefix (`FOUND`
-has those without a heading of their own), the title from its words, the unit from its last word.
+Everything follows from the name of the metric, so that a new metric needs no entry here: the heading from `HEADINGS` or
+from its prefix, the title from its words, the unit from its last word.
 
     one run, one metric        one line, no legend
-    one run, more metrics      a colour a metric
-    more runs                  a colour a run; with more metrics a dash pattern a metric
-    seconds/...                bars upon each other, a colour a metric; more runs: a figure a run
+    one run, several metrics   one colour per metric
+    several runs               one colour per run; with several metrics, one dash pattern per metric
+    seconds/...                stacked bars, one colour per metric; one figure per run
 
-A series of more than 200 values is drawn faint with its running mean above it. A metric that never changes in any run
-is a row of a table, unless its figure is one of `ALWAYS`.
+A series of more than 200 values is drawn faint, with its running mean on top. A metric that never changes in any run is
+listed in a table, unless its figure matches `ALWAYS`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from padfree.tools.report.runs import Run, Series
 from padfree.tools.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window, running_mean, stretch_means, thinned
 
 DASHES = ("solid", "dash", "dot", "dashdot")
-MARKED_BELOW = 50  # so few values are points as well as a line
+MARKED_BELOW = 50  # series of at most this many values have markers
 LEGEND_LETTERS = 36
-MOST_BARS = 200  # of one run; more are means over stretches of steps
+MOST_BARS = 200  # per run; with more steps, each bar is the mean of several steps
 HOVER = "%{y:.5~g}<extra>%{fullData.name}</extra>"
-MOST_MARKS = 100  # resumes and stops in a figure
+MOST_MARKS = 100  # vertical lines in a figure
 
 
-FOUND: Mapping[str, Sequence[str]] = {
+HEADINGS: Mapping[str, Sequence[str]] = {
     "Where the time went": ("seconds/*", "sampler_tokens_per_second"),
     "Learning": ("loss", "reward*", "gradient_norm", "lr"),
     "Evaluation": ("eval/*",),
@@ -52,8 +52,8 @@ FOUND: Mapping[str, Sequence[str]] = {
     "Speed and memory": ("tokens_per_second", "mfu", "tflops*", "seconds", "memory*"),
     "Packing": ("fill", "imbalance*", "padding*", "micro_batches", "*tokens", "samples", "rows"),
 }
-"""By heading, in the order of the page: patterns of the metrics under it. The first that matches counts. A metric with
-another prefix is under that prefix, one without is under "Other"."""
+"""Headings in the order of the page, with patterns of their metrics; the first match counts. A metric that matches no
+pattern is under a heading made of its prefix, or under "Other" if it has no prefix."""
 
 ALWAYS = ("seconds/*", "*tokens_per_second", "mfu", "loss", "reward", "gradient_norm", "eval/*", "critic/loss")
 """Metrics that get a figure even if they are constant. Other constant metrics are listed in a table."""
@@ -67,20 +67,20 @@ TITLES = {
     "tflops_per_device": "TFLOP/s per device",
     "gradient_norm": "Gradient norm before clipping",
     "imbalance": "Imbalance of the data ranks",
-    "version_age": "Age of the policy that wrote the tokens",
-    "queue": "Groups ahead of training",
+    "version_age": "Age of the policy that sampled the tokens",
+    "queue": "Groups waiting to be trained on",
     "loss/kl": "KL to the reference",
     "loss/approx_kl": "KL to the old policy, approximate",
     "loss/ratio": "Ratio to the old policy",
     "loss/sampler_kl": "KL between trainer and sampler",
-    "loss/sampler_difference": "Log-probabilities of trainer and sampler, mean absolute difference",
+    "loss/sampler_difference": "Mean absolute difference of log-probabilities, trainer and sampler",
     "sampler_tokens_per_second": "Tokens per second of the sampler",
 }
-"""Titles that say more than the words of the name."""
+"""Titles of figures whose metric name does not make a good title."""
 
 WORDS = {"lr": "learning rate", "kl": "KL", "nll": "NLL", "logprobs": "log-probabilities", "eval": "held-out"}
 UNITS = (
-    (r"kl|nll|entropy|sampler_difference", "nats a token"),
+    (r"kl|nll|entropy|sampler_difference", "nats per token"),
     (r"share|fraction|accuracy|variance|cut|fill|mfu|pass", "share"),
     (r"tokens|length|length_(min|max)", "tokens"),
     (r"version_age", "optimizer steps"),
@@ -91,7 +91,7 @@ UNITS = (
     (r"tflops_per_device", "TFLOP/s"),
     (r"norm", "norm"),
 )
-"""How a figure's name ends, and the label of its axis; else its own words."""
+"""Patterns of the end of a figure's name, with the label of the axis. The default label is the name in words."""
 
 LOGARITHMIC = re.compile(r"norm|perplexity|canary")
 PARTS = (
@@ -110,22 +110,22 @@ PARTS = (
 TOGETHER = re.compile(
     r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"
 )
-"""Metrics that are lines of one figure: `reward_min` of `reward`; `groups_asked` and `groups_equal` of `groups`."""
+"""Metrics that share a figure: `reward_min` is in the figure `reward`; `groups_asked`, `groups_equal` in `groups`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A figure: metrics with what each is called in it. `unit` is the label of the axis."""
+    """A figure. `metrics` maps each metric to its label; `unit` is the label of the axis."""
 
     title: str
     unit: str
     metrics: Mapping[str, str]
-    log: bool = False  # logarithmic where one value is far above the rest
+    log: bool = False  # use a log axis if one value is far above the rest
     stacked: bool = False  # the metrics are parts of a whole
 
 
 def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
-    """The panels to draw under each heading, and the names of the metrics that never change."""
+    """The panels under each heading, and the names of the metrics that never change."""
     names = {name for run in runs for name in run.metrics}
     lines: dict[str, dict[str, dict[str, str]]] = {}  # by heading and figure: metrics with their labels
     for name in sorted(names, key=_order):
@@ -151,7 +151,7 @@ def _panel(figure: str, metrics: Mapping[str, str]) -> Panel:
 
 
 def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
-    """The figure that a metric is drawn in (the name of its first metric), and what its line there is called."""
+    """The name of the figure that a metric is drawn in, and the label of its line."""
     prefix, _, rest = name.rpartition("/")
     if prefix == "seconds" and rest in PARTS:
         return "seconds/", _words(name)
@@ -164,24 +164,24 @@ def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
     return found[1] or found[3], _words(found[2] or found[4])
 
 
-def _place(name: str) -> tuple[int, int, str]:
-    """The heading and the pattern that a metric is found by, as numbers; behind them what has a prefix of its own."""
-    for number, patterns in enumerate(FOUND.values()):
+def _position(name: str) -> tuple[int, int, str]:
+    """The indices of the heading and of the pattern that match a metric. Metrics without a match come last."""
+    for number, patterns in enumerate(HEADINGS.values()):
         for index, pattern in enumerate(patterns):
             if fnmatchcase(name, pattern):
                 return number, index, ""
-    return (len(FOUND), 0, name.partition("/")[0]) if "/" in name else (len(FOUND) + 1, 0, "")
+    return (len(HEADINGS), 0, name.partition("/")[0]) if "/" in name else (len(HEADINGS) + 1, 0, "")
 
 
 def _order(name: str) -> tuple[Any, ...]:
     part = name.removeprefix("seconds/")
-    return (*_place(name), PARTS.index(part) if part in PARTS else len(PARTS), name)
+    return (*_position(name), PARTS.index(part) if part in PARTS else len(PARTS), name)
 
 
 def _heading(figure: str) -> str:
-    number, _, prefix = _place(figure)
-    if number < len(FOUND):
-        return tuple(FOUND)[number]
+    number, _, prefix = _position(figure)
+    if number < len(HEADINGS):
+        return tuple(HEADINGS)[number]
     return _title(prefix) if prefix else "Other"
 
 
@@ -240,12 +240,12 @@ def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
-    """Bars upon each other at the steps that have any of the metrics; one that a step has not is 0 there."""
+    """Stacked bars for all steps that have one of the metrics. A metric that a step does not have counts as 0."""
     used = [name for name in panel.metrics if name in run.metrics]
     steps = np.unique(np.concatenate([run.metrics[name].steps for name in used]))
     stretch = -(-len(steps) // MOST_BARS)
     traces = []
-    for name in used:  # a part has the same colour on every page
+    for name in used:  # each part has the same colour on every page
         index, label = PARTS.index(name.removeprefix("seconds/")), panel.metrics[name]
         values = np.zeros(len(steps))
         values[np.searchsorted(steps, run.metrics[name].steps)] = np.nan_to_num(run.metrics[name].values)
@@ -281,7 +281,7 @@ def resumed_at(run: Run) -> list[int]:
 
 
 def _lines(series: Series, label: str, line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The values, and above them their running mean if there are many."""
+    """The line of the values and, if there are many, the line of their running mean."""
     count = len(series.values)
     kept = thinned(series.values)
     smooth = count > SMOOTH_ABOVE
@@ -315,7 +315,7 @@ def _lines(series: Series, label: str, line: Mapping[str, Any]) -> list[dict[str
 
 
 def _marks(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Upright lines where a run with one of these metrics was resumed (dotted) or had a step that was not finite."""
+    """Vertical lines at resumes (dotted) and at non-finite steps (solid) of runs with one of these metrics."""
     found = []
     for index, run in enumerate(runs):
         if not any(name in run.metrics for name in names):
@@ -339,5 +339,5 @@ def _spread_out(values: NDArray[np.float64]) -> bool:
 
 
 def _rounded(values: NDArray[np.float64]) -> list[float]:
-    """Six digits that count: what a screen can show, in half the bytes."""
+    """The values with six significant digits, which takes half the bytes and looks the same."""
     return [float(f"{value:.6g}") for value in values.tolist()]

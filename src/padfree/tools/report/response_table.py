@@ -1,10 +1,10 @@
-"""Responses of an RL run, as many as a page can hold.
+"""A table of responses of an RL run.
 
-    rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a few lines a batch
-    shown             0 1 2 3           | 8 9 10 11 | ...     blocks of lines, evenly over the file, its ends included
+    rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a few lines per batch shown             0 1 2 3
+    | 8 9 10 11 | ...     blocks of lines, evenly spread, with the first and the last
 
-A page has at most `MOST_ROWS` responses and `MOST_LETTERS` letters of their texts; long texts lose their middle.
-The page says how many responses are left out. The file is read line by line: it may be larger than memory.
+A page shows at most `MOST_ROWS` responses with `MOST_LETTERS` characters in all; the middle of long texts is cut out.
+The page says how many responses it omits. The file is read line by line, because it can be larger than memory.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MOST_ROWS = 400
 MOST_LETTERS = 2_000_000
 MOST_LETTERS_OF_TEXT = 20_000
 BLOCK = 4
-"""Lines that are shown or left out together: a batch writes so many."""
+"""Lines that are shown or omitted together: a batch writes this many."""
 
 FIRST = ("batch", "reward", "tokens", "ended", "turns", "leaves", "failure", "prompt", "response", "uid")
-"""Columns in this order; others that a file has stand behind them."""
+"""The first columns, in this order; other columns of the file follow."""
 
 TEXTS = ("prompt", "response", "failure")
 SHORT, MOST_COLUMNS = 200, 20
-"""Letters of a text in another column, and columns."""
+"""The most characters in a column that is not in `TEXTS`, and the most columns."""
 
 LARGEST = 1 << 53
 NUMBERS = ("batch", "reward", "tokens", "turns", "leaves", "episode")
@@ -38,15 +38,15 @@ NUMBERS = ("batch", "reward", "tokens", "turns", "leaves", "episode")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Responses:
-    """Lines of a file that are shown, and how many it has."""
+    """The lines of a file that are shown, and the number of lines in the file."""
 
     rows: Sequence[Record]
     total: int
-    broken: int = 0  # of the lines that were looked at
+    broken: int = 0  # chosen lines that are not JSON objects
 
 
 def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
-    """The file must be there."""
+    """Read at most `most` lines of an existing file."""
     with path.open("rb") as file:
         count = sum(1 for line in file if line.strip())
     chosen = set(shown_lines(count, most).tolist())
@@ -66,7 +66,7 @@ def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
 
 
 def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Which of `count` lines are shown: rising, `most` or fewer, in blocks, the first and the last block included."""
+    """Ascending indices of at most `most` of `count` lines to show: blocks, with the first and the last block."""
     if count <= most:
         return np.arange(count)
     blocks = -(-count // BLOCK)
@@ -76,7 +76,7 @@ def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def table_of(rows: Sequence[Record], letters: int) -> tuple[list[str], list[list[Any]]]:
-    """Columns, and a cell for each: a number, a text of about `letters` or less, or None."""
+    """The column names, and the cells of each line: numbers, texts of about `letters` characters or less, or None."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = [*(name for name in FIRST if name in names), *(name for name in names if name not in FIRST)]
     columns = columns[:MOST_COLUMNS]
@@ -84,17 +84,17 @@ def table_of(rows: Sequence[Record], letters: int) -> tuple[list[str], list[list
 
 
 def common_beginning(rows: Sequence[Record]) -> str:
-    """Whole lines with which every prompt begins: a chat template's header and system message, say."""
+    """The whole lines that every prompt begins with, for example the header and system message of a chat template."""
     prompts: list[str] = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
     if len(set(prompts)) < 2:
         return ""
-    least, greatest = min(prompts), max(prompts)  # what these two share, all share
+    least, greatest = min(prompts), max(prompts)  # their common prefix is the common prefix of all
     same = next((i for i, pair in enumerate(zip(least, greatest, strict=False)) if pair[0] != pair[1]), len(least))
     return least[: least.rfind("\n", 0, same) + 1]
 
 
 def without_beginning(rows: Sequence[Record], beginning: str) -> list[Record]:
-    """Rows whose prompts leave this out."""
+    """The same responses, with `beginning` removed from their prompts."""
     return [
         {**row, "prompt": row["prompt"].removeprefix(beginning)} if isinstance(row.get("prompt"), str) else row
         for row in rows
@@ -105,7 +105,7 @@ def _cell(name: str, value: Any, letters: int) -> Any:
     if value is None:
         return None
     if name in NUMBERS and isinstance(value, int | float) and not isinstance(value, bool):
-        return value if abs(value) < LARGEST else None  # neither NaN nor more than a page can tell apart
+        return value if abs(value) < LARGEST else None  # not NaN, and exact in JavaScript
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -113,11 +113,11 @@ def _cell(name: str, value: Any, letters: int) -> Any:
 
 
 def without_middle(text: str, letters: int) -> str:
-    """A text of more than `letters` without its middle: the end of a response is as telling as its beginning."""
+    """A text of more than `letters` characters without its middle, because the end of a response matters as well."""
     if len(text) <= letters:
         return text
     end = letters // 4
-    return f"{text[: letters - end]}\n[… {len(text) - letters:,} characters left out …]\n{text[len(text) - end :]}"
+    return f"{text[: letters - end]}\n[… {len(text) - letters:,} characters omitted …]\n{text[len(text) - end :]}"
 
 
 def _parsed(line: bytes) -> Record | None:

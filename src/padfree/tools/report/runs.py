@@ -1,18 +1,18 @@
-"""A run folder as it lies on disk, also one that was killed or that still runs.
+"""Read a run folder, also of a run that was killed or is still running.
 
-    metrics.jsonl             one object a step; a name that only some steps have is a shorter series
+    metrics.jsonl             one object per step; a metric that only some steps have is a shorter series
     evaluation.jsonl          the same for evaluations
     config.json               the settings
     events.jsonl              starts, resumes, stops
-    rows.jsonl                rows of the data that were skipped, dropped or cut
+    rows.jsonl                data rows that were skipped, dropped or truncated
     rollouts.jsonl            a few responses of each batch of an RL run
-    failures.jsonl            episodes and rewards that raised or hung
-    nonfinite-step-*.jsonl    the samples of a step whose loss or gradient was no finite number
-    checkpoints/step-*        what can be resumed from
+    failures.jsonl            episodes and rewards that raised or timed out
+    nonfinite-step-*.jsonl    the samples of a step with a non-finite loss or gradient
+    checkpoints/step-*        the checkpoints
 
-A run that has just begun has `run.json` and little else; a run of an early version has no `run.json`. What cannot be
-read (half of a last line, a number that is not one, a file without permission) is left out, and `notes`, which the page
-shows, says so. A file that a run does not write (no evaluation, no rollouts) is not worth a note.
+A run that has just started has `run.json` and little else; a run of an early version has no `run.json`. Data that
+cannot be read (an incomplete last line, a value that is not a number, a file without permission) is skipped with a note
+in `notes`, which the page shows. A missing file that not every run writes (evaluations, rollouts) gives no note.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ SAMPLES_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Series:
-    """One metric: its value at each step that has one, NaN where that was no finite number."""
+    """One metric: its value at each step that has one. Non-finite values are NaN."""
 
-    steps: NDArray[np.int64]  # [N] rising
+    steps: NDArray[np.int64]  # [N] ascending
     values: NDArray[np.float64]  # [N]
 
 
@@ -62,7 +62,7 @@ class Series:
 class Run:
     name: str
     folder: Path
-    num_steps: int  # that metrics.jsonl has
+    num_steps: int  # steps in metrics.jsonl
     metrics: Mapping[str, Series]
     config: Mapping[str, Any]
     events: Sequence[Record]
@@ -71,12 +71,12 @@ class Run:
     checkpoints: Sequence[str]
     state: str
     num_evaluations: int
-    responses: Responses | None  # None: there is no such file, or it cannot be read
+    responses: Responses | None  # None: the file does not exist or cannot be read
     failures: Responses | None
     notes: Sequence[str]
 
     def finite(self, metric: str) -> NDArray[np.float64]:
-        """Its finite values; none where there is no such metric."""
+        """The finite values of a metric; empty if the run does not have the metric."""
         series = self.metrics.get(metric)
         return np.empty(0) if series is None else series.values[np.isfinite(series.values)]
 
@@ -86,20 +86,24 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path], names: Sequence[str] | None = None) -> list[Run]:
-    """The runs in these folders; without names they are called as their folders, with parents where that is needed."""
+    """The runs in these folders. By default a run has the name of its folder, with parents if needed to be unique."""
     paths = [Path(folder) for folder in folders]
     if not paths:
-        raise UserError("RUN", "none", "give the folder of a run, or of several")
-    places = [path.resolve() for path in paths]
-    twice = [str(path) for path, count in Counter(places).items() if count > 1]
+        raise UserError("RUN", "is missing", "give the folders of one or more runs")
+    resolved = [path.resolve() for path in paths]
+    twice = [str(path) for path, count in Counter(resolved).items() if count > 1]
     if twice:
         raise UserError("RUN", f"{twice[0]} is given twice", "give each run once")
     if names is None:
-        names = _names(places)
+        names = _names(resolved)
     elif len(names) != len(paths):
-        raise UserError("--names", f"{len(names)} for {len(paths)} runs", "give one for each, with commas between")
+        raise UserError(
+            "--names", f"gives {len(names)} names for {len(paths)} runs", "give one name per run, separated by commas"
+        )
     elif len(set(names)) < len(names) or not all(names):
-        raise UserError("--names", "", "give every run a name of its own", value=",".join(names))
+        raise UserError(
+            "--names", "has an empty or repeated name", "give every run a different name", value=",".join(names)
+        )
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
@@ -131,22 +135,22 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse what is not a run folder."""
+    """Raise if this is not a run folder."""
     try:
         if any((folder / name).exists() for name in (MARKER, METRICS, EVENTS)):
             return
-        what = "no such folder" if not folder.exists() else "it is a file" if folder.is_file() else None
+        what = "does not exist" if not folder.exists() else "is a file" if folder.is_file() else None
     except OSError as error:
-        what = f"it cannot be read ({error.strerror})"
-    what = what or f"there is no {MARKER} and no {METRICS} in it"
-    raise UserError("RUN", f"{folder}: {what}", "give the run.folder of a run that has begun")
+        what = f"cannot be read ({error.strerror})"
+    what = what or f"has neither {MARKER} nor {METRICS}"
+    raise UserError("RUN", f"{folder} {what}", "give the run.folder of a run that has started")
 
 
-def _names(places: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as make it differ from all others."""
-    depths = [1] * len(places)
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as needed to make the names unique."""
+    depths = [1] * len(paths)
     while True:
-        names = ["/".join(place.parts[-depth:]) for place, depth in zip(places, depths, strict=True)]
+        names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]
         counts = Counter(names)
         if max(counts.values()) == 1:
             return names
@@ -164,38 +168,40 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[int, dict[str, Series]]
         again += step in by_step
         by_step[step] = line
     if without:
-        notes.append(f"{path.name}: {without} lines without a step are left out")
+        notes.append(f"{path.name}: {without} lines without a step were skipped")
     if again:
-        notes.append(f"{path.name}: {again} steps are there more than once; the last line of each is shown")
+        notes.append(f"{path.name}: {again} lines repeat a step; only the last line of a step is shown")
     steps = np.array(sorted(by_step), dtype=np.int64)
     lines = [by_step[step] for step in steps.tolist()]
     metrics: dict[str, Series] = {}
     for name in dict.fromkeys(name for line in lines for name in line if name != "step"):
         at, column = steps[[name in line for line in lines]], [line[name] for line in lines if name in line]
-        if set(map(type, column)) != {float}:  # the usual case needs no look at every value
+        if set(map(type, column)) != {float}:  # usually all values are floats
             fits = [value is None or isinstance(value, int | float) for value in column]
             at, column = at[fits], [_finite(value) for value, fit in zip(column, fits, strict=True) if fit]
             if not all(fits):
-                notes.append(f"{name}: {fits.count(False)} values are not numbers; they are left out")
+                notes.append(f"{name}: {fits.count(False)} values that are not numbers were skipped")
         values = np.array(column, dtype=np.float64)
         values[~np.isfinite(values)] = np.nan
         gaps = int(np.isnan(values).sum())
         if gaps:
-            notes.append(f"{name}: {gaps} of {len(values)} values are no finite number; they are gaps")
+            notes.append(f"{name}: {gaps} of {len(values)} values are not finite and shown as gaps")
         if len(values):
             metrics[name] = Series(steps=at, values=values)
     return len(by_step), metrics
 
 
 def _finite(value: float | None) -> float:
-    """The number, NaN where it is none that a float can be."""
+    """The number as a float; NaN if it is missing or too large."""
     return float(value) if value is not None and abs(value) <= sys.float_info.max else math.nan
 
 
 def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
     if not path.exists():
-        if not (path.parent / MARKER).exists() or (path.parent / METRICS).exists():  # a run that begins has none yet
-            notes.append("there is no config.json")
+        if (
+            not (path.parent / MARKER).exists() or (path.parent / METRICS).exists()
+        ):  # a run that has just started has none
+            notes.append("config.json is missing")
         return {}
     text = "".join(line for _, line in _lines(path, notes))
     found = _parsed(text) if text else None
@@ -217,7 +223,7 @@ def _read_nonfinite(path: Path, notes: list[str]) -> Record:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[Record]:
-    """The objects in a file of JSON lines; none where there is no file."""
+    """The objects in a JSON Lines file; empty if the file does not exist."""
     found: list[Record] = []
     broken: list[int] = []
     count = 0
@@ -228,14 +234,16 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
         else:
             found.append(record)
     if broken == [count]:
-        notes.append(f"{path.name}: the last line is not whole; it is left out")
+        notes.append(f"{path.name}: the last line is incomplete and was skipped")
     elif broken:
-        notes.append(f"{path.name}: {len(broken)} lines are no JSON objects, the first is line {broken[0]}; left out")
+        notes.append(
+            f"{path.name}: {len(broken)} lines that are not JSON objects were skipped; the first is line {broken[0]}"
+        )
     return found
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their numbers from 1; none where there is no file."""
+    """The non-blank lines of a file with their numbers from 1; nothing if the file does not exist."""
     if not _is_file(path, notes):
         return
     try:
@@ -244,13 +252,13 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line
     except OSError as error:
-        notes.append(f"{path.name} cannot be read ({error.strerror or error}); it is left out")
+        notes.append(f"{path.name} cannot be read ({error.strerror or error})")
 
 
 def _is_file(path: Path, notes: list[str]) -> bool:
-    """Whether there is a file. A folder or a pipe of its name is worth a note."""
+    """Whether the path is a regular file. Adds a note if it is a folder or a pipe."""
     if path.exists() and not path.is_file():
-        notes.append(f"{path.name} is not a file; it is left out")
+        notes.append(f"{path.name} is not a regular file and was skipped")
     return path.is_file()
 
 
@@ -260,10 +268,10 @@ def _read_responses(path: Path, notes: list[str]) -> Responses | None:
     try:
         found = read_responses(path)
     except OSError as error:
-        notes.append(f"{path.name} cannot be read ({error.strerror or error}); it is left out")
+        notes.append(f"{path.name} cannot be read ({error.strerror or error})")
         return None
     if found.broken:
-        notes.append(f"{path.name}: {found.broken} of the lines that were looked at are not JSON objects; left out")
+        notes.append(f"{path.name}: {found.broken} lines that are not JSON objects were skipped")
     return found
 
 

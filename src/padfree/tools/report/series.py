@@ -1,9 +1,9 @@
-"""A long series as few points: what a plot shows of 100,000 steps.
+"""Reduce a long series to few points for a plot.
 
     values    3 1 4 1 5 9 2 6 5 3 5 8        12 points, 3 buckets of 4
-    kept      . 1 4 . . 9 2 . . 3 . 8        of each bucket the least and the greatest, and the two ends
+    kept      . 1 4 . . 9 2 . . 3 . 8        the minimum and the maximum of each bucket, and the two ends
 
-So a spike of one step is still there. A bucket without any finite value keeps one NaN, a gap in the line.
+A spike of a single step stays visible. A bucket without any finite value keeps one NaN, which is a gap in the line.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ SMOOTH_ABOVE = 200
 """A series of more values than this gets a running mean."""
 
 MOST_POINTS = 1000
-"""Of one series on the page."""
+"""The most points of one series on the page."""
 
 
 def thinned(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int64]:
-    """Which of the values [N] to show: rising indices, `most` at the most (and not less than 4)."""
+    """Ascending indices of the values [N] to show, at most `most` (4 or more)."""
     assert most >= 4
     if len(values) <= most:
         return np.arange(len(values))
     kept = {0, len(values) - 1}
-    edges = np.linspace(0, len(values), most // 2, dtype=np.int64)  # one bucket less, for the two ends
+    edges = np.linspace(0, len(values), most // 2, dtype=np.int64)  # one bucket fewer, to leave room for the two ends
     for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         bucket = values[begin:end]
         if np.isnan(bucket).all():
@@ -37,14 +37,14 @@ def thinned(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.
 
 
 def mean_window(count: int) -> int:
-    """Values that a running mean of so many takes together: a fiftieth of them, odd."""
+    """The window of the running mean of a series of `count` values: a fiftieth of them, and odd."""
     return count // 50 | 1
 
 
 def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int) -> NDArray[np.float64]:
-    """[len(at)]: the mean of the finite values among the `window` around each index; at the ends of those there are.
+    """[len(at)] the mean of the finite values in a window around each index. At the ends the window is smaller.
 
-    Each is summed by itself: a difference of cumulative sums would carry one huge value through all that follow.
+    Each window is summed on its own: with differences of cumulative sums, one huge value would spoil all later means.
     """
     assert window % 2 == 1
     around = [values[max(index - window // 2, 0) : index + window // 2 + 1] for index in at.tolist()]
@@ -53,7 +53,7 @@ def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int
 
 
 def stretch_means(values: NDArray[Any], stretch: int) -> NDArray[np.float64]:
-    """[ceil(N / stretch)]: the mean of each stretch of so many values; the last may have fewer."""
+    """[ceil(N / stretch)] the mean of each `stretch` consecutive values; the last mean can have fewer values."""
     starts = np.arange(0, len(values), stretch)
     counts = np.diff(starts, append=len(values))
     return np.add.reduceat(values.astype(np.float64), starts) / counts

@@ -1,14 +1,14 @@
-"""In which state a run is, from what its folder holds.
+"""Determine the state of a run from its folder.
 
-    events.jsonl            a process holds run.lock     nobody holds it
+    events.jsonl            a process holds run.lock     no process holds it
     nothing                 starting                     ended before its first step
     ... start               running                      killed
     ... stop                stopped by a signal
     ... nonfinite, failed   stopped or failed, with the reason
     ... end                 writing its model            finished
 
-The lock is the system's: it is tried, shared and for a moment, and nothing is written. For a holder on another machine
-the lock may not say anything, and neither does the page.
+The lock is a file lock of the operating system. To test it, a shared lock is taken for a moment; nothing is written. If
+the process runs on another machine, its lock may be invisible here, and the state is unknown.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from padfree.record.file_names import HOLDER, LOCK, MARKER
 ENDS = {
     "end": "finished",
     "stop": "stopped by a signal",
-    "nonfinite": "stopped: a number was not finite",
+    "nonfinite": "stopped: the loss or a gradient was not finite",
     "failed": "failed",
 }
 REASON_LETTERS = 300
 
 
 def state_of(folder: Path, events: Sequence[Mapping[str, Any]], *, has_nonfinite: bool) -> str:
-    """What the last process of the run did, and whether it still runs."""
+    """The state of the last process of the run, as text."""
     marks = [event for event in events if event.get("kind") in ("start", *ENDS)]
     held = is_held(folder)
     if marks and marks[-1]["kind"] != "start":
@@ -39,9 +39,9 @@ def state_of(folder: Path, events: Sequence[Mapping[str, Any]], *, has_nonfinite
     if not marks and not (folder / MARKER).exists():
         return ENDS["nonfinite"] if has_nonfinite else "not recorded"
     if held is None:
-        return "no end recorded: it runs on another machine, or it was killed"
+        return "unknown: it is running on another machine, or was killed"
     if marks:
-        return "running" if held else "no end recorded: it was killed"
+        return "running" if held else "killed: it stopped without recording an end"
     return "starting" if held else "ended before its first step"
 
 
@@ -52,11 +52,11 @@ def _ended(marks: Sequence[Mapping[str, Any]], held: bool | None) -> str:
             return ENDS["nonfinite"]
         reason = str(marks[-1].get("error", ""))[:REASON_LETTERS]
         return f"{ENDS['failed']}: {reason}" if reason else ENDS["failed"]
-    return "all steps are done; it writes its model" if kinds[-1] == "end" and held else ENDS[kinds[-1]]
+    return "exporting its model after the last step" if kinds[-1] == "end" and held else ENDS[kinds[-1]]
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process writes to the folder now; None: that cannot be seen from here."""
+    """Whether a process is writing to the folder; None if this cannot be determined on this machine."""
     lock = folder / LOCK
     if not lock.is_file():
         return False
@@ -73,7 +73,7 @@ def is_held(folder: Path) -> bool | None:
 
 
 def _holder_host(folder: Path) -> str | None:
-    """The machine of the process that has not given the folder back."""
+    """The host of the process that last locked the folder and has not released it."""
     try:
         found = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

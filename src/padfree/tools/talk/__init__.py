@@ -1,7 +1,7 @@
-"""Talking to a model: `padfree generate` and `padfree chat`.
+"""Talk to a model: `padfree generate` and `padfree chat`.
 
-find           which files a name stands for: model folder, Hub id, run folder, adapter folder
+find_model     find the files of a model folder, Hub id, run folder or adapter folder
 speaker        Speaker: a loaded model and its tokenizer; prompts in, answers out
-conversation   a chat of several turns, with the token ids of earlier answers
-text_stream    token ids to text while they are written
+chat_session   a chat of several turns, which keeps the token ids of earlier answers
+text_stream    decode token ids to text while they are generated
 """

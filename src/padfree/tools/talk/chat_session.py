@@ -4,9 +4,9 @@
              Hello<|end|>                              answer ids            as they were sampled
     turn 2   ...the ids above, kept...  + ids of  \\n<|user|>How are you?<|end|><|assistant|>
 
-Earlier answers keep the ids that the model wrote: text is not encoded again, which could give other ids. A template
-that rewrites earlier turns (Qwen3 removes their thoughts) is obeyed: if the rendered conversation does not begin with
-the text so far, all of it is encoded anew.
+Earlier answers keep their sampled token ids, because encoding their text again could give other ids. Some templates
+change earlier turns (Qwen3 removes their reasoning). If the rendered conversation does not begin with the text so far,
+the whole conversation is encoded again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from padfree.tools.talk.speaker import Answer, OnText, Speaker, messages_of
 
 
 class ChatSession:
-    """Messages so far, and their ids."""
+    """The messages so far and their token ids."""
 
     def __init__(self, speaker: Speaker, system: str | None = None) -> None:
         self._speaker = speaker
@@ -24,14 +24,14 @@ class ChatSession:
         self.reset()
 
     def reset(self, system: str | None = None) -> None:
-        """Forget all turns; `system` replaces the system message."""
+        """Forget all turns. `system` replaces the system message."""
         self.system = self.system if system is None else system
         self.messages: list[Message] = []
         self.turn = 0
-        self._text, self._ids = "", list[int]()  # of the prompt and the answer of the last turn
+        self._text, self._ids = "", list[int]()  # of the last turn, prompt and answer
 
     def ask(self, text: str, *, max_new_tokens: int, on_text: OnText | None = None) -> Answer:
-        """The answer to the user's next message. What cannot be asked, and an empty answer, leave no turn behind."""
+        """The answer to the user's next message. An error or an empty answer adds no turn."""
         user: Message = {"role": "user", "content": text}
         messages = [*self.messages, user] if self.messages else messages_of(text, self.system)
         rendered = self._speaker.render(messages)
@@ -46,7 +46,7 @@ class ChatSession:
         return answer
 
     def prompt_ids(self, rendered: str) -> list[int]:
-        """The ids of a rendered conversation, those of earlier turns as they were."""
+        """The token ids of a rendered conversation; earlier turns keep their ids if possible."""
         chat_tokenizer = self._speaker.chat_tokenizer
         if self._ids and rendered.startswith(self._text):
             return [*self._ids, *chat_tokenizer.encode(rendered[len(self._text) :])]

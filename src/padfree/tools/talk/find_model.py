@@ -1,10 +1,10 @@
-"""Which files a name stands for.
+"""Find the files of a model by its name.
 
-    Qwen/Qwen3-0.6B      a Hub id, or a folder with config.json            weights and tokenizer are there
-    runs/sft             a run folder (run.json)                           runs/sft/model, and the run's chat template
-    runs/lora/model      an adapter folder (adapter_config.json)           adapters, and the base that its config names
+    Qwen/Qwen3-0.6B      a Hub id, or a folder with config.json            its weights and tokenizer runs/sft
+    a run folder (run.json)                           runs/sft/model, and the run's chat template runs/lora/model
+    an adapter folder (adapter_config.json)           its adapters, and the base model of its config
 
-Nothing here imports torch: a wrong name is refused at once.
+This module does not import torch, so that errors about wrong names come at once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFiles:
-    """Where the parts of a model are. Names are folders or Hub ids."""
+    """The locations of the parts of a model. `weights` and `tokenizer` are folders or Hub ids."""
 
     weights: str
     tokenizer: str
     adapter: Path | None = None
     chat_template: str | None = None  # a file; None: the tokenizer's own
-    plain: bool = False  # the run was trained on prompts without a chat template
+    plain: bool = False  # the run trained on plain prompts, without a chat template
 
 
 def find_model(name: str, *, base: str | None = None) -> ModelFiles:
@@ -54,7 +54,9 @@ def _of_run(folder: Path, base: str | None) -> ModelFiles:
     if not exported.is_dir():
         best = f", or give {folder / BEST_MODEL}" if (folder / BEST_MODEL).is_dir() else ""
         raise UserError(
-            SETTING, f"the run {folder} has no {MODEL}/ folder yet", f"let it finish with checkpoint.export=true{best}"
+            SETTING,
+            f"the run {folder} has not exported its model to {MODEL}/ yet",
+            f"finish the run with checkpoint.export=true{best}",
         )
     settings = _read_object(folder / CONFIG) or {}
     data: Any = settings.get("data")
@@ -73,7 +75,7 @@ def _of_folder(folder: Path, base: str | None) -> ModelFiles:
     if not (folder / "config.json").exists():
         raise UserError(
             SETTING,
-            f"{folder} has no config.json, {ADAPTER_CONFIG} or {MARKER}",
+            f"{folder} has neither config.json nor {ADAPTER_CONFIG} nor {MARKER}",
             "give a model folder, an adapter folder or a run folder",
         )
     if not _has_tokenizer(folder):
@@ -89,14 +91,14 @@ def _of_adapter(folder: Path, base: str | None) -> ModelFiles:
         raise UserError(SETTING, f"{folder / ADAPTER_CONFIG} cannot be read", "copy the adapter folder again")
     named = config.get("base_model_name_or_path")
     if base is None and (not isinstance(named, str) or not named):
-        raise UserError(SETTING, f"{folder / ADAPTER_CONFIG} names no base model", "give it with --base")
+        raise UserError(SETTING, f"{folder / ADAPTER_CONFIG} does not name a base model", "give it with --base")
     setting = "--base" if base is not None else f"base_model_name_or_path of {folder / ADAPTER_CONFIG}"
     weights = str(named) if base is None else base
     try:
         check_name(weights, setting)
     except UserError as error:
         raise (
-            error if base is not None else UserError(setting, error.problem, f"{error.fix}, with --base", error.value)
+            error if base is not None else UserError(setting, error.problem, f"{error.fix} (with --base)", error.value)
         ) from None
     tokenizer = str(folder) if _has_tokenizer(folder) else weights
     if Path(tokenizer).is_dir() and not _has_tokenizer(Path(tokenizer)):
@@ -106,7 +108,9 @@ def _of_adapter(folder: Path, base: str | None) -> ModelFiles:
 
 def _without_base(files: ModelFiles, base: str | None) -> ModelFiles:
     if base is not None:
-        raise UserError("--base", f", but {files.weights} is not an adapter folder", "leave --base out", value=base)
+        raise UserError(
+            "--base", f"has no effect, because {files.weights} is not an adapter folder", "remove --base", value=base
+        )
     return files
 
 

@@ -2,9 +2,9 @@
 
     text -> chat template -> prompt ids [n] -> sampler -> answer ids [m] -> text, piece by piece
 
-The random numbers of an answer depend on the seed, the turn and the index of the prompt, and on nothing else: an answer
-is the same whether its text is streamed or not, and whatever is written beside it. Temperature 0 takes the likeliest
-token.
+The random numbers of an answer depend only on the seed, the turn and the index of the prompt. An answer is therefore
+the same with and without streaming, and does not depend on the other prompts of the batch. Temperature 0 takes the most
+likely token.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from padfree.train.limits import ModelLimits
 from padfree.train.training_data import open_tokenizer
 
 BATCH = 16
-"""Answers that are written together."""
+"""The number of answers generated at the same time."""
 
 End = Literal["stop", "length", "context", "interrupted"]
-"""Why an answer ended: a token that ends it, `max_new_tokens`, the model's context, or the user."""
+"""Why an answer ended: a stop token, `max_new_tokens`, the model's context length, or the user."""
 
 OnText = Callable[[int, str], None]
-"""Called with the index of a prompt and the next piece of its answer, which may be "". May raise `StopAnswer`."""
+"""Called with the index of a prompt and the next piece of its answer, which can be "". It may raise `StopAnswer`."""
 
 
 class FullContextError(UserError):
-    """The prompt leaves no room for an answer."""
+    """The prompt fills the model's context and leaves no room for an answer."""
 
 
 class StopAnswer(Exception):  # noqa: N818  not an error
-    """Raised by `OnText` to end all answers that are being written."""
+    """Raised by `OnText` to stop generating all answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Answer:
-    text: str  # without the token that ended it
-    tokens: NDArray[np.int64]  # [m], that token included
-    logprobs: NDArray[np.float32]  # [m] at the temperature of the sampler; at temperature 0 those of temperature 1
+    text: str  # without the stop token
+    tokens: NDArray[np.int64]  # [m] with the stop token
+    logprobs: NDArray[np.float32]  # [m] at the sampling temperature; for temperature 0, at temperature 1
     end: End
 
     def as_json(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Answer:
 
 
 class Speaker:
-    """A model that answers."""
+    """Generates answers to prompts."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Speaker:
 
     @property
     def context(self) -> int | None:
-        """Tokens that the model was made for, prompt and answer together; None: no limit is known."""
+        """The context length of the model, for prompt and answer together; None if no limit is known."""
         return self.limits.positions or self.limits.trained_positions
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Messages as text, with the generation prompt. A message that leaves no trace in it is refused."""
+        """Messages as text, with the generation prompt. Raises if the chat template drops a message."""
         assert self.chat_tokenizer.chat is not None
         for message in messages:
             check_encodable(message["content"], message["role"])
@@ -115,30 +115,34 @@ class Speaker:
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
                 raise UserError(
-                    "chat template", f"it leaves the {message['role']} message out", "put the text into another message"
+                    "chat template",
+                    f"the template drops the {message['role']} message",
+                    "put its text into a message of another role, or give another template with --chat-template",
                 )
         return text
 
     def prompt(self, text: str, *, system: str | None = None) -> list[int]:
-        """The ids of one user's message, or of the text as it is if there is no chat template."""
+        """The token ids of a single user message, or of the plain text if there is no chat template."""
         if self.chat_tokenizer.chat is None:
-            need(system is None, "--system", system, "leave it out: without a chat template there are no roles")
+            need(system is None, "--system", system, "remove it: a plain prompt has no system message")
             return self.chat_tokenizer.encode_prompt(check_encodable(text, "prompt"), begun=False)
         return self.chat_tokenizer.encode_prompt(self.render(messages_of(text, system)), begun=True)
 
     def max_new_tokens(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """How many tokens an answer may have. Prompts that the model cannot take are refused."""
-        need(len(prompt) > 0, "prompt", "", "give a text that has at least one token")
+        """The most tokens that an answer to this prompt can have. Raises if the model cannot take the prompt."""
+        need(len(prompt) > 0, "prompt", "", "give a text of at least one token")
         largest = max(prompt)
         if largest >= self.limits.vocabulary:
             raise UserError(
                 "prompt",
-                f"token id {largest}, but the vocabulary of the model has {self.limits.vocabulary}",
-                "give the tokenizer that belongs to the model",
+                f"contains token id {largest}, but the model's vocabulary has {self.limits.vocabulary} tokens",
+                "use the tokenizer that belongs to the model",
             )
         if self.context is not None and len(prompt) >= self.context:
             raise FullContextError(
-                "prompt", f"{len(prompt):,} tokens fill the model's context of {self.context:,}", "give a shorter one"
+                "prompt",
+                f"{len(prompt):,} tokens fill the model's context of {self.context:,}",
+                "give a shorter prompt",
             )
         return max_new_tokens if self.context is None else min(max_new_tokens, self.context - len(prompt))
 
@@ -151,22 +155,22 @@ class Speaker:
         first: int = 0,
         on_text: OnText | None = None,
     ) -> list[Answer]:
-        """One answer for each prompt. `on_text` is called with pieces of text while they are written.
+        """One answer for each prompt. `on_text` receives pieces of text as they are generated.
 
-        `turn` and the index of a prompt, counted from `first`, decide about the random numbers.
+        `turn` and the index of a prompt, counted from `first`, determine the random numbers.
         """
         need(1 <= max_new_tokens <= MOST_TOKENS, "--max-new-tokens", max_new_tokens, f"give 1 to {MOST_TOKENS:,}")
-        max_new_tokens_each = [self.max_new_tokens(prompt, max_new_tokens) for prompt in prompts]
+        limits = [self.max_new_tokens(prompt, max_new_tokens) for prompt in prompts]
         keys = response_keys(self._seed, turn, np.arange(first, first + len(prompts), dtype=np.int64))
         requests = [
             SamplingRequest(
                 tokens=np.array(prompt, np.int64),
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=limit,
                 key=GREEDY if self._greedy else int(key),
             )
-            for prompt, max_new_tokens, key in zip(prompts, max_new_tokens_each, keys, strict=True)
+            for prompt, limit, key in zip(prompts, limits, keys, strict=True)
         ]
-        collected = [_CollectedAnswer(self, max_new_tokens < max_new_tokens) for max_new_tokens in max_new_tokens_each]
+        collected = [_CollectedAnswer(self, limit < max_new_tokens) for limit in limits]
 
         def take(number: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
             piece = collected[number].take(tokens, logprobs)
@@ -176,19 +180,16 @@ class Speaker:
         try:
             self._sampler.sample(requests, on_tokens=take)
         except StopAnswer:
-            return [
-                one.answer(max_new_tokens, interrupted=True)
-                for one, max_new_tokens in zip(collected, max_new_tokens_each, strict=True)
-            ]
+            return [one.answer(limit, interrupted=True) for one, limit in zip(collected, limits, strict=True)]
         for number, one in enumerate(collected):
             rest = one.rest()
             if rest and on_text is not None:
                 on_text(number, rest)
-        return [one.answer(max_new_tokens) for one, max_new_tokens in zip(collected, max_new_tokens_each, strict=True)]
+        return [one.answer(limit) for one, limit in zip(collected, limits, strict=True)]
 
 
 class _CollectedAnswer:
-    """What was written of one answer so far."""
+    """The part of one answer generated so far."""
 
     def __init__(self, speaker: Speaker, context_limits: bool) -> None:
         self._speaker, self._context_limits = speaker, context_limits
@@ -200,7 +201,9 @@ class _CollectedAnswer:
     def take(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> str:
         if not np.isfinite(logprobs).all():
             raise UserError(
-                SETTING, "its log-probabilities are not finite", "check the weights for NaN, or set --dtype float32"
+                SETTING,
+                "the model gives log-probabilities that are not finite",
+                "check the weights for NaN, or set --dtype float32",
             )
         self._tokens += tokens.tolist()
         self._logprobs += logprobs.tolist()
@@ -235,7 +238,7 @@ def check_sampling(temperature: float, seed: int) -> None:
 
 
 def messages_of(text: str, system: str | None) -> list[Message]:
-    """A conversation that begins with this user's message."""
+    """The messages of a conversation that begins with this user message."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": text}]
 
@@ -251,7 +254,7 @@ def open_speaker(
     dtype: str = "auto",
     device: str = "auto",
 ) -> Speaker:
-    """Load a model. `dtype` "auto" is that of the files on a GPU and float32 on the CPU."""
+    """Load a model. `dtype` "auto" is the dtype of the weight files on a GPU, and float32 on a CPU."""
     check_sampling(temperature, seed)
     place = _device(device)
     tokenizer = open_tokenizer(files.tokenizer, SETTING)
@@ -260,7 +263,9 @@ def open_speaker(
         chat = _renderer(tokenizer, chat_template or files.chat_template, template_arguments)
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):
-        raise UserError(SETTING, f"{files.weights} gives scores, not text (a reward model)", "give a language model")
+        raise UserError(
+            SETTING, f"{files.weights} is a reward model, which gives scores and no text", "give a language model"
+        )
     kind = getattr(torch, dtype) if dtype != "auto" else torch.float32
     if dtype == "auto" and place.type == "cuda":
         kind = base_dtype(config, weights)
@@ -275,8 +280,8 @@ def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any]
     if template is None and not tokenizer.chat_template:
         raise UserError(
             SETTING,
-            "its tokenizer has no chat template",
-            "give a file with --chat-template (or, for generate, --plain)",
+            "the tokenizer has no chat template",
+            "give a file with --chat-template, or use padfree generate --plain",
         )
     text = None if template is None else read_template(template, "--chat-template")
     source = text if text is not None else str(tokenizer.chat_template)
@@ -288,12 +293,12 @@ def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any]
 def _device(name: str) -> torch.device:
     cuda = torch.cuda.is_available()
     if name == "cuda" and not cuda:
-        raise UserError("--device", "'cuda', but torch sees no GPU", "choose cpu, or install a CUDA build of torch")
+        raise UserError("--device", "'cuda', but torch finds no GPU", "choose cpu, or install a CUDA build of torch")
     return torch.device("cuda" if cuda and name != "cpu" else "cpu")
 
 
 def _with_adapter(base: str, folder: Path) -> PreTrainedModel:
-    """The base with the adapters merged into its weights, in float32 on the CPU, as `padfree.model.export` merges."""
+    """The base model with merged adapters, in float32 on the CPU. `padfree.model.export` merges in the same way."""
     try:
         from peft import PeftModel, get_peft_model_state_dict
     except ModuleNotFoundError:
@@ -308,17 +313,17 @@ def _with_adapter(base: str, folder: Path) -> PreTrainedModel:
         adapted: Any = PeftModel.from_pretrained(model, str(folder))
         wanted = set(get_peft_model_state_dict(adapted))
         merged = adapted.merge_and_unload()
-    except Exception as error:  # the files may hold anything, and may belong to another base
+    except Exception as error:  # the files can hold anything, and can belong to another base model
         raise UserError(
             SETTING,
             f"the adapters of {folder} do not fit {base} ({shown_error(error)})",
-            "give the base that they were trained on with --base",
+            "give the base model that they were trained on with --base",
         ) from None
     if stored != wanted:
         raise UserError(
             SETTING,
-            f"{min(stored ^ wanted)} is not both in {folder / ADAPTER_WEIGHTS} and in {base} with its adapters",
-            "give the base that they were trained on with --base",
+            f"the adapters of {folder} do not fit {base}: only one of them has {min(stored ^ wanted)}",
+            "give the base model that they were trained on with --base",
         )
     assert isinstance(merged, PreTrainedModel)
     return merged

@@ -1,11 +1,11 @@
-"""Token ids to text while they are written.
+"""Decode token ids to text while they are generated.
 
-    ids      "Gr"   c3   bc   "ße"        a character of several bytes may be spread over several tokens
-    pieces   Gr     -    ü    ße          a piece ends where a character ends; joined they are the text of all ids
+    ids      "Gr"   c3   bc   "ße"        a character of several bytes can be spread over several tokens
+    pieces   Gr     -    ü    ße          a piece ends at the end of a character; joined, the pieces are the whole text
 
-A decoder shows bytes that are not a whole character as U+FFFD. A text that ends with it waits for the next token. Only
-the ids since the piece before the last one are decoded again, so that the cost does not grow with the length of the
-text; they give the decoder its context (some decoders remove a space at the beginning of a text).
+A decoder shows incomplete characters as U+FFFD. If the text ends with U+FFFD, the stream waits for the next token. To
+keep the cost per token constant, only the ids since the last but one piece are decoded again. They give the decoder
+context, because some decoders remove a space at the beginning of a text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """Collects ids and returns the text that is complete."""
+    """Collects token ids and returns their text as soon as it is complete."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._context = 0  # decoding begins here
-        self._shown = 0  # ids whose text was returned
+        self._context = 0  # index of the first id to decode
+        self._shown = 0  # number of ids whose text was returned
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that these ids complete; "" if a character is still incomplete."""
@@ -33,7 +33,7 @@ class TextStream:
         return self._returned(text)
 
     def end(self) -> str:
-        """What is left: bytes that never became a character, as U+FFFD."""
+        """The remaining text: bytes that never became a character, as U+FFFD."""
         return self._returned(self._decode(self._ids[self._context :]))
 
     def _returned(self, text: str) -> str:
