@@ -40,6 +40,7 @@ COMMANDS = {
     "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
     "recipes": ("padfree.cli.recipes", "list the recipes that come with padfree, or print one"),
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
+    "settings": ("padfree.cli.settings", "list the settings of a recipe, with types, defaults and meanings"),
     **{name: ("padfree.cli.train", task.help) for name, task in TASKS.items()},
 }
 """By name: the module that has the command, and what it does in a line."""
