@@ -349,7 +349,7 @@ def test_a_recipe_is_refused_for_what_the_losses_refuse() -> None:
     masks = [np.array([False, True])]
     for mode, constant in itertools.product(("token-mean", "constant"), VALUES):
         right = accepted(functools.partial(losses.token_weights, mode, masks, constant=constant))
-        assert accepted(loss_config(weights=mode, constant=constant)) == right, (mode, constant)
+        assert accepted(loss_config(aggregation=mode, constant=constant)) == right, (mode, constant)
 
 
 def test_a_home_folder_is_put_in_the_place_of_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:

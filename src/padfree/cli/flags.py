@@ -1,9 +1,9 @@
 """One spelling of settings for all commands.
 
-    model.path=X   --model.path X   --model.path=X   --model X        are the same, for every command with that setting
+    model.path=X   --model.path X   --model.path=X   --model X        are equivalent for every command with the setting
 
-Commands that take settings (`sft`, `eval`, `plan` ...) are given `section.name=value`. Commands that have a flag of
-their own for a setting (`check --model`, `demo --folder`) are given that flag.
+Commands that take settings (`sft`, `eval`, `plan` ...) receive `section.name=value`. Commands that have their own flag
+for a setting (`check --model`, `demo --folder`) receive that flag.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SHORT = {
     "steps": "run.steps",
     "lr": "optimizer.lr",
 }
-"""Short names, for commands that have no flag of the same name."""
+"""Short flags, for commands that have no flag of the same name."""
 
 TEXTS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
-"""Of these, a short name's value is text: `--folder 1` is a folder."""
+"""Settings whose value in a short flag is a string: `--folder 1` names a folder."""
 
 OVERRIDE = re.compile(r"\s*\w+(\.\w+)+\s*=")
 ELSEWHERE = {
@@ -42,7 +42,7 @@ ELSEWHERE = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.path",
 }
-"""Names that other trainers have for a setting: only for the message that refuses them."""
+"""Names of settings in other trainers, used for suggestions in error messages."""
 
 TAKE_SETTINGS = (*TASKS, "eval")
 OWN_FLAGS = {
@@ -58,11 +58,11 @@ OWN_FLAGS = {
     "report": {"run.folder": ""},
     "plan": {},
 }
-"""By command: the flag that stands for a setting; empty: a word without a flag."""
+"""By command: the flag for a setting; an empty string is a positional argument."""
 
 
 def understood(words: Sequence[str]) -> list[str]:
-    """The words of a command line, settings in the form that the command takes."""
+    """The words of a command line, with settings converted to the form that the command takes."""
     if not words or (words[0] not in TAKE_SETTINGS and words[0] not in OWN_FLAGS):
         return list(words)
     command, found, overrides, lists = words[0], [words[0]], list[str](), dict[str, list[str]]()
@@ -80,7 +80,7 @@ def understood(words: Sequence[str]) -> list[str]:
         if not equals:
             value = next(rest, "")
             if not value or value.startswith("--"):
-                found += [word, *([value] if value else [])]  # argparse refuses it
+                found += [word, *([value] if value else [])]  # argparse reports the missing value
                 continue
         own = OWN_FLAGS.get(command, {}).get(setting)
         if own is not None:
@@ -89,12 +89,12 @@ def understood(words: Sequence[str]) -> list[str]:
             lists.setdefault(setting, []).append(value)
         else:
             overrides.append(f"{setting}={json.dumps(value) if name in SHORT and setting in TEXTS else value}")
-    # Behind the recipe, wherever they stood: the first word without a flag is the recipe.
+    # Overrides go after the recipe, which is the first word without a flag.
     return [*found, *overrides, *(f"{setting}={json.dumps(values)}" for setting, values in lists.items())]
 
 
 def _setting(command: str, name: str) -> str | None:
-    """The setting that a flag names; None: it is for argparse."""
+    """The setting that a flag names; None: argparse handles the flag."""
     if "." in name:
         return name
     if command not in TAKE_SETTINGS:
@@ -103,7 +103,7 @@ def _setting(command: str, name: str) -> str | None:
 
 
 def _entries(value: str) -> list[str]:
-    """The words of a value, which may be a list as in a recipe."""
+    """The entries of a value, which may be a list as in a recipe."""
     try:
         found = json.loads(value)
     except ValueError:
@@ -112,7 +112,7 @@ def _entries(value: str) -> list[str]:
 
 
 def meant(word: str, command: str) -> str:
-    """What to say of a word that nobody knows: the setting or flag that is nearest to it."""
+    """The suggestion for an unknown argument: the most similar setting."""
     if command not in TAKE_SETTINGS and command != "plan":
         return ""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -128,7 +128,7 @@ def meant(word: str, command: str) -> str:
 
 
 def setting_names(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Every setting by its dotted name."""
+    """The dotted names of all settings."""
     hints = get_type_hints(kind)
     for entry in fields(kind):
         hint = hints[entry.name]
