@@ -122,7 +122,7 @@ def test_what_a_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             "a,gone",
             r"--hosts: gone cannot be reached \(ssh: connect to host gone .*: No route to host\); ssh gone must",
         ),
-        ("a,bare", r"--python: .* cannot be run on bare \(sh: 1: python: not found\); install it there, or"),
+        ("a,bare", r"--python: .* cannot be run on bare \(sh: 1: python: not found\); install it on the host, or"),
         ("a,empty", r"--hosts: empty has no padfree of this version \(.*No module named padfree\); install the same"),
         ("a,old", r"--hosts: padfree on old is 0.0.9, here it is .*; install the same on all"),
         ("a,changed", r"--hosts: padfree on changed is .* with other files, here it is .*; install the same on all"),
@@ -151,7 +151,7 @@ def test_a_failure_stops_the_others_and_is_the_exit_code(
     printed = capsys.readouterr()
     assert "stays: was told stop\n" in printed.out
     assert "fails: no luck\n" in printed.err
-    assert "padfree launch: fails: it ended with exit code 7; the others are stopped\n" in printed.err
+    assert "padfree launch: fails: it ended with exit code 7; the other hosts are stopped\n" in printed.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -455,12 +455,12 @@ def test_a_file_may_be_read_twice_in_two_ways(tmp_path: Path) -> None:
     same = '{path="a",columns={x="response"}},{path="a",name="b",columns={y="response"}}'
     assert len(sources_of(f"[{same}]")) == 2
     (tmp_path / "inside").mkdir()
-    with pytest.raises(ValueError, match=r"data\.sources\.1\.path: .*inside'; data\.sources\.0 reads"):
+    with pytest.raises(ValueError, match=r"data\.sources\.1\.path: .*inside'; data\.sources\.0 already reads"):
         sources_of(f'[{{path="{tmp_path}"}},{{path="{tmp_path}/inside"}}]')
 
 
 def test_path_and_sources_exclude_each_other() -> None:
-    with refused("data.path", r"\['b'\]; data\.sources names the data, too"):
+    with refused("data.path", r"\['b'\]; data\.sources is set as well"):
         sources_of('[{path="a"}]', "data.path=b")
 
 

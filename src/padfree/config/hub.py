@@ -76,7 +76,7 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
     reason = _unknown(name, kind)
     if reason is not None:
         raise UserError(
-            setting, f"is not on disk, and {reason}", "correct the name, or give a folder that exists", value=name
+            setting, f"is not on this disk, and {reason}", "correct the name, or give a folder that exists", value=name
         )
 
 
