@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from padfree.cli.main import main
-from padfree.cli.speaking import CONTROLS
+from padfree.cli.talk_options import CONTROLS
 from tests.tools.talk.talk_cases import save_adapters, save_model
 
 

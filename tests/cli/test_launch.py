@@ -25,7 +25,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import padfree
 import padfree.cli.launch as launch_module
 from padfree.cli import on_host
-from padfree.cli.launch import LOOK, PORT, Ended, Events, Launch, Signalled, equal_gpus, next_event, signals_as
+from padfree.cli.launch import (
+    PORT,
+    SIGNAL_CHECK_SECONDS,
+    Ended,
+    Events,
+    Launch,
+    Signalled,
+    gpus_per_host,
+    next_event,
+    signals_as_events,
+)
 from padfree.cli.main import main
 from tests.refused import refused
 
@@ -178,7 +188,7 @@ def test_a_signal_that_another_thread_gets_is_seen() -> None:
             events.put(Ended("late", 0))
 
     seen = threading.Event()
-    with signals_as(events):
+    with signals_as_events(events):
         thread = threading.Timer(0.2, disturb)
         thread.start()
         try:
@@ -191,18 +201,18 @@ def test_a_signal_that_another_thread_gets_is_seen() -> None:
 def test_waiting_for_an_event_has_an_end() -> None:
     begun = time.monotonic()
     with pytest.raises(Empty):
-        next_event(Events(), deadline=begun + LOOK + 0.2)
-    assert time.monotonic() >= begun + LOOK + 0.2
+        next_event(Events(), deadline=begun + SIGNAL_CHECK_SECONDS + 0.2)
+    assert time.monotonic() >= begun + SIGNAL_CHECK_SECONDS + 0.2
     with pytest.raises(Empty):
         next_event(Events(), deadline=begun)
 
 
 def test_processes_are_gpus_and_as_many_on_each_host() -> None:
-    assert equal_gpus({"a": {"gpus": 8}, "b": {"gpus": 8}}) == 8
+    assert gpus_per_host({"a": {"gpus": 8}, "b": {"gpus": 8}}) == 8
     with refused("--processes"):
-        equal_gpus({"a": {"gpus": 8}, "b": {"gpus": 4}})
+        gpus_per_host({"a": {"gpus": 8}, "b": {"gpus": 4}})
     with refused("--processes"):
-        equal_gpus({"a": {"gpus": 8}, "b": {"gpus": 0}})
+        gpus_per_host({"a": {"gpus": 8}, "b": {"gpus": 0}})
 
 
 # On the host itself

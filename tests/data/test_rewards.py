@@ -177,7 +177,7 @@ def test_a_function_of_the_current_folder(module: str) -> None:
         ("rewards_of_mine:Score", r"is a class; write a function of \(response, row\)"),
         ("rewards_of_mine:evaluate", r"is a function of builtins in the standard library"),
         ("rewards_of_mine:run", r"is a function of subprocess in the standard library"),
-        ("builtins:eval", r"builtins is part of Python's standard library, which has no reward; write the function in a module"),
+        ("builtins:eval", r"builtins is part of Python's standard library, which has no reward; write"),
         ("os:system", r"os is part of Python's standard library"),
         ("subprocess:run", r"subprocess is part of Python's standard library"),
         ("math:sqrt", r"math is part of Python's standard library"),

@@ -18,7 +18,7 @@ from padfree.config import Config
 from padfree.config.loss import TASKS
 from padfree.errors import closest
 
-SHORT = {
+SHORT_FLAGS = {
     "model": "model.path",
     "data": "data.path",
     "folder": "run.folder",
@@ -29,11 +29,11 @@ SHORT = {
 }
 """Short flags, for commands that have no flag of the same name."""
 
-TEXTS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
+STRING_SETTINGS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
 """Settings whose value in a short flag is a string: `--folder 1` names a folder."""
 
 OVERRIDE = re.compile(r"\s*\w+(\.\w+)+\s*=")
-ELSEWHERE = {
+OTHER_TRAINERS = {
     "learning_rate": "optimizer.lr",
     "batch_size": "batch.samples",
     "num_train_epochs": "data.epochs",
@@ -61,7 +61,7 @@ OWN_FLAGS = {
 """By command: the flag for a setting; an empty string is a positional argument."""
 
 
-def understood(words: Sequence[str]) -> list[str]:
+def normalised_words(words: Sequence[str]) -> list[str]:
     """The words of a command line, with settings converted to the form that the command takes."""
     if not words or (words[0] not in TAKE_SETTINGS and words[0] not in OWN_FLAGS):
         return list(words)
@@ -85,10 +85,12 @@ def understood(words: Sequence[str]) -> list[str]:
         own = OWN_FLAGS.get(command, {}).get(setting)
         if own is not None:
             found += [*([own] if own else []), *_entries(value)]
-        elif flag and name in SHORT and setting in ("data.path", "eval.path"):
+        elif flag and name in SHORT_FLAGS and setting in ("data.path", "eval.path"):
             lists.setdefault(setting, []).append(value)
         else:
-            overrides.append(f"{setting}={json.dumps(value) if name in SHORT and setting in TEXTS else value}")
+            overrides.append(
+                f"{setting}={json.dumps(value) if name in SHORT_FLAGS and setting in STRING_SETTINGS else value}"
+            )
     # Overrides go after the recipe, which is the first word without a flag.
     return [*found, *overrides, *(f"{setting}={json.dumps(values)}" for setting, values in lists.items())]
 
@@ -98,8 +100,8 @@ def _setting(command: str, name: str) -> str | None:
     if "." in name:
         return name
     if command not in TAKE_SETTINGS:
-        return SHORT["folder"] if command == "report" and name == "folder" else None
-    return "eval.path" if command == "eval" and name == "data" else SHORT.get(name)
+        return SHORT_FLAGS["folder"] if command == "report" and name == "folder" else None
+    return "eval.path" if command == "eval" and name == "data" else SHORT_FLAGS.get(name)
 
 
 def _entries(value: str) -> list[str]:
@@ -111,7 +113,7 @@ def _entries(value: str) -> list[str]:
     return [str(entry) for entry in found] if isinstance(found, list) else [found if isinstance(found, str) else value]
 
 
-def meant(word: str, command: str) -> str:
+def suggestion(word: str, command: str) -> str:
     """The suggestion for an unknown argument: the most similar setting."""
     if command not in TAKE_SETTINGS and command != "plan":
         return ""
@@ -120,7 +122,7 @@ def meant(word: str, command: str) -> str:
     for setting in setting_names(Config):
         by_name.setdefault(setting.rpartition(".")[2], setting)
         by_name[setting] = setting
-    by_name |= SHORT | ELSEWHERE
+    by_name |= SHORT_FLAGS | OTHER_TRAINERS
     near = closest(name, list(by_name))
     if near is None:
         return "; write settings as section.name=value, such as optimizer.lr=1e-5"

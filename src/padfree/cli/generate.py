@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
-from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
+from padfree.cli.talk_options import OneLineHelp, Output, add_options, read_lines, speaker_of
 from padfree.errors import UserError
 
 if TYPE_CHECKING:

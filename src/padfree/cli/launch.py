@@ -58,7 +58,7 @@ ENVIRONMENT = (
 LINGER = 8.0
 """Seconds after a failure in which the other hosts may end by themselves and print their errors."""
 
-LOOK = 0.5
+SIGNAL_CHECK_SECONDS = 0.5
 """Seconds between two checks for signals while waiting."""
 
 NOT_FOUND, CONNECTION = (126, 127), 255
@@ -189,14 +189,14 @@ def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
     """Wait for an event; `Empty` after the deadline.
 
     The system may deliver a signal to a thread that reads from a host. Python handles it in the main thread, so the
-    main thread wakes up every `LOOK` seconds.
+    main thread wakes up every `SIGNAL_CHECK_SECONDS` seconds.
     """
     while True:
         left = deadline - time.monotonic()
         try:
-            return events.get(timeout=max(min(left, LOOK), 0.0))
+            return events.get(timeout=max(min(left, SIGNAL_CHECK_SECONDS), 0.0))
         except Empty:
-            if left <= LOOK:
+            if left <= SIGNAL_CHECK_SECONDS:
                 raise
 
 
@@ -304,7 +304,7 @@ def connected(launch: Launch, events: Events) -> Iterator[list[HostConnection]]:
 
 
 @contextmanager
-def signals_as(events: Events) -> Iterator[None]:
+def signals_as_events(events: Events) -> Iterator[None]:
     before = {
         number: signal.signal(number, lambda number, _: events.put(Signalled(number)))
         for number in (signal.SIGINT, signal.SIGTERM)
@@ -321,17 +321,17 @@ def signals_as(events: Events) -> Iterator[None]:
 
 def run(settings: argparse.Namespace) -> None:
     launch, events = Launch.of(settings), Events()
-    with signals_as(events), connected(launch, events) as connections:
-        answers = gathered(connections, events, launch)
-        processes = launch.processes or equal_gpus(answers)
+    with signals_as_events(events), connected(launch, events) as connections:
+        answers = gather_answers(connections, events, launch)
+        processes = launch.processes or gpus_per_host(answers)
         for rank, connection in enumerate(connections):
             connection.tell(json.dumps(launch.torchrun(rank, processes)))
-        code = supervised(connections, events)
+        code = supervise(connections, events)
     if code:
         raise SystemExit(code)
 
 
-def gathered(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
+def gather_answers(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
     """The answers of all hosts, in the order of the hosts. An error on any host is raised."""
     answers: dict[str, dict[str, Any]] = {}
     by_name = {connection.host: connection for connection in connections}
@@ -344,7 +344,7 @@ def gathered(connections: Sequence[HostConnection], events: Events, launch: Laun
         answers[event.host] = event.answer
         check_answer(event.host, event.answer)
     ordered = {host: answers[host] for host in launch.hosts}
-    check_alike(ordered)
+    check_same_versions(ordered)
     return ordered
 
 
@@ -367,7 +367,7 @@ def with_host(message: str, host: str) -> str:
     return f"{name}: on {host}:{rest}"
 
 
-def check_alike(answers: Mapping[str, Mapping[str, Any]]) -> None:
+def check_same_versions(answers: Mapping[str, Mapping[str, Any]]) -> None:
     (first, expected), *others = answers.items()
     for host, answer in others:
         if answer["torch"] != expected["torch"]:
@@ -384,7 +384,7 @@ def check_alike(answers: Mapping[str, Mapping[str, Any]]) -> None:
             )
 
 
-def equal_gpus(answers: Mapping[str, Mapping[str, Any]]) -> int:
+def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
     counts = {host: int(answer["gpus"]) for host, answer in answers.items()}
     fewest = min(counts, key=lambda host: counts[host])
     if not counts[fewest]:
@@ -399,7 +399,7 @@ def equal_gpus(answers: Mapping[str, Mapping[str, Any]]) -> int:
     return counts[fewest]
 
 
-def supervised(connections: Sequence[HostConnection], events: Events) -> int:
+def supervise(connections: Sequence[HostConnection], events: Events) -> int:
     """Wait for all hosts. Return the exit code of the first failure, or 128 + the number of a signal."""
     running = {connection.host for connection in connections}
     code, deadline, stopped = 0, float("inf"), False

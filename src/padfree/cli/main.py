@@ -20,8 +20,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NoReturn
 
-from padfree.cli.flags import OVERRIDE, meant, understood
-from padfree.cli.output import NotedStream, hold_standard_descriptors, noted_stdout, surviving_streams
+from padfree.cli.flags import OVERRIDE, normalised_words, suggestion
+from padfree.cli.output import ErrorRecordingStream, error_recording_stdout, open_closed_descriptors, surviving_streams
 from padfree.config.loss import TASKS
 from padfree.config.recipe_files import default_recipe
 from padfree.errors import EXIT_BUG, UserError, bug_note, system_error
@@ -78,7 +78,7 @@ def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """Parse the words of a command line; argparse exits with code 2 if that fails."""
     commands = parser(words[:1])
-    settings, rest = commands.parse_known_args(understood(words))
+    settings, rest = commands.parse_known_args(normalised_words(words))
     if hasattr(settings, "prompt") and all(word == "-" or not word.startswith("-") for word in rest):
         settings.prompt = [*settings.prompt, *rest]  # argparse does not accept prompts after a flag
         return settings
@@ -86,7 +86,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (overrides != rest or taken is None):
         unknown = next((word for word in rest if word not in overrides), rest[0])
-        commands.error(f"unrecognized arguments: {' '.join(rest)}{meant(unknown, words[0])}")
+        commands.error(f"unrecognized arguments: {' '.join(rest)}{suggestion(unknown, words[0])}")
     if overrides and taken is not None:  # argparse does not accept settings after a flag
         setattr(settings, taken, [*getattr(settings, taken), *overrides])
     if settings.command in TRAINING and (settings.recipe is None or OVERRIDE.match(settings.recipe)):
@@ -100,7 +100,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; docs/training.md lists the codes (argparse exits with 2)."""
     if arguments is None:
-        hold_standard_descriptors()
+        open_closed_descriptors()
         if not sys.warnoptions:  # no -W and no PYTHONWARNINGS
             show_own_warnings_only()
     for stream in (sys.stdout, sys.stderr):
@@ -111,12 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: str = settings.command
     goes_on = command in GO_ON_WITHOUT_OUTPUT and not getattr(settings, "dry_run", False)
     listening = StopSignals(partial(say, command)) if command != "launch" else nullcontext()
-    refusing = exits_refused() if command in CALL_USER_CODE else nullcontext()
-    printed: NotedStream | None = None
+    refusing = refuse_os_exit() if command in CALL_USER_CODE else nullcontext()
+    printed: ErrorRecordingStream | None = None
     with surviving_streams(command) if goes_on else nullcontext():
         try:
             with (
-                nullcontext() if goes_on else noted_stdout() as printed,
+                nullcontext() if goes_on else error_recording_stdout() as printed,
                 listening as settings.signals,
                 refusing,
             ):
@@ -169,7 +169,7 @@ def raised_by_user_code(error: BaseException) -> str:
 
 
 @contextmanager
-def exits_refused() -> Iterator[None]:
+def refuse_os_exit() -> Iterator[None]:
     """Make `os._exit` raise in this process, so that a user function cannot end a run without a message.
 
     Forked processes still end with `os._exit`.

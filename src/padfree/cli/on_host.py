@@ -60,8 +60,8 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
     try:
         os.chdir(order["folder"])
     except OSError as error:
-        cure = "give a folder that exists on all hosts"
-        return {**found, "refused": f"--folder: {order['folder']} cannot be entered ({error.strerror}); {cure}"}
+        fix = "give a folder that exists on all hosts"
+        return {**found, "refused": f"--folder: {order['folder']} cannot be entered ({error.strerror}); {fix}"}
     try:
         found["recipe"] = checked_recipe(order["words"])
     except UserError as error:

@@ -185,7 +185,7 @@ def surviving_streams(command: str) -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def hold_standard_descriptors() -> None:
+def open_closed_descriptors() -> None:
     """Open the null device for each standard stream that is closed (`>&-`).
 
     Otherwise the next file to be opened gets the descriptor, and printed text would end up in that file, for example
@@ -206,7 +206,7 @@ def hold_standard_descriptors() -> None:
                 setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-class NotedStream:
+class ErrorRecordingStream:
     """A plain stream that records its error, to distinguish it from errors of other files."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -217,15 +217,15 @@ class NotedStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._noting():
+        with self._recording():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._noting():
+        with self._recording():
             self._stream.flush()
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _recording(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -234,21 +234,21 @@ class NotedStream:
 
 
 @contextmanager
-def noted_stdout() -> Iterator[NotedStream]:
+def error_recording_stdout() -> Iterator[ErrorRecordingStream]:
     """Replace `sys.stdout` for a command whose result is its output. A failed write raises inside the block."""
     stream = sys.stdout if sys.stdout is not None else io.StringIO()
-    noted: Any = NotedStream(stream)
-    sys.stdout = noted
+    recorded: Any = ErrorRecordingStream(stream)
+    sys.stdout = recorded
     try:
-        yield noted
-        noted.flush()
+        yield recorded
+        recorded.flush()
     finally:
         sys.stdout = stream
-        if noted.failure is not None:
-            leave(stream)
+        if recorded.failure is not None:
+            discard_buffer(stream)
 
 
-def leave(stream: TextIO) -> None:
+def discard_buffer(stream: TextIO) -> None:
     """Discard the buffer of a stream, so that the interpreter does not fail to flush it at exit."""
     descriptor = _descriptor_of(stream)
     if descriptor is not None:

@@ -136,19 +136,19 @@ def _overrides(settings: argparse.Namespace) -> list[str]:
     return list(settings.settings[_recipe(settings) is not None :])
 
 
-def _says(settings: argparse.Namespace, name: str) -> bool:
+def _has_override(settings: argparse.Namespace, name: str) -> bool:
     """Whether an override names this setting."""
     return any(override.partition("=")[0].strip() == name for override in _overrides(settings))
 
 
 def _has_data(settings: argparse.Namespace) -> bool:
     return bool(settings.data or settings.lengths or _recipe(settings)) or any(
-        _says(settings, f"data.{name}") for name in ("path", "sources")
+        _has_override(settings, f"data.{name}") for name in ("path", "sources")
     )
 
 
 def _has_cap(settings: argparse.Namespace) -> bool:
-    return bool(settings.max_tokens or _recipe(settings)) or _says(settings, "batch.max_tokens")
+    return bool(settings.max_tokens or _recipe(settings)) or _has_override(settings, "batch.max_tokens")
 
 
 def _config(settings: argparse.Namespace) -> Config:
@@ -158,17 +158,17 @@ def _config(settings: argparse.Namespace) -> Config:
     if recipe is None:
         if not _has_data(settings) and not settings.calibrate:
             raise UserError("--data", "missing", "give --data, --lengths or a recipe")
-        if settings.data and settings.model is None and not _says(settings, "model.path"):
+        if settings.data and settings.model is None and not _has_override(settings, "model.path"):
             raise UserError("--model", "missing", "give a model: its tokenizer reads --data")
         if _has_data(settings) and not settings.suggest and not _has_cap(settings):
             raise UserError("--max-tokens", "missing", "give the tokens of a micro-batch, or --suggest")
         flags = {
             "model.path": NO_MODEL,
-            "data.path": [] if _says(settings, "data.sources") else [settings.lengths or "no data"],
+            "data.path": [] if _has_override(settings, "data.sources") else [settings.lengths or "no data"],
             "batch.max_tokens": FIRST_CAP,
             "run.folder": "runs",
         }
-        if settings.tokens is None and not _says(settings, "batch.tokens"):
+        if settings.tokens is None and not _has_override(settings, "batch.tokens"):
             flags["batch.samples"] = SAMPLES
     flags |= {
         name: value
@@ -194,7 +194,7 @@ def _config(settings: argparse.Namespace) -> Config:
         check_names(config)
     elif config.model.path != NO_MODEL:
         check_name(config.model.path, "model.path")
-    if recipe is None and not _says(settings, "model.dtype"):
+    if recipe is None and not _has_override(settings, "model.dtype"):
         import torch  # after the settings have been checked
 
         dtype: Literal["bfloat16", "float32"] = "bfloat16" if settings.gpu or torch.cuda.is_available() else "float32"

@@ -79,7 +79,7 @@ def run(settings: argparse.Namespace) -> int:
         return 0
 
     with progress(config.run.steps, shown=processes.is_first) as shown:
-        result = trained(config, shown, settings.signals)
+        result = train_with_progress(config, shown, settings.signals)
     if processes.is_first:
         print(last_line(config, result))
     return STOPPED if result.stopped else 0
@@ -97,7 +97,7 @@ def last_line(config: Config, result: RunResult) -> str:
     return f"done after {result.step} steps; everything is in {folder}"
 
 
-def trained(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
+def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
     """Call `train`, with failures turned into one-line messages."""
     shown.activity("importing torch and transformers", 0, 0)
     with paused_collector():

@@ -64,8 +64,8 @@ class Config:
         endless = self.data.epochs is None and self.run.steps is None
         need(not endless, "run.steps", None, "set run.steps=1000 or data.epochs=1; otherwise the run never ends")
         falls = self.schedule.kind != "constant"
-        cure = f"set run.steps=1000: schedule.kind {self.schedule.kind!r} needs it"
-        need(self.run.steps is not None or not falls, "run.steps", None, cure)
+        fix = f"set run.steps=1000: schedule.kind {self.schedule.kind!r} needs it"
+        need(self.run.steps is not None or not falls, "run.steps", None, fix)
         if self.run.steps is not None:
             need(
                 self.schedule.warmup <= self.run.steps,
@@ -78,16 +78,16 @@ class Config:
         if self.loss.task.has_teacher or self.loss.advantage == "teacher":
             need(self.teacher.path is not None, "teacher.path", None, "set teacher.path=MODEL, the model to learn from")
         else:
-            cure = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
-            need(self.teacher.path is None, "teacher.path", self.teacher.path, cure)
+            fix = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
+            need(self.teacher.path is None, "teacher.path", self.teacher.path, fix)
         if self.lora.rank:
-            cure = "set loss.router_bias=0: with lora.rank, only the adapters are saved, and not the router biases"
-            need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, cure)
+            fix = "set loss.router_bias=0: with lora.rank, only the adapters are saved, and not the router biases"
+            need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, fix)
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
         if self.run.steps is not None:
-            cure = f"give less than {self.run.steps}, which is run.steps; otherwise the policy is never trained"
-            need(self.critic.warmup < self.run.steps, "critic.warmup", self.critic.warmup, cure)
+            fix = f"give less than {self.run.steps}, which is run.steps; otherwise the policy is never trained"
+            need(self.critic.warmup < self.run.steps, "critic.warmup", self.critic.warmup, fix)
         self._check_eval()
 
     def _check_reference(self) -> None:
@@ -98,22 +98,22 @@ class Config:
             need(used, "reference.path", path, "leave it out, or set loss.kl_coefficient")
             return
         refresh = self.reference.refresh
-        cure = f"leave it out: the reference of {task.title} never changes"
-        need(refresh is None, "reference.refresh", refresh, cure)
+        fix = f"leave it out: the reference of {task.title} never changes"
+        need(refresh is None, "reference.refresh", refresh, fix)
         if self.loss.settings().needs_reference and path is None:
-            cure = "set reference.path: a model with random weights cannot be the reference"
-            need(self.model.init == "weights", "reference.path", path, cure)
+            fix = "set reference.path: a model with random weights cannot be the reference"
+            need(self.model.init == "weights", "reference.path", path, fix)
             object.__setattr__(self, "reference", replace(self.reference, path=self.model.path))
 
     def _check_eval(self) -> None:
         """Check `[eval]` and `checkpoint.best`."""
         task, sampled = self.loss.task, self.rollout.source is not None
         if self.eval.path and (not task.in_rows or sampled):
-            cure = "set rollout.reward: the sampler of the run answers the held-out prompts"
-            need(sampled, "eval.path", list(self.eval.path), cure)
+            fix = "set rollout.reward: the sampler of the run answers the held-out prompts"
+            need(sampled, "eval.path", list(self.eval.path), fix)
             stale = self.rollout.staleness
-            cure = "set rollout.staleness=0, or eval.path=[] and use padfree eval: the sampler works ahead of training"
-            need(stale == 0, "rollout.staleness", stale, cure)
+            fix = "set rollout.staleness=0, or eval.path=[] and use padfree eval: the sampler works ahead of training"
+            need(stale == 0, "rollout.staleness", stale, fix)
         best = self.checkpoint.best
         if best is None:
             return
@@ -143,25 +143,25 @@ class Config:
             not given, "loss.advantage", advantage, "choose grpo or another: sampled responses have no given advantages"
         )
         compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
-        cure = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"
-        need(compared, "rollout.samples_per_prompt", group, cure)
-        cure = f"give at most {self.run.timeout:g}, which is run.timeout: other processes wait no longer"
+        fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"
+        need(compared, "rollout.samples_per_prompt", group, fix)
+        fix = f"give at most {self.run.timeout:g}, which is run.timeout: other processes wait no longer"
         limit = self.rollout.episode_timeout
         apart = self.rollout.has_episodes or self.rollout.on_failure == "skip" or self.rollout.reward_processes > 0
-        need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, cure)
+        need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, fix)
         limit = self.rollout.timeout
-        need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, cure)
+        need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, fix)
         reward = self.rollout.reward
         judged = model_of(reward) is not None
-        cure = "leave it out: a reward model runs on the devices of the run"
+        fix = "leave it out: a reward model runs on the devices of the run"
         processes = self.rollout.reward_processes
-        need(not judged or not processes, "rollout.reward_processes", processes, cure)
+        need(not judged or not processes, "rollout.reward_processes", processes, fix)
         need(model_of(reward) != "", "rollout.reward", reward, "give the folder of a reward model, as in model:folder")
-        cure = "leave it out: the reward model of rollout.reward also scores held-out responses"
-        need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, cure)
+        fix = "leave it out: the reward model of rollout.reward also scores held-out responses"
+        need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, fix)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
-        cure = "set reference.path=MODEL, for example to model.path, or loss.kl_coefficient=0"
-        need(known, "reference.path", None, cure)
+        fix = "set reference.path=MODEL, for example to model.path, or loss.kl_coefficient=0"
+        need(known, "reference.path", None, fix)
 
     def with_held_out_data(self) -> Config:
         """The same settings with the held-out data instead of the training data."""

@@ -96,9 +96,9 @@ class UserFunction:
             except BaseException as error:  # the import runs user code, which may call sys.exit
                 missing = error.name if isinstance(error, ModuleNotFoundError) else None
                 itself = missing is not None and f"{module}.".startswith(f"{missing}.")
-                cure = f"give a module that is installed or in {folder}" if itself else "correct the module"
+                fix = f"give a module that is installed or in {folder}" if itself else "correct the module"
                 raise UserError(
-                    self.setting, f": importing {module} raised {shown_error(error)}", cure, value=path
+                    self.setting, f": importing {module} raised {shown_error(error)}", fix, value=path
                 ) from error
 
     def _check_function(self, path: str, function: Callable[..., Any]) -> None:

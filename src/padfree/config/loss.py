@@ -217,8 +217,8 @@ class LossConfig:
         for name, table in TASK_TABLES.items():
             for entry in fields(table) if self.kind != name else ():
                 value = getattr(getattr(self, name), entry.name)
-                cure = f"leave it out, or set loss.kind={name}"
-                need(value == entry.default, f"loss.{name}.{entry.name}", value, cure)
+                fix = f"leave it out, or set loss.kind={name}"
+                need(value == entry.default, f"loss.{name}.{entry.name}", value, fix)
         self.settings()  # checks its own rules
 
     def _check_kind(self) -> None:
@@ -234,23 +234,23 @@ class LossConfig:
         if self.aggregation == "constant":
             need(constant is not None, "loss.constant", None, "set the divisor, as in loss.constant=4096")
         else:
-            cure = f"set loss.constant=none: only loss.aggregation=constant uses it, not {self.aggregation!r}"
-            need(constant is None, "loss.constant", constant, cure)
+            fix = f"set loss.constant=none: only loss.aggregation=constant uses it, not {self.aggregation!r}"
+            need(constant is None, "loss.constant", constant, fix)
 
     def _check_bounds(self) -> None:
         kind = OBJECTIVES.get(self.kind)
         own = () if kind is None else tuple(entry.name for entry in fields(kind))
         for name in BOUNDS:
             value = getattr(self, name)
-            cure = f"set loss.{name}=none: loss.kind {self.kind!r} does not have this bound"
-            need(value is None or name in own, f"loss.{name}", value, cure)
+            fix = f"set loss.{name}=none: loss.kind {self.kind!r} does not have this bound"
+            need(value is None or name in own, f"loss.{name}", value, fix)
             if kind is not None and value is not None:
                 check_bounds(kind, name, value, f"loss.{name}")
 
     def _check_corrections(self) -> None:
         names = list(self.corrections)
-        cure = f"give a list of names among {', '.join(CORRECTIONS)}"
-        need(set(names) <= CORRECTIONS.keys(), "loss.corrections", names, cure)
+        fix = f"give a list of names among {', '.join(CORRECTIONS)}"
+        need(set(names) <= CORRECTIONS.keys(), "loss.corrections", names, fix)
         for name, kind in CORRECTIONS.items():
             for entry in fields(kind):
                 value = getattr(getattr(self, name), entry.name)

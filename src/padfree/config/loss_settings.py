@@ -329,15 +329,15 @@ class PolicySettings(TaskSettings):
         need(len(set(kinds)) == len(kinds), "loss.corrections", kinds, "name each correction once")
         if self.old_policy == "sampler":
             alone = not any(correction.compares_sampler for correction in self.corrections)
-            cure = "set loss.old_policy=trainer: with 'sampler' the corrections would compare the sampler with itself"
-            need(alone, "loss.corrections", kinds, cure)
+            fix = "set loss.old_policy=trainer: with 'sampler' the corrections would compare the sampler with itself"
+            need(alone, "loss.corrections", kinds, fix)
         if self.old_policy == "current":
-            cure = "set loss.old_policy=trainer: with 'current' opsm never masks a sequence"
-            need(OPSMSettings.kind not in kinds, "loss.corrections", kinds, cure)
+            fix = "set loss.old_policy=trainer: with 'current' opsm never masks a sequence"
+            need(OPSMSettings.kind not in kinds, "loss.corrections", kinds, fix)
 
     def check_run(self, config: Any) -> None:
-        cure = "set batch.samples=64 and batch.tokens=none: RL takes whole groups of samples"
-        need(config.batch.samples is not None, "batch.samples", None, cure)
+        fix = "set batch.samples=64 and batch.tokens=none: RL takes whole groups of samples"
+        need(config.batch.samples is not None, "batch.samples", None, fix)
 
     def _untyped(self) -> tuple[object, object]:
         """Objective and corrections with unknown types: a caller may have passed anything."""
@@ -412,9 +412,9 @@ class DPOSettings(TaskSettings):
     def check_run(self, config: Any) -> None:
         check_pairs(config)
         if not self.needs_reference:
-            cure = f"leave it out: loss.dpo.variant {self.variant!r} does not use a reference"
-            need(config.reference.path is None, "reference.path", config.reference.path, cure)
-            need(not config.reference.precompute, "reference.precompute", True, cure)
+            fix = f"leave it out: loss.dpo.variant {self.variant!r} does not use a reference"
+            need(config.reference.path is None, "reference.path", config.reference.path, fix)
+            need(not config.reference.precompute, "reference.precompute", True, fix)
 
     @property
     def means(self) -> bool:
@@ -446,8 +446,8 @@ class KTOSettings(TaskSettings):
     def check_run(self, config: Any) -> None:
         check_answers(config)
         samples = config.batch.samples
-        cure = "give 2 or more: the KL term pairs each prompt with the answer of another row"
-        need(samples is None or samples >= 2, "batch.samples", samples, cure)
+        fix = "give 2 or more: the KL term pairs each prompt with the answer of another row"
+        need(samples is None or samples >= 2, "batch.samples", samples, fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -471,8 +471,8 @@ class RewardModelSettings(TaskSettings):
         temperature = config.loss.temperature
         need(temperature == 1.0, "loss.temperature", temperature, "leave it out: a reward model has no logits")
         alone = config.lora.rank > 0 and config.lora.export == "adapter"
-        cure = "set lora.export=merged: an adapter folder would lack the trained head of the reward model"
-        need(not alone, "lora.export", config.lora.export, cure)
+        fix = "set lora.export=merged: an adapter folder would lack the trained head of the reward model"
+        need(not alone, "lora.export", config.lora.export, fix)
 
 
 def check_answers(config: Any) -> None:
@@ -483,7 +483,7 @@ def check_answers(config: Any) -> None:
 
 def check_pairs(config: Any) -> None:
     """Refuse settings that pairs of answers do not support."""
-    cure = "give an even number: it counts answers, two per pair"
+    fix = "give an even number: it counts answers, two per pair"
     for name, count in (("batch.samples", config.batch.samples), ("eval.samples", config.eval.samples)):
-        need(count is None or count % 2 == 0, name, count, cure)
+        need(count is None or count % 2 == 0, name, count, fix)
     check_answers(config)

@@ -58,20 +58,20 @@ def check_sources(sources: Sequence[DataSource]) -> None:
         where = f"data.sources.{number}"
         paths = list(source.path)
         need(len(paths) > 0 and all(paths), f"{where}.path", paths, "give one or more files, folders or Hub ids")
-        cure = (
+        fix = (
             "give the number of times that an epoch shows each row, more than 0 and at most 1000; to exclude a source, "
             "remove it"
         )
-        need(0 < source.weight <= MOST_WEIGHT, f"{where}.weight", source.weight, cure)
+        need(0 < source.weight <= MOST_WEIGHT, f"{where}.weight", source.weight, fix)
         plain = bool(source.label) and not set(source.label) & set("/:\\") and source.label.isprintable()
-        cure = "give a name without / and :, such as math"
-        need(plain, f"{where}.name", source.label, cure)
+        fix = "give a name without / and :, such as math"
+        need(plain, f"{where}.name", source.label, fix)
         for field in ("split", "subset"):
             value = getattr(source, field)
             need(value != "", f"{where}.{field}", value, "give a name, or leave it out")
         first = names.setdefault(source.label, number)
-        cure = f"data.sources.{first} has the same name; set {where}.name to another"
-        need(first == number, f"{where}.name", source.label, cure)
+        fix = f"data.sources.{first} has the same name; set {where}.name to another"
+        need(first == number, f"{where}.name", source.label, fix)
         for earlier, other in enumerate(sources[:number]):
             _check_apart(source, other, where, f"data.sources.{earlier}")
 
@@ -86,5 +86,5 @@ def _check_apart(source: DataSource, other: DataSource, where: str, there: str) 
             inside = mine == yours or any(
                 folder in file.parents and folder.is_dir() for folder, file in ((mine, yours), (yours, mine))
             )
-            cure = f"{there} already reads {known}; name the data once, and raise its weight to show it more often"
-            need(not inside, f"{where}.path", path, cure)
+            fix = f"{there} already reads {known}; name the data once, and raise its weight to show it more often"
+            need(not inside, f"{where}.path", path, fix)

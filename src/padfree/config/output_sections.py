@@ -31,8 +31,8 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
         return
     try:
         if not path.parent.is_dir():
-            cure = "give a file in a folder" if path.parent.exists() else "create it first"
-            raise UserError(name, f"{path.parent} is not a folder", cure)
+            fix = "give a file in a folder" if path.parent.exists() else "create it first"
+            raise UserError(name, f"{path.parent} is not a folder", fix)
         if path.exists():
             with path.open("ab"):
                 pass

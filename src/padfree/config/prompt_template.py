@@ -12,14 +12,14 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
 
     `{{` and `}}` are literal braces. A template may contain column names only.
     """
-    cure = "write {prompt} or {column}, and {{ or }} for a brace"
+    fix = "write {prompt} or {column}, and {{ or }} for a brace"
     try:
         found = list(Formatter().parse(template))
     except ValueError as error:
-        raise UserError("data.prompt_template", f"({error})", cure, value=template) from None
+        raise UserError("data.prompt_template", f"({error})", fix, value=template) from None
     for _, name, specification, conversion in found:
         if name == "" or specification or conversion:
-            raise UserError("data.prompt_template", "has braces without a column name", cure, value=template)
+            raise UserError("data.prompt_template", "has braces without a column name", fix, value=template)
     parts = [(text, name) for text, name, _, _ in found]
     if all(name is None for _, name in parts):
         raise UserError(

@@ -229,14 +229,14 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         raise UserError(name, "", "remove the null character", value=value)
     if converted is _WRONG and get_origin(hint) is dict and isinstance(value, str):
         raise UserError(
-            name, "is a table whose quotes the shell has removed", f"{_table_cure(name, value)}", value=value
+            name, "is a table whose quotes the shell has removed", f"{_table_fix(name, value)}", value=value
         )
     if converted is _WRONG:
         choices = _choices(hint)
-        cure = f"give {_words(hint)}"
+        fix = f"give {_words(hint)}"
         if isinstance(value, str) and (near := closest(value, choices)) is not None:
-            cure = f"did you mean {near!r}? {cure}"
-        raise UserError(name, "", cure, value=value)
+            fix = f"did you mean {near!r}? {fix}"
+        raise UserError(name, "", fix, value=value)
     return converted
 
 
@@ -251,7 +251,7 @@ def _check_numbers(value: Any, name: str) -> None:
             need(abs(number) <= LARGEST_COUNT, name, number, f"give at most {LARGEST_COUNT}, 2**53 - 1")
 
 
-def _table_cure(name: str, value: str) -> str:
+def _table_fix(name: str, value: str) -> str:
     """How to write a table on a command line, where bash expands braces and removes quotes."""
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]

@@ -44,8 +44,8 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         need(all(self.command), "rollout.launch.command", list(self.command), "remove the empty words")
-        cure = 'give CUDA_VISIBLE_DEVICES for each server, such as ["0", "1"], or "cpu"'
-        need(len(self.devices) > 0 and all(self.devices), "rollout.launch.devices", list(self.devices), cure)
+        fix = 'give CUDA_VISIBLE_DEVICES for each server, such as ["0", "1"], or "cpu"'
+        need(len(self.devices) > 0 and all(self.devices), "rollout.launch.devices", list(self.devices), fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,9 +198,9 @@ class RolloutConfig:
         check_table(self, "rollout.")
         self._check_batches()
         expand_home(self, "transfer_folder")
-        cure = "leave it out: the trainer computes log-probabilities over the whole softmax"
-        need(self.top_p == 1.0, "rollout.top_p", self.top_p, cure)
-        need(self.top_k is None, "rollout.top_k", self.top_k, cure)
+        fix = "leave it out: the trainer computes log-probabilities over the whole softmax"
+        need(self.top_p == 1.0, "rollout.top_p", self.top_p, fix)
+        need(self.top_k is None, "rollout.top_k", self.top_k, fix)
         self._check_engine()
         self._check_episodes()
         servers, command = list(self.servers), list(self.launch.command)
@@ -212,14 +212,14 @@ class RolloutConfig:
             right = re.fullmatch(scheme + r"://[^/:\s]+(:\d{1,5})?(/\S*)?", url) is not None
             need(right, "rollout.servers", url, 'give addresses such as ["http://127.0.0.1:8000"]')
         need(len(set(servers)) == len(servers), "rollout.servers", servers, "name each server once")
-        cure = "give either the addresses of running servers, or rollout.launch.command to start servers, and not both"
-        need(own or bool(servers) != bool(command), "rollout.servers", servers, cure)
-        need(not (servers and command), "rollout.servers", servers, cure)
+        fix = "give either the addresses of running servers, or rollout.launch.command to start servers, and not both"
+        need(own or bool(servers) != bool(command), "rollout.servers", servers, fix)
+        need(not (servers and command), "rollout.servers", servers, fix)
 
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"
-        cure = "set it to 0, or rollout.engine=vllm: in_process samples with the weights that are being trained"
-        need(not ahead, "rollout.staleness", self.staleness, cure)
+        fix = "set it to 0, or rollout.engine=vllm: in_process samples with the weights that are being trained"
+        need(not ahead, "rollout.staleness", self.staleness, fix)
         compared = self.filter == "none" or self.samples_per_prompt > 1
         need(
             compared,
@@ -228,22 +228,22 @@ class RolloutConfig:
             "set rollout.samples_per_prompt to 2 or more: the filter compares the rewards of a group",
         )
         right = 0 <= self.overlong_buffer <= self.max_new_tokens
-        cure = f"give 0 to {self.max_new_tokens}, which is rollout.max_new_tokens"
-        need(right, "rollout.overlong_buffer", self.overlong_buffer, cure)
+        fix = f"give 0 to {self.max_new_tokens}, which is rollout.max_new_tokens"
+        need(right, "rollout.overlong_buffer", self.overlong_buffer, fix)
 
     def _check_episodes(self) -> None:
         environment, agent = self.environment, list(self.agent)
         right = environment is None or is_path(environment)
-        cure = "give 'module:function', such as padfree.rollout.environment.calculator:episode"
-        need(right, "rollout.environment", environment, cure)
+        fix = "give 'module:function', such as padfree.rollout.environment.calculator:episode"
+        need(right, "rollout.environment", environment, fix)
         need(all(agent), "rollout.agent", agent, "remove the empty words")
-        cure = "leave it out: rollout.environment is set (to run a program there, call padfree's run_agent)"
-        need(not agent or environment is None, "rollout.agent", agent, cure)
+        fix = "leave it out: rollout.environment is set (to run a program there, call padfree's run_agent)"
+        need(not agent or environment is None, "rollout.agent", agent, fix)
 
     def _check_engine(self) -> None:
         if self.engine in SAMPLING_ENGINES or is_path(self.engine):
             return
         near = closest(self.engine, tuple(SAMPLING_ENGINES))
         meant = "" if near is None else f"did you mean {near!r}? "
-        cure = f"{meant}give one of {', '.join(SAMPLING_ENGINES)}, or 'module:function'"
-        need(False, "rollout.engine", self.engine, cure)
+        fix = f"{meant}give one of {', '.join(SAMPLING_ENGINES)}, or 'module:function'"
+        need(False, "rollout.engine", self.engine, fix)

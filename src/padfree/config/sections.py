@@ -147,8 +147,8 @@ class DataConfig:
                 "give one or more files, folders or Hub ids, as in data.path=train.jsonl, or a mixture as data.sources",
             )
         both = bool(self.path and self.sources)
-        cure = "data.sources is set as well; set data.path=[] to use the mixture, or data.sources=[] to use the path"
-        need(not both, "data.path", list(self.path), cure)
+        fix = "data.sources is set as well; set data.path=[] to use the mixture, or data.sources=[] to use the path"
+        need(not both, "data.path", list(self.path), fix)
         check_sources(self.sources)
         need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id instead of the empty string")
         check_table(self, "data.")
@@ -256,8 +256,8 @@ class BatchConfig:
     def __post_init__(self) -> None:
         expand_home(self, "cost")
         given = (self.samples is not None) + (self.tokens is not None)
-        cure = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
-        need(given == 1, "batch.samples", self.samples, cure)
+        fix = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
+        need(given == 1, "batch.samples", self.samples, fix)
         check_table(self, "batch.")
 
 
