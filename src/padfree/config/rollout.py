@@ -97,7 +97,11 @@ class RolloutConfig:
         about="The sampling engine: in_process, vllm, or your own as module:function.",
     )
     max_concurrent: int = setting(
-        256, least=1, about="Maximum number of responses that a device generates at the same time.", formerly="batch"
+        256,
+        least=1,
+        about="Maximum number of responses that a device generates at the same time; with servers, requests of a "
+        "process to each server.",
+        formerly="batch",
     )
     kv_cache_memory: Literal["auto"] | float = setting(
         "auto",
@@ -237,7 +241,7 @@ class RolloutConfig:
         fix = "give 'module:function', such as padfree.rollout.environment.calculator:episode"
         need(right, "rollout.environment", environment, fix)
         need(all(agent), "rollout.agent", agent, "remove the empty words")
-        fix = "leave it out: rollout.environment is set (to run a program there, call padfree's run_agent)"
+        fix = "leave it out: rollout.environment is set, which can call padfree.rollout.environment.run_agent"
         need(not agent or environment is None, "rollout.agent", agent, fix)
 
     def _check_engine(self) -> None:

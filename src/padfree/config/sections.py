@@ -324,7 +324,7 @@ class CheckpointConfig:
     """Checkpoints during a run, and the exported model at its end."""
 
     every: int | None = setting(None, least=1, about="Steps between checkpoints; none writes one at the end only.")
-    keep: int = setting(2, least=1, about="Number of checkpoints that are kept, newest first.")
+    keep: int = setting(2, least=1, about="Number of checkpoints to keep; older ones are deleted.")
     asynchronous: bool = setting(False, about="Write checkpoints in the background while training continues.")
     resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
     export: bool = setting(True, about="Write a folder that from_pretrained loads at the end of the run.")
