@@ -1,4 +1,4 @@
-"""`padfree chat`: a turn for every line of a pipe, and a conversation on a terminal."""
+"""`padfree chat`: every line of a pipe is a turn, and a terminal has a conversation."""
 
 from __future__ import annotations
 

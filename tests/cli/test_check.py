@@ -1,4 +1,4 @@
-"""`padfree check`: a table, a verdict, an exit code, and mistakes in one line."""
+"""`padfree check`: its table, its verdict, its exit code, and its error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same settings in every spelling, for every command."""
+"""All spellings of a setting are equivalent, for every command."""
 
 from __future__ import annotations
 

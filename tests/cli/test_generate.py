@@ -1,4 +1,4 @@
-"""`padfree generate` as it is typed."""
+"""`padfree generate` from the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`padfree launch` without hosts: a program in the place of ssh, whose behaviour is in the name of the host."""
+"""`padfree launch` without real hosts: a program replaces ssh, and the name of a host selects its behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that fail, fill up, close or cannot hold a character; and code that would end a command in silence."""
+"""Output streams that fail, fill up, close or cannot encode a character; user code that calls exit functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`padfree plan`: from files to lines, JSON, a page and a suggestion; and mistakes in one line each."""
+"""`padfree plan`: lines, JSON, HTML page, suggestion, and error messages."""
 
 from __future__ import annotations
 

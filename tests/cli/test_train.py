@@ -1,4 +1,4 @@
-"""`padfree sft` and `padfree rl`: every recipe, at a tiny size, from the command line to an exported model."""
+"""The training commands: every recipe, at a tiny size, from the command line to an exported model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: what is given is what is meant, or one line says what to write instead."""
+"""Settings are read as written, or refused with a message that says what to write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that were given and have no effect in a run are said, and no setting is without a rule."""
+"""Settings without effect in a run are reported, and every setting has a rule."""
 
 from __future__ import annotations
 

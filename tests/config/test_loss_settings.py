@@ -1,4 +1,4 @@
-"""Settings refuse in one line what no loss could mean, and need no torch."""
+"""Loss settings refuse invalid values, and need no torch."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def setting_entries() -> list[SettingEntry]:
 
 def section_entries() -> dict[str, SectionEntry]:
     """Every table of settings by name. Its meaning is the first paragraph of the docstring of its class."""
-    found = {}
+    found: dict[str, SectionEntry] = {}
     for kind, _, prefix in _fields(Config, ""):
         name = prefix.rstrip(".")
         text = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
@@ -106,7 +106,7 @@ def _fields(kind: type[Any], prefix: str) -> Iterator[tuple[type[Any], Field[Any
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):
             continue
-        hint = _hints(kind)[entry.name]
+        hint = _hints(kind)[entry.name]  # type: ignore[arg-type]
         if is_dataclass(hint):
             nested.append((hint, f"{prefix}{entry.name}."))  # type: ignore[arg-type]
             continue
@@ -123,7 +123,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _entry(kind: type[Any], entry: Field[Any], prefix: str) -> SettingEntry:
-    rules, hint = rules_of(entry), _hints(kind)[entry.name]
+    rules, hint = rules_of(entry), _hints(kind)[entry.name]  # type: ignore[arg-type]
     required = entry.default is MISSING and entry.default_factory is MISSING
     default = None if required else entry.default if entry.default_factory is MISSING else entry.default_factory()
     return SettingEntry(
