@@ -62,7 +62,7 @@ class Config:
     def __post_init__(self) -> None:
         check_needs(self)
         endless = self.data.epochs is None and self.run.steps is None
-        need(not endless, "run.steps", None, "set run.steps=1000 or data.epochs=1; otherwise the run never ends")
+        need(not endless, "run.steps", None, "set run.steps=1000 or data.epochs=1, otherwise the run never ends")
         falls = self.schedule.kind != "constant"
         fix = f"set run.steps=1000: schedule.kind {self.schedule.kind!r} needs it"
         need(self.run.steps is not None or not falls, "run.steps", None, fix)
@@ -86,7 +86,7 @@ class Config:
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
         if self.run.steps is not None:
-            fix = f"give less than {self.run.steps}, which is run.steps; otherwise the policy is never trained"
+            fix = f"give less than {self.run.steps}, which is run.steps, otherwise the policy is never trained"
             need(self.critic.warmup < self.run.steps, "critic.warmup", self.critic.warmup, fix)
         self._check_eval()
 

@@ -234,7 +234,7 @@ class LossConfig:
         if self.aggregation == "constant":
             need(constant is not None, "loss.constant", None, "set the divisor, as in loss.constant=4096")
         else:
-            fix = f"set loss.constant=none: only loss.aggregation=constant uses it, not {self.aggregation!r}"
+            fix = f"set loss.constant=none: loss.aggregation {self.aggregation!r} does not use it"
             need(constant is None, "loss.constant", constant, fix)
 
     def _check_bounds(self) -> None:

@@ -58,10 +58,7 @@ def check_sources(sources: Sequence[DataSource]) -> None:
         where = f"data.sources.{number}"
         paths = list(source.path)
         need(len(paths) > 0 and all(paths), f"{where}.path", paths, "give one or more files, folders or Hub ids")
-        fix = (
-            "give the number of times that an epoch shows each row, more than 0 and at most 1000; to exclude a source, "
-            "remove it"
-        )
+        fix = "give the number of times that an epoch shows each row, more than 0, at most 1000, or remove the source"
         need(0 < source.weight <= MOST_WEIGHT, f"{where}.weight", source.weight, fix)
         plain = bool(source.label) and not set(source.label) & set("/:\\") and source.label.isprintable()
         fix = "give a name without / and :, such as math"

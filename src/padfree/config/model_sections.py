@@ -14,7 +14,7 @@ from padfree.errors import need
 LARGEST_RANK = 1 << 16
 """Maximum rank of the adapters, larger than any weight matrix needs."""
 
-RANK_FIX = f"give 0 (train all weights) to {LARGEST_RANK}"
+RANK_FIX = f"give 0 to {LARGEST_RANK}, where 0 trains all weights"
 NAMED = "give a folder or a Hub id, or leave it out"
 GAE = need_of("loss.advantage", "gae", fix="leave it out, or set loss.advantage=gae")
 
