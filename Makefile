@@ -8,7 +8,7 @@ JOBS   ?= 3
 VLLM   ?= .venv-vllm
 REAL   ?= .real
 
-.PHONY: help demo test test-hosts test-gpu test-vllm test-real memcheck check docs format dist test-wheel bench install clean
+.PHONY: help demo test test-hosts test-gpu test-vllm test-real memcheck check docs reference format dist test-wheel bench install clean
 
 help:
 	@echo "make demo       plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
@@ -20,6 +20,7 @@ help:
 	@echo "make memcheck   run our Triton kernels at odd sizes under compute-sanitizer, on a GPU"
 	@echo "make check      lint, format and type check"
 	@echo "make docs       build the documentation into docs/_build/html"
+	@echo "make reference  generate docs/reference from the code; ARGS=--architectures tries every architecture again"
 	@echo "make format     apply the formatter and the linter's safe fixes"
 	@echo "make dist       build the wheel and the source archive into dist/"
 	@echo "make test-wheel install the wheel in a new environment, and run the demo in an empty folder"
@@ -89,6 +90,10 @@ check: $(DEV)
 docs: $(DEV)
 	rm -rf docs/_build docs/api  # what an earlier build left hides warnings
 	$(PY) -m sphinx -W --keep-going --quiet docs docs/_build/html
+
+# The pages are kept in git, and tests compare them with the code.
+reference: $(DEV)
+	$(PY) -m padfree.tools.reference_pages docs/reference $(ARGS)
 
 dist: $(DEV)
 	rm -rf dist build

@@ -241,7 +241,7 @@ def nested() -> Any:
         ("sft", {"data": "missing.jsonl"}, "missing.jsonl does not exist"),
         ("sft", {"model": "no/such/model"}, "model.path: 'no/such/model' does not exist"),
         ("sft", {"recipe": "missing.toml"}, "config: missing.toml cannot be read"),
-        ("rl", {"rollout": {"reward": lambda response, row: 0.0}}, "rollout.reward: .*<lambda>.* cannot be found"),
+        ("rl", {"rollout": {"reward": lambda response, row: 0.0}}, "rollout.reward: .*<lambda>.* cannot be imported"),
         ("rl", {"rollout": {"reward": nested()}}, "rollout.reward: nested.<locals>.inner .* define it with `def`"),
         ("rl", {"rollout": {"reward": Path.exists}}, "rollout.reward: Path.exists"),
         ("distill", {}, "teacher.path: None; set teacher.path"),

@@ -74,6 +74,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools/talk": {"config", "data", "model", "record", "rollout", "tasks", "train"},
     "compat": {"arrays", "batch", "config", "lazy", "losses", "model", "packing"},
     "tools/page": set(),
+    "tools/architectures": {"model"},
+    "tools/reference_pages": {"attention", "config", "record", "tools/architectures"},
     "tools/report": {"config", "tools/page", "record"},
     "tools/planner": {
         "arrays",

@@ -9,7 +9,7 @@
 
     run = padfree.sft(model="my-model", data="train.jsonl", run="runs/first")     # a whole run in one call
 
-Every name is loaded when it is first used, so that `padfree --help` need not wait for torch.
+Names are imported on first use, so that `padfree --help` does not wait for torch.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@
     )
     run.metrics[-1]["loss"], run.steps, run.model       # the last loss, the number of steps, the exported folder
 
-The keywords are the sections of a recipe, with the names and values that a recipe has; `recipe=` names a file that they
-change. A section may be its main setting alone: the `path` of model, data, reference, teacher, critic and eval, and the
-`folder` of run. Functions (a reward, an environment, a loss) may be given themselves, if they have a name by which a
-module or the notebook holds them.
+The keywords are the sections of a recipe, with the same names and values. `recipe=` names a recipe that the keywords
+change. A section may be given as its main setting alone: the `path` of model, data, reference, teacher, critic and
+eval, and the `folder` of run. Functions (a reward, an environment, a loss) may be passed directly if they are defined
+at the top level of a module or of a notebook.
 
-Each call runs in this process and returns when the run has ended. It writes nothing to stdout without
-`progress=True`, puts signal handlers and random state back, and leaves no process group behind. Ctrl-C, or a notebook's
-interrupt, ends the run after the step it is in, with a checkpoint; the same call then goes on from there. A mistake
-raises `padfree.UserError`. Any other exception is a bug in padfree, and says so, or comes from `on_step` or `on_note`.
-The calls work under torchrun, too; then every process makes the same call.
+Each call runs in this process and returns when the run has ended. Without `progress=True` it prints nothing to stdout.
+It restores signal handlers and random state, and leaves no process group behind. Ctrl-C, or the interrupt of a
+notebook, ends the run after the current step with a checkpoint; the same call then resumes it. A mistake raises
+`padfree.UserError`. Any other exception is a bug in padfree, and its message says so, or comes from `on_step` or
+`on_note`. Under torchrun, every process makes the same call.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ MAIN_SETTING = {
     "eval": "path",
     "run": "folder",
 }
-"""What a section is about: the setting that stands for a section which is given as one value."""
+"""The setting that a section stands for if it is given as a single value."""
 
 OF_CALLER = "_padfree_of_caller"
-"""The attribute of an exception that a function of the caller raised."""
+"""The attribute that marks an exception raised by a function of the caller."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
-"""`batch.samples` and `batch.max_tokens` of a call that neither gives nor has a recipe, as in recipes/."""
+"""Defaults of `batch.samples` and `batch.max_tokens` for a call without a recipe, as in recipes/."""
 
 
 class Sections(TypedDict, total=False):
-    """The keywords of every call: the sections of a recipe, each a table or its main setting."""
+    """The keywords of every call: the sections of a recipe, each a dictionary or its main setting."""
 
     model: Any
     data: Any
@@ -88,10 +88,10 @@ class TrainedRun:
     folder: Path  # everything that the run wrote
     model: Path | None  # the exported model; None: the run was stopped, or checkpoint.export is false
     best_model: Path | None  # the export of the best evaluation, with checkpoint.best
-    steps: int  # optimizer steps, those before a resume included
-    stopped: bool  # by a signal: the same call goes on from here
-    metrics: list[dict[str, Any]]  # one entry a step, as in metrics.jsonl
-    evaluations: list[dict[str, Any]]  # one entry an evaluation, as in evaluation.jsonl
+    steps: int  # optimizer steps, including those before a resume
+    stopped: bool  # by a signal; the same call resumes the run
+    metrics: list[dict[str, Any]]  # one entry per step, as in metrics.jsonl
+    evaluations: list[dict[str, Any]]  # one entry per evaluation, as in evaluation.jsonl
     config: Config  # all settings
 
 
@@ -111,8 +111,8 @@ class TrainCall:
         progress: bool = False,
         **sections: Unpack[Sections],
     ) -> TrainedRun:
-        """`on_step` is called with the metrics of each step, `on_note` with what was decided for the user. `progress`
-        prints both, a line each. The other keywords are the sections of a recipe.
+        """`on_step` is called with the metrics of each step, and `on_note` with each note of the run. `progress`
+        prints one line for each of them. The other keywords are the sections of a recipe.
         """
         return _trained(self.__name__, recipe, sections, on_step, on_note, progress)
 
@@ -127,9 +127,9 @@ def evaluate(
     on_note: OnNote | None = None,
     **sections: Unpack[Sections],
 ) -> dict[str, float]:
-    """What `eval` measures of the model as it is; nothing is trained, and no run folder is written.
+    """Evaluate a model on held-out data, as `[eval]` says. Nothing is trained, and no run folder is written.
 
-    With `rollout` responses to held-out prompts are sampled, without it held-out samples are measured.
+    With `rollout`, the model answers held-out prompts; without it, held-out samples are scored.
     """
     values = _values(recipe, sections)
     held_out = values.get("eval", {}).get("path")
@@ -197,7 +197,7 @@ def _trained(
 
 @contextmanager
 def _undisturbed(config: Config) -> Iterator[None]:
-    """A block whose bugs say that they are, and after which random numbers go on as if it had not been."""
+    """Restore the random state after the block, and mark exceptions that are bugs."""
     from padfree.train.determinism import random_state, restore_random_state
     from padfree.train.failures import one_line_failures
 
@@ -214,7 +214,7 @@ def _undisturbed(config: Config) -> Iterator[None]:
 
 
 def _called(function: Callable[[Any], None], argument: Any) -> None:
-    """Call a function of the caller; its exceptions are not bugs of padfree."""
+    """Call a function of the caller, and mark its exceptions: they are not bugs in padfree."""
     try:
         function(argument)
     except Exception as error:
@@ -240,7 +240,7 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
 
 
 def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
-    """What a call without a recipe need not say."""
+    """Add the defaults of a call without a recipe."""
     batch = values.setdefault("batch", {})
     if batch.get("tokens") is None:
         batch.setdefault("samples", SAMPLES)
@@ -250,7 +250,7 @@ def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A value as a recipe would have it: paths as text, functions as `module:function`."""
+    """Convert a value to its form in a recipe: paths to strings, functions to `module:function`."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry, f"{name}.{key}") for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -267,8 +267,8 @@ def _function_name(function: Callable[..., Any], name: str) -> str:
     if getattr(sys.modules.get(str(module)), own, None) is not function:
         raise UserError(
             name,
-            f"{own or type(function).__name__} of {module} cannot be found by that name",
-            "define it with `def` at the top of a module or of a notebook's cell, or give 'module:function'",
+            f"{own or type(function).__name__} cannot be imported from {module} by its name",
+            "define it with `def` at the top level of a module or notebook cell, or give 'module:function'",
         )
     return f"{module}:{own}"
 

@@ -1,14 +1,14 @@
-"""`UserError`: a mistake that a user can mend. Every other exception is a bug in padfree.
+"""`UserError`: a mistake that a user can fix. Every other exception is a bug in padfree.
 
     batch.samples: 0; give 1 or more
     |              |  |
     setting        |  fix
                    value, problem or both
 
-The commands print a `UserError` as that one line and end with exit code 1. They show the traceback of any other
-exception, say that it is a bug, and end with exit code 70. Code of other people (a reward function, a chat template,
-json, transformers) and the system (a full disk, a missing permission) raise what they like: whoever calls them knows
-the setting that they belong to, catches their exceptions there, and raises a `UserError`.
+The commands print a `UserError` as one line and exit with code 1. For any other exception they print the traceback and
+a note that it is a bug, and exit with code 70. Third-party code (a reward function, a chat template, json,
+transformers) and the system (a full disk, missing permission) raise exceptions of their own. The caller knows the
+setting that they belong to, catches them there and raises a `UserError`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from importlib import metadata
 from typing import Any, get_args
 
 LONGEST_VALUE = 200
-"""Characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 EXIT_BUG = 70
 """The exit code after a bug (EX_SOFTWARE); that of a `UserError` is 1."""
 
 
 class UserError(ValueError):
-    """`setting`: the name of a setting, flag, argument, column or variable. `fix`: what to do. If a
-    `value` is given (it is `...` if not), it is shown before the `problem`, which may be an empty text then.
+    """A mistake that the user can fix.
 
-    A subclass of `ValueError`, so that a caller who catches that goes on working.
+    `setting` is the name of a setting, flag, argument, column or variable, and `fix` says what to do. If a `value` is
+    given, it is shown before the `problem`, which may then be empty; `...` means that there is no value.
+
+    A subclass of `ValueError`, so code that catches `ValueError` continues to work.
     """
 
     def __init__(self, setting: str, problem: str, fix: str, value: object = ...) -> None:
@@ -41,10 +43,10 @@ class UserError(ValueError):
         self.setting, self.value, self.problem, self.fix = setting, value, problem, fix
 
     def at(self, setting: str, argument: str | None = None) -> UserError:
-        """The same error, located at another setting: `error.at("critic.path")`.
+        """The same error with another setting: `error.at("critic.path")`.
 
-        With the name of an `argument` it is the caller's setting that stands for this argument; an error about
-        anything else keeps its own name in the problem: `error.at("critic.path", "model")`.
+        With `argument`, only an error about this argument is renamed: `error.at("critic.path", "model")`. Any other
+        error gets the new setting as well, and its own name stays in the problem.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)
@@ -52,7 +54,7 @@ class UserError(ValueError):
 
     @staticmethod
     def of(line: str) -> UserError:
-        """The error whose line this is, for a line that came as text from a thread, a process or a server."""
+        """Parse the message of an error that a thread, a process or a server sent as text."""
         setting, colon, rest = line.partition(": ")
         problem, semicolon, fix = rest.rpartition("; ")
         return UserError(setting, problem, fix) if colon and semicolon else UserError("", line, "")
@@ -65,13 +67,13 @@ class UserError(ValueError):
         return " ".join(line.splitlines())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes get the value as text: it may be anything, and may be large."""
+        """Pickle the value as text: it may be large, and it may not be picklable."""
         line = str(UserError(self.setting, self.problem, "", self.value))
         return type(self), (self.setting, line.removeprefix(f"{self.setting}: "), self.fix)
 
 
 def need(right: bool, setting: str, value: object, fix: str) -> None:
-    """Refuse a value unless it is `right`."""
+    """Refuse `value` unless `right` is true."""
     if not right:
         raise UserError(setting, "", fix, value)
 
@@ -83,13 +85,13 @@ def check_choice(setting: str, value: object, choices: Any) -> None:
 
 
 def closest(value: str, names: Sequence[str]) -> str | None:
-    """The name that was probably meant, if one is near."""
+    """The most similar name, or None if none is similar."""
     found = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     return found[0] if found else None
 
 
 def shown_value(value: object) -> str:
-    """A value in a message, on one line and at most `LONGEST_VALUE` characters long."""
+    """A value for a message, on one line and cut to `LONGEST_VALUE` characters."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
@@ -97,7 +99,7 @@ def shown_value(value: object) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """The first line of an exception's message, behind its class unless it is a `UserError`."""
+    """The first line of an exception's message, preceded by its class unless it is a `UserError`."""
     return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -112,18 +114,18 @@ SYSTEM_FIXES = {
     errno.EACCES: "give the user of this process permission, or choose another path",
     errno.EPERM: "give the user of this process permission, or choose another path",
     errno.EROFS: "choose a path on a file system that can be written",
-    errno.EMFILE: "raise the limit of open files, `ulimit -n`",
-    errno.ENFILE: "close other programs, the system has no more open files to give",
+    errno.EMFILE: "raise the limit of open files with `ulimit -n`",
+    errno.ENFILE: "close other programs: the system limit of open files is reached",
     errno.ENOMEM: "free memory on this host",
-    errno.EIO: "look at the disk, the system log says more",
+    errno.EIO: "check the disk and the system log",
     errno.ESTALE: "mount the file system again",
     errno.ENAMETOOLONG: "choose a shorter path",
 }
-"""Failures of the system that no correct program can avoid, and what a user does about them."""
+"""System errors that are not bugs of a program, and what the user can do."""
 
 
 def system_error(error: OSError, setting: str | None = None) -> UserError | None:
-    """A failure of the system as a `UserError` at the setting, or at the file it is about; None: it may be a bug."""
+    """A system error as a `UserError` for the setting or for the file; None if it may be a bug."""
     fix = SYSTEM_FIXES.get(error.errno or 0)
     if fix is None:
         return None
@@ -134,7 +136,7 @@ def system_error(error: OSError, setting: str | None = None) -> UserError | None
 
 
 def bug_note() -> str:
-    """What follows the traceback of an exception that is not a `UserError`."""
+    """The note that is printed after the traceback of a bug."""
     versions = [f"Python {platform.python_version()}"]
     for package in ("padfree", "torch", "transformers"):
         with suppress(metadata.PackageNotFoundError):

@@ -1,7 +1,7 @@
-"""When Python's garbage collector may look through objects, and through which.
+"""Control when Python's garbage collector runs and which objects it scans.
 
-Importing torch, transformers and the compiler makes about a million objects that stay until the process ends. The
-collector goes through them again and again while they are made, for a seventh of the time of the imports.
+Importing torch, transformers and the compiler creates about a million objects that live until the process ends. The
+collector scans them repeatedly during the imports, which takes a seventh of the import time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Collect nothing meanwhile."""
+    """Disable garbage collection inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,7 +25,7 @@ def paused_collector() -> Iterator[None]:
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Leave alone what is there already: looking through all of it may take longer than the step it comes into."""
+    """Exclude all existing objects from collection inside the block: a full scan may take longer than a step."""
     gc.collect()
     gc.freeze()
     try:

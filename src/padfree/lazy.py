@@ -1,4 +1,4 @@
-"""Packages whose names are loaded when they are first used, so that whoever needs one of them need not wait for all.
+"""Packages that import their names on first use, so that a light command does not wait for torch.
 
 __getattr__, __dir__ = load_when_used(__name__, {"load_sft": "padfree.data.prepare"}, parts=("prepare",))
 """
@@ -14,7 +14,7 @@ from typing import Any
 def load_when_used(
     package: str, names: Mapping[str, str], *, parts: Sequence[str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package: `names` with the module that each comes from, and its own `parts`."""
+    """`__getattr__` and `__dir__` of a package. `names` maps a name to its module; `parts` are submodules."""
 
     def find(name: str) -> Any:
         if name in names:

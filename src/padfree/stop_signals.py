@@ -1,25 +1,25 @@
-"""Signals that end a command: the first one asks, a second one ends the process at once.
+"""Signals that end a command: the first one requests a stop, a second one ends the process at once.
 
-    with StopSignals() as signals:              from the first moment of a command
+    with StopSignals() as signals:              from the start of a command
         ...                                     imports, data, models: a signal raises `StopRequested` here
-        with signals.deferred("saves ..."):     steps, checkpoints, exports: a signal is noted
+        with signals.deferred("saves ..."):     steps, checkpoints, exports: a signal is recorded
             if signals.received: save and leave
-        with signals.lent(SIGINT, handler):     a signal is somebody else's: Ctrl-C ends an answer of `padfree chat`
+        with signals.lent(SIGINT, handler):     another handler: Ctrl-C ends an answer of `padfree chat`
 
-    requests    SIGINT SIGTERM SIGHUP           the second request ends the process with 128 + its number
-    warnings    SIGUSR1 SIGUSR2 SIGXCPU         sent by schedulers before a time limit: they ask, and never end anything
-    left alone  SIGQUIT                         ends the process at once, as the system has it
+    requests      SIGINT SIGTERM SIGHUP         a second request ends the process with exit code 128 + its number
+    warnings      SIGUSR1 SIGUSR2 SIGXCPU       sent by schedulers before a time limit: they only request a stop
+    not handled   SIGQUIT                       ends the process at once, which is the system's default
 
 A signal that is ignored when the block begins stays ignored (`nohup`, background jobs of a shell script). A handler
-that somebody else has installed for SIGHUP or for a warning stays, too.
+that other code has installed for SIGHUP or for a warning stays in place.
 
-Each signal is answered with one line at once, whatever the main thread is doing. Python runs signal handlers between
-two of its own instructions, and there are none while a step waits for a GPU, for other ranks or for a slow function. So
-a thread reads the signals from a pipe as they come. A launcher may pass on a signal that the process has been sent
-already: within `SAME_REQUEST_SECONDS` of the first request it is the same request.
+Each signal is answered with one message at once, whatever the main thread is doing. Python runs signal handlers between
+two bytecode instructions, and none run while a step waits for a GPU, for other ranks or for a slow function. A thread
+therefore reads the signals from a pipe. A launcher may forward a signal that the process has already received: a second
+request within `SAME_REQUEST_SECONDS` of the first counts as the same request.
 
-The exception can be lost: some packages catch everything while they are imported. Therefore `deferred` raises it again,
-and the thread ends the process `PATIENCE` seconds after a signal that should have ended the block.
+The exception can be lost, because some packages catch all exceptions while they are imported. Therefore `deferred`
+raises it again, and the thread ends the process `PATIENCE` seconds after a signal that should have ended the block.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 SAME_REQUEST_SECONDS = 1.0
 PATIENCE = 15.0
 
-_exit = os._exit  # a run refuses `os._exit` of the functions that it calls
+_exit = os._exit  # kept because a run replaces `os._exit`
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal came while there was nothing to save."""
+    """A signal arrived while there was nothing to save."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -57,13 +57,13 @@ def _to_stderr(line: str) -> None:
 
 
 class StopSignals:
-    """Notes signals for the length of a block, and says of each what happens next."""
+    """Records signals inside a block, and reports for each what happens next."""
 
     def __init__(self, say: Callable[[str], None] = _to_stderr) -> None:
-        """`say` is called by a thread, with a line; it must not wait."""
+        """`say` prints a message. A thread calls it, and it must not block."""
         self.number: int | None = None  # the first signal
         self._say = say
-        self._then: str | None = None  # inside `deferred`: what follows a signal
+        self._then: str | None = None  # inside `deferred`: what the run does after a signal
         self._raised = False
         self._lent: set[int] = set()
         self._before: dict[signal.Signals, Any] = {}
@@ -76,7 +76,7 @@ class StopSignals:
         return self.number is not None
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python has no say in signals
+        if threading.current_thread() is threading.main_thread():  # Python handles signals in the main thread only
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
             self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -90,7 +90,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, then: str) -> Iterator[None]:
-        """A block that a signal does not interrupt; `then` ends the sentence "SIGTERM: the run ..."."""
+        """A block that signals do not interrupt; `then` completes the message "SIGTERM: the run ..."."""
         if self.number is not None:
             raise StopRequested(self.number)
         self._then = then
@@ -101,7 +101,7 @@ class StopSignals:
 
     @contextmanager
     def lent(self, number: signal.Signals, handler: Callable[[int, Any], Any]) -> Iterator[None]:
-        """A block in which a signal has another meaning, and neither asks nor ends anything."""
+        """A block in which `handler` handles a signal, so that it does not request a stop."""
         self._lent.add(number)
         before = signal.signal(number, handler)
         try:
@@ -170,13 +170,13 @@ class StopSignals:
 
 
 _INSTALLED: list[StopSignals] = []
-"""Those whose handlers are installed, the innermost last: handlers belong to the process."""
+"""Objects whose handlers are installed, innermost last. Signal handlers are global to the process."""
 
 
 def _is_ours(number: signal.Signals) -> bool:
-    """Whether a signal may be handled: see the head of this file."""
+    """Whether this module may handle a signal; the module docstring has the rules."""
     handler = signal.getsignal(number)
-    if handler is signal.SIG_IGN or handler is None:  # None: installed by code that is not Python
+    if handler is signal.SIG_IGN or handler is None:  # None: installed by code outside Python
         return False
     if number in (signal.SIGINT, signal.SIGTERM) or handler is signal.SIG_DFL:
         return True
@@ -184,7 +184,7 @@ def _is_ours(number: signal.Signals) -> bool:
 
 
 def _forget_in_child() -> None:
-    """A forked process must not answer for its parent: it has the parent's handlers and writes to the same pipe."""
+    """Reset the handlers in a forked process, which inherits them and would write to the pipe of its parent."""
     if not _INSTALLED:
         return
     signal.set_wakeup_fd(-1)

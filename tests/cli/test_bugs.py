@@ -1,4 +1,4 @@
-"""A bug in padfree shows its traceback, for every command; a mistake of the user one line."""
+"""A bug in padfree prints its traceback, for every command; a mistake of the user prints one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`padfree chat`: a turn for every line of a pipe, and a conversation on a terminal."""
+"""`padfree chat`: every line of a pipe is a turn, and a terminal has a conversation."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_commands(typed: object) -> None:
 def test_mistakes_are_one_line(typed: object, tmp_path: Path) -> None:
     assert callable(typed)
     for text, message in (
-        ("/sing\n", "/sing: no such command; /help lists them"),
-        ("/reset now\n", "/reset: no such command"),
-        ("y" * 30_000, "fill the model's context of 4,096; /reset forgets the conversation"),
+        ("/sing\n", "/sing: is not a command; use /help"),
+        ("/reset now\n", "/reset: is not a command"),
+        ("y" * 30_000, "fill the model's context of 4,096; use /reset to forget the conversation"),
         ("\udcff\n", "lone surrogate"),
     ):
         code, _, err = typed(text)
@@ -140,7 +140,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
         shown = terminal.wait_for("[stopped]\n") + terminal.wait_for("> ")
         assert "SIGINT" not in shown, "the program has not been asked to end"
         terminal.type("/sing\n")
-        terminal.wait_for("/sing: no such command")
+        terminal.wait_for("/sing: is not a command")
         terminal.wait_for("> ")
         # A Ctrl-C between the prompt and the first look at the keyboard is seen with the next key only: so another one.
         terminal.type_until("\x03", "(Ctrl-D ends the chat)")

@@ -1,4 +1,4 @@
-"""`padfree check`: a table, a verdict, an exit code, and mistakes in one line."""
+"""`padfree check`: its table, its verdict, its exit code, and its error messages."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_broken_one_exits_with_1_and_says_what_failed(
         (["--device", "tpu"], "device: 'tpu'; choose auto, cpu or cuda"),
         (["--layout", "cp"], "--layout: 'cp'; give data and context ranks, as in dp=2,cp=2"),
         (["--layout", "tp=2"], "--layout: 'tp=2'; give data and context ranks, as in dp=2,cp=2"),
-        (["--layout", "dp=2,cp=2"], "--layout: 'dp=2,cp=2' is 4 processes and there are 1; start it with torchrun"),
+        (["--layout", "dp=2,cp=2"], "--layout: 'dp=2,cp=2' needs 4 processes, but there are 1; start it with torchrun"),
         (["--json", "/no/where/report.json"], "--json: /no/where is no folder; create it first"),
         (["--data", "nowhere.jsonl"], "data: nowhere.jsonl"),
         (["--model", "no/where"], "--model: 'no/where' is not on this disk, and the Hub is not asked"),

@@ -1,4 +1,4 @@
-"""`padfree data show`: what it prints is what the run trains on."""
+"""`padfree data show` prints the text that the run trains on."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The same settings in every spelling, for every command."""
+"""All spellings of a setting are equivalent, for every command."""
 
 from __future__ import annotations
 
 import pytest
 
-from padfree.cli.flags import understood
+from padfree.cli.flags import normalised_words
 from padfree.cli.main import COMMANDS, TRAINING, main, parsed
 
 
@@ -80,5 +80,5 @@ def test_an_unknown_flag_is_refused_with_the_nearest(line: str, said: str, capsy
 
 def test_other_words_stay_as_they_are() -> None:
     for words in (["launch", "--hosts", "a", "--", "sft", "r.toml", "--model", "x"], [], ["--help"], ["sing", "--a.b"]):
-        assert understood(words) == words
+        assert normalised_words(words) == words
     assert set(COMMANDS) >= {"check", "demo", "plan", "report"}

@@ -1,4 +1,4 @@
-"""`padfree generate` as it is typed."""
+"""`padfree generate` from the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from padfree.cli.main import main
-from padfree.cli.speaking import CONTROLS
+from padfree.cli.talk_options import CONTROLS
 from tests.tools.talk.talk_cases import save_adapters, save_model
 
 
@@ -98,8 +98,8 @@ def test_mistakes_are_one_line_and_exit_code_1(
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     for words, message in (
         ((model,), "PROMPT: none; give a text"),
-        ((model, " "), "PROMPT: one of them is empty"),
-        ((model, "-"), "PROMPT: one of them is empty"),
+        ((model, " "), "PROMPT: a prompt is empty"),
+        ((model, "-"), "PROMPT: a prompt is empty"),
         ((model, "-", "-"), "PROMPT: standard input can be read once"),
         ((model, "--prompts", str(tmp_path / "latin.txt")), "latin.txt: it is not UTF-8 text; convert it"),
         ((model, "--prompts", str(tmp_path / "blank.txt")), "blank.txt has no prompt"),

@@ -1,4 +1,4 @@
-"""`padfree launch` without hosts: a program in the place of ssh, whose behaviour is in the name of the host."""
+"""`padfree launch` without real hosts: a program replaces ssh, and the name of a host selects its behaviour."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import padfree
 import padfree.cli.launch as launch_module
 from padfree.cli import on_host
-from padfree.cli.launch import LOOK, PORT, Ended, Events, Launch, Signalled, equal_gpus, next_event, signals_as
+from padfree.cli.launch import (
+    PORT,
+    SIGNAL_CHECK_SECONDS,
+    Ended,
+    Events,
+    Launch,
+    Signalled,
+    gpus_per_host,
+    next_event,
+    signals_as_events,
+)
 from padfree.cli.main import main
 from tests.refused import refused
 
@@ -122,7 +132,7 @@ def test_what_a_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             "a,gone",
             r"--hosts: gone cannot be reached \(ssh: connect to host gone .*: No route to host\); ssh gone must",
         ),
-        ("a,bare", r"--python: .* cannot be run on bare \(sh: 1: python: not found\); install it there, or"),
+        ("a,bare", r"--python: .* cannot be run on bare \(sh: 1: python: not found\); install it on the host, or"),
         ("a,empty", r"--hosts: empty has no padfree of this version \(.*No module named padfree\); install the same"),
         ("a,old", r"--hosts: padfree on old is 0.0.9, here it is .*; install the same on all"),
         ("a,changed", r"--hosts: padfree on changed is .* with other files, here it is .*; install the same on all"),
@@ -151,7 +161,7 @@ def test_a_failure_stops_the_others_and_is_the_exit_code(
     printed = capsys.readouterr()
     assert "stays: was told stop\n" in printed.out
     assert "fails: no luck\n" in printed.err
-    assert "padfree launch: fails: it ended with exit code 7; the others are stopped\n" in printed.err
+    assert "padfree launch: fails: it ended with exit code 7; the other hosts are stopped\n" in printed.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -178,7 +188,7 @@ def test_a_signal_that_another_thread_gets_is_seen() -> None:
             events.put(Ended("late", 0))
 
     seen = threading.Event()
-    with signals_as(events):
+    with signals_as_events(events):
         thread = threading.Timer(0.2, disturb)
         thread.start()
         try:
@@ -191,18 +201,18 @@ def test_a_signal_that_another_thread_gets_is_seen() -> None:
 def test_waiting_for_an_event_has_an_end() -> None:
     begun = time.monotonic()
     with pytest.raises(Empty):
-        next_event(Events(), deadline=begun + LOOK + 0.2)
-    assert time.monotonic() >= begun + LOOK + 0.2
+        next_event(Events(), deadline=begun + SIGNAL_CHECK_SECONDS + 0.2)
+    assert time.monotonic() >= begun + SIGNAL_CHECK_SECONDS + 0.2
     with pytest.raises(Empty):
         next_event(Events(), deadline=begun)
 
 
 def test_processes_are_gpus_and_as_many_on_each_host() -> None:
-    assert equal_gpus({"a": {"gpus": 8}, "b": {"gpus": 8}}) == 8
+    assert gpus_per_host({"a": {"gpus": 8}, "b": {"gpus": 8}}) == 8
     with refused("--processes"):
-        equal_gpus({"a": {"gpus": 8}, "b": {"gpus": 4}})
+        gpus_per_host({"a": {"gpus": 8}, "b": {"gpus": 4}})
     with refused("--processes"):
-        equal_gpus({"a": {"gpus": 8}, "b": {"gpus": 0}})
+        gpus_per_host({"a": {"gpus": 8}, "b": {"gpus": 0}})
 
 
 # On the host itself

@@ -1,4 +1,4 @@
-"""The command line: help on one screen, exit codes, and mistakes in one line."""
+"""The command line: help on one screen, exit codes, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that fail, fill up, close or cannot hold a character; and code that would end a command in silence."""
+"""Output streams that fail, fill up, close or cannot encode a character; user code that calls exit functions."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_command_that_prints_its_result() -> None:
     result = command("print('x')", *DRY, redirect="> /dev/full")
     assert result.returncode == 1
     assert result.stderr == (
-        "padfree sft: stdout: cannot be written (No space left on device); free space, or send the output elsewhere\n"
+        "padfree sft: stdout: cannot be written (No space left on device); free space, or redirect the output\n"
     )
     assert command("print('x')", *DRY, redirect=">&-").returncode == 0
 

@@ -1,4 +1,4 @@
-"""`padfree plan`: from files to lines, JSON, a page and a suggestion; and mistakes in one line each."""
+"""`padfree plan`: lines, JSON, HTML page, suggestion, and error messages."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], mo
         ("--lengths nowhere.npy --max-tokens 8", "--lengths: nowhere.npy cannot be read"),
         ("--data sft.jsonl --model nowhere/at-all --max-tokens 8", "model.path: "),
         ("--data nowhere.jsonl --model model --max-tokens 8", "nowhere.jsonl"),
-        ("--data sft.jsonl --max-tokens 8", "--model: missing; give one, its tokenizer reads --data"),
+        ("--data sft.jsonl --max-tokens 8", "--model: missing; give a model: its tokenizer reads --data"),
         ("--lengths lengths.npy --model model --max-tokens 8 --gpu abacus", "--gpu: 'abacus' is not in the table"),
         ("--lengths lengths.npy --max-tokens 8 --html model", "model is a folder"),
         ("nowhere.toml", "config: nowhere.toml cannot be read"),

@@ -1,4 +1,4 @@
-"""A log that is silent says what the run is doing, and not more often than it must."""
+"""A status line appears after a silence, at intervals that grow."""
 
 from __future__ import annotations
 

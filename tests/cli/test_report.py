@@ -1,4 +1,4 @@
-"""`padfree report` as it is typed."""
+"""`padfree report` from the command line."""
 
 from __future__ import annotations
 

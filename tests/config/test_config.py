@@ -1,4 +1,4 @@
-"""Settings: what is given is what is meant, or one line says what to write instead."""
+"""Settings are read as written, or refused with a message that says what to write."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_a_recipe_is_refused_for_what_the_losses_refuse() -> None:
     masks = [np.array([False, True])]
     for mode, constant in itertools.product(("token-mean", "constant"), VALUES):
         right = accepted(functools.partial(losses.token_weights, mode, masks, constant=constant))
-        assert accepted(loss_config(weights=mode, constant=constant)) == right, (mode, constant)
+        assert accepted(loss_config(aggregation=mode, constant=constant)) == right, (mode, constant)
 
 
 def test_a_home_folder_is_put_in_the_place_of_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,12 +455,12 @@ def test_a_file_may_be_read_twice_in_two_ways(tmp_path: Path) -> None:
     same = '{path="a",columns={x="response"}},{path="a",name="b",columns={y="response"}}'
     assert len(sources_of(f"[{same}]")) == 2
     (tmp_path / "inside").mkdir()
-    with pytest.raises(ValueError, match=r"data\.sources\.1\.path: .*inside'; data\.sources\.0 reads"):
+    with pytest.raises(ValueError, match=r"data\.sources\.1\.path: .*inside'; data\.sources\.0 already reads"):
         sources_of(f'[{{path="{tmp_path}"}},{{path="{tmp_path}/inside"}}]')
 
 
 def test_path_and_sources_exclude_each_other() -> None:
-    with refused("data.path", r"\['b'\]; data\.sources names the data, too"):
+    with refused("data.path", r"\['b'\]; data\.sources is set as well"):
         sources_of('[{path="a"}]', "data.path=b")
 
 

@@ -1,4 +1,4 @@
-"""Every setting with values that nobody means, and files that are no files: accepted, or one line that names it."""
+"""Extreme values for every setting, and special files: each is accepted or refused by name."""
 
 from __future__ import annotations
 

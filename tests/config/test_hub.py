@@ -1,4 +1,4 @@
-"""A name that leads nowhere is said at once; a slow answer decides nothing."""
+"""A name that exists nowhere is refused at once; a slow answer of the Hub is not a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that were given and have no effect in a run are said, and no setting is without a rule."""
+"""Settings without effect in a run are reported, and every setting has a rule."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CASES: list[tuple[str, list[str], str | None]] = [
     ("rl-local", ["rollout.filter_bound=4.0"], "rollout.filter_bound has no effect with rollout.filter=none"),
     ("rl-local", ["rollout.episode_timeout=9"], None),  # of the reward
     ("rl-local", ["rollout.episode_timeout=9", "rollout.reward=model:m"], "rollout.episode_timeout has no effect with"),
-    ("rl-local", ["data.append_eos=true"], "data.append_eos has no effect with rollouts, which end where the policy"),
+    ("rl-local", ["data.append_eos=true"], "data.append_eos has no effect in a run that samples responses"),
     ("rl-vllm", ["rollout.kv_cache_memory=2.0"], "rollout.kv_cache_memory has no effect with rollout.engine=vllm"),
     ("sft", ["lora.alpha=16"], "lora.alpha has no effect with lora.rank=0"),
     ("sft", ["lora.alpha=16", "lora.rank=8"], None),
@@ -108,4 +108,4 @@ def test_settings_that_nobody_gave_are_not_said(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text("{}\n")
     (line,) = inert_settings(load_config(RECIPES / "sft.toml", [f"data.path={file}", "data.split=train"]))
-    assert line == "data.split has no effect with data.path, which names files and no Hub id"
+    assert line == "data.split has no effect because data.path names files and not a Hub id"

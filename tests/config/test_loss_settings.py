@@ -1,4 +1,4 @@
-"""Settings refuse in one line what no loss could mean, and need no torch."""
+"""Loss settings refuse invalid values, and need no torch."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ NAN = float("nan")
         (
             PolicySettings,
             {"corrections": (IcePopSettings(), IcePopSettings(low=0.1))},
-            r"loss.corrections: \['icepop', 'icepop'\]; give each",
+            r"loss.corrections: \['icepop', 'icepop'\]; name each",
         ),
         (
             PolicySettings,
             {"corrections": (TokenTISSettings(),), "old_policy": "sampler"},
-            "the sampler is compared with itself",
+            "compare the sampler with itself",
         ),
         (PolicySettings, {"corrections": (OPSMSettings(),), "old_policy": "current"}, "never masks"),
         (ValueSettings, {"clip": -0.2}, "value clip"),

@@ -1,4 +1,4 @@
-"""What cannot be written is said before the work, and trying changes nothing."""
+"""Outputs that cannot be written are refused before the work, and the checks change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables of the processes of a run, each refused by name."""
+"""Environment variables of the processes of a run; invalid ones are refused by name."""
 
 from __future__ import annotations
 

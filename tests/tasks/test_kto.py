@@ -280,7 +280,7 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
             "kto",
             "kto",
             ["reference.refresh=2", "reference.path=m"],
-            "reference.refresh: 2; leave it out, the reference of KTO stays",
+            "reference.refresh: 2; leave it out: the reference of KTO never changes",
         ),
         ("kto", "kto", ["loss.kto.beta=0"], "loss.kto.beta: 0"),
         ("kto", "kto", ["loss.aggregation=sample-mean"], "loss.aggregation: 'sample-mean'; leave it out"),

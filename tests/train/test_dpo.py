@@ -196,7 +196,7 @@ def test_dry_run_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pytest.C
     assert "first step: 8 samples" in capsys.readouterr().out
     for changes, message in (
         (["batch.samples=7"], "batch.samples: 7; give an even number"),
-        (["loss.dpo.variant=orpo", "reference.path=m"], "reference.path: 'm'; leave it out, loss.dpo.variant 'orpo'"),
+        (["loss.dpo.variant=orpo", "reference.path=m"], "reference.path: 'm'; leave it out: loss.dpo.variant 'orpo'"),
         (["loss.dpo.gamma=1"], "loss.dpo.gamma: 1.0; leave it out"),
         (["loss.dpo.variant=sigmoidal"], "loss.dpo.variant: 'sigmoidal'; did you mean 'sigmoid'?"),
         (["batch.max_tokens=8"], "in its two answers"),

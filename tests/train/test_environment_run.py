@@ -384,7 +384,7 @@ def test_dry_run_and_plan(model_folder: Path, tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("plain", "is not async; make it `async def` that returns policy.trajectory"),
+        ("plain", "is not async; define it with `async def`, and return policy.trajectory"),
         ("one_argument", r"cannot be called with \(prompt, policy\): .* take these 2 arguments"),
         ("nothing", "the module has no 'nothing'; correct the name"),
     ],

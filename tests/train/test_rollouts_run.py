@@ -262,7 +262,7 @@ def test_the_run_ends_with_the_prompts(model_folder: Path, tmp_path: Path) -> No
         ({"rollout": {"samples_per_prompt": 1}}, "rollout.samples_per_prompt: 1; set rollout.samples_per_prompt=8, or"),
         (
             {"loss": {"advantage": "given"}},
-            "loss.advantage: 'given'; choose grpo or another, responses written here bring none",
+            "loss.advantage: 'given'; choose grpo or another: sampled responses have no given advantages",
         ),
         ({"batch": {"max_tokens": 10}}, r"batch.max_tokens: 10, but prompts.jsonl:3 has 11 tokens with its response"),
         (

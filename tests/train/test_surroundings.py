@@ -91,7 +91,7 @@ def test_streams_that_fail_change_nothing(tmp_path: Path) -> None:
     found = alone(with_streams, tmp_path)
     output = found.pop("output")
     assert found == {name: [0, True] for name in STREAMS}, output
-    assert "padfree sft: stdout cannot be written (Broken pipe); the run goes on without it" in output
+    assert "padfree sft: stdout cannot be written (Broken pipe); the run continues without it" in output
     assert "Traceback" not in output
 
 

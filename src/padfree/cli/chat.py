@@ -1,4 +1,4 @@
-"""`padfree chat MODEL`: a conversation on the terminal, or from a pipe a turn for every line.
+"""`padfree chat MODEL`: a conversation on the terminal; from a pipe, every line is a turn.
 
 padfree chat runs/sft
 padfree chat runs/sft --system "Answer in one sentence." < questions.txt
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from padfree.cli.main import COMMANDS
-from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
+from padfree.cli.talk_options import OneLineHelp, Output, add_options, read_lines, speaker_of
 from padfree.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 HELP = """\
 /reset          forget the conversation
-/system TEXT    set the system message and forget the conversation; without TEXT: show it
-/help           this list
-//...           a message that begins with /
+/system TEXT    set the system message and forget the conversation; without TEXT, show it
+/help           show this list
+//...           send a message that begins with /
 Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 
@@ -34,7 +34,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "chat",
         help=text,
         usage="padfree chat MODEL [options]",
-        description="Chats with a model on the terminal. From a pipe every line is a turn. /help lists the commands.",
+        description="Chat with a model on the terminal. From a pipe, every line is a turn. /help lists the commands.",
         formatter_class=OneLineHelp,
         epilog='example: padfree chat runs/sft --system "Answer in one sentence."',
     )
@@ -51,7 +51,7 @@ def run(settings: argparse.Namespace) -> None:
             raise UserError(
                 "MODEL",
                 f"{settings.model} was trained on prompts without a chat template",
-                "talk to it with padfree generate, or give --chat-template",
+                "use padfree generate, or give --chat-template",
             )
         from padfree.tools.talk.chat_session import ChatSession
 
@@ -71,7 +71,7 @@ def run(settings: argparse.Namespace) -> None:
 
 def _on_terminal(chat: _Chat) -> None:
     with suppress(ImportError):
-        import readline  # noqa: F401  gives `input` a history and its keys
+        import readline  # noqa: F401  adds history and editing keys to `input`
     while True:
         try:
             line = input("> ")
@@ -82,17 +82,17 @@ def _on_terminal(chat: _Chat) -> None:
             chat.output.write("\n(Ctrl-D ends the chat)\n")
             continue
         except UnicodeDecodeError:
-            chat.output.write("that is not UTF-8 text\n")
+            chat.output.write("the input is not UTF-8 text\n")
             continue
         try:
             with _on_interrupt(chat.interrupt):
                 chat.take(line)
-        except UserError as error:  # a full context, say: the chat goes on
+        except UserError as error:  # for example a full context; the chat continues
             chat.output.write(f"{error}\n")
 
 
 class _Chat:
-    """Lines in, answers out."""
+    """Handles input lines: messages and commands."""
 
     def __init__(self, conversation: ChatSession, output: Output, settings: argparse.Namespace) -> None:
         self.conversation, self.output = conversation, output
@@ -100,13 +100,13 @@ class _Chat:
         self.stop = False  # set by Ctrl-C
 
     def interrupt(self, number: int, frame: Any) -> None:
-        """The first Ctrl-C ends the answer at its next token, another one the program."""
+        """The first Ctrl-C ends the answer at its next token; a second one ends the program."""
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
 
     def take(self, line: str) -> None:
-        """A message, or a command."""
+        """Handle a message or a command."""
         text = line.strip()
         if text.startswith("/") and not text.startswith("//"):
             self._command(text)
@@ -124,7 +124,9 @@ class _Chat:
         elif name == "/help":
             self.output.write(f"{HELP}\n")
         else:
-            raise UserError(f"{text.split()[0]}", "no such command", "/help lists them, // begins a message with /")
+            raise UserError(
+                f"{text.split()[0]}", "is not a command", "use /help for a list, or // to begin a message with /"
+            )
 
     def _ask(self, text: str) -> None:
         from padfree.tools.talk.speaker import FullContextError, StopAnswer
@@ -139,7 +141,7 @@ class _Chat:
         try:
             answer = self.conversation.ask(text, max_new_tokens=self._max_new_tokens, on_text=show)
         except FullContextError as error:
-            raise UserError(error.setting, error.problem, "/reset forgets the conversation") from None
+            raise UserError(error.setting, error.problem, "use /reset to forget the conversation") from None
         if self._json:
             self.output.write_json({"prompt": text, **answer.as_json()})
             return
@@ -149,7 +151,7 @@ class _Chat:
 
 @contextmanager
 def _on_interrupt(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """What Ctrl-C does in a block."""
+    """Handle Ctrl-C with `handler` inside the block."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield

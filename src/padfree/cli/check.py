@@ -1,4 +1,4 @@
-"""`padfree check`: the proof that packing changes nothing, on one's own model, data, backend and layout.
+"""`padfree check`: compares packed training with one sample at a time, on a given model, data, backend and layout.
 
 padfree check --model my-model --data train.jsonl
 torchrun --nproc-per-node 4 -m padfree check --model my-model --data train.jsonl --layout dp=2,cp=2
@@ -31,24 +31,24 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "check",
         usage="padfree check --model MODEL [--data FILE ...] [data.name=value ...] [options]",
         help="compare packed training of your model with one sample at a time",
-        description="Compares loss and all gradients with plain HF code. Exit code 1: they differ.",
+        description="Compare loss and all gradients with plain HF code. Exit code 1: they differ.",
         epilog="example: padfree check --model my-model --data train.jsonl --dtype bfloat16",
     )
     add = command.add_argument
     add("--model", required=True, metavar="PATH", help="folder, Hub id, or config file (random weights)")
     add("overrides", nargs="*", help=argparse.SUPPRESS)
     add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts, and data settings (default: random tokens)")
-    add("--samples", type=int, default=8, metavar="N", help="so many, short to long (default 8)")
+    add("--samples", type=int, default=8, metavar="N", help="number of samples, short to long (default 8)")
     add("--max-length", type=int, default=1024, metavar="N", help="cut samples to this (default 1024)")
     add("--tokenizer", metavar="PATH", help="folder or Hub id (default: the model's)")
-    add("--loss", default="nll", metavar="NAME", help="nll, dpo, distill, reward or value (default nll)")
+    add("--loss", default="nll", metavar="NAME", help="nll, dpo, kto, distill, reward or value (default nll)")
     add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
     add("--backend", default="auto", metavar="NAME", help="attention backend (default auto)")
     add("--layout", metavar="dp=N,cp=N", help="data and context ranks, under torchrun")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
-    add("--json", metavar="FILE", help="write the report there, too")
+    add("--json", metavar="FILE", help="also write the report to this file")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     command.set_defaults(run=run)
 
@@ -65,7 +65,7 @@ def run(settings: argparse.Namespace) -> None:
     if settings.loss not in LOSSES:
         raise UserError("--loss", "", f"choose one of {', '.join(LOSSES)}", value=settings.loss)
     if settings.layers is not None and settings.full:
-        raise UserError("--layers", f"{settings.layers} together with --full", "give one of them")
+        raise UserError("--layers", f"{settings.layers} together with --full", "give only one of them")
     data = data_settings(settings)
     first = processes.is_first
     target = None if settings.json is None else Path(settings.json)
@@ -75,7 +75,7 @@ def run(settings: argparse.Namespace) -> None:
         from padfree.tools.check.check_report import is_report
 
         if not is_report(target):
-            raise UserError("--json", f"{target} is there and is no report of padfree check", "give another file")
+            raise UserError("--json", f"{target} exists and is not a report of padfree check", "give another file")
     check_name(settings.model, "--model")
     if settings.tokenizer is not None:
         check_name(settings.tokenizer, "--tokenizer")
@@ -125,18 +125,18 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def data_settings(settings: argparse.Namespace) -> DataConfig | None:
-    """The files of --data with the settings of data that were given anywhere among the arguments; None: no data."""
+    """The files of --data with all data settings among the arguments; None if there are no data."""
     words = [*settings.overrides, *(settings.data or [])]
     changes = [word for word in words if re.match(r"\w+(\.\w+)+\s*=", word)]
     files = [word for word in words if word not in changes]
     other = next((word for word in changes if not word.startswith("data.")), None)
     if other is not None:
-        raise UserError("override", "", "give settings of data only, such as data.on_bad_row=skip", value=other)
+        raise UserError("override", "", "give data settings only, such as data.on_bad_row=skip", value=other)
     if settings.data is None:
         if words:
-            raise UserError("--data", f"missing, with {words[0]!r}", "give it files")
+            raise UserError("--data", f"missing, but {words[0]!r} is given", "give --data and its files")
         return None
-    # The other settings that a run must have are no part of a check.
+    # A `Config` needs these settings, but a check does not use them.
     unused = ["model.path=unused", "batch.samples=1", "batch.max_tokens=1", "run.folder=unused"]
     given = [] if not files else [f"data.path={json.dumps(files, ensure_ascii=False)}"]
     return load_config(None, [*unused, *given, *changes]).data
@@ -150,7 +150,7 @@ def _write(target: Path, text: str) -> None:
 
 
 def context_ranks(layout: str | None, processes: int) -> int:
-    """cp of `dp=2,cp=2`, which must be what torchrun has started."""
+    """The cp of `dp=2,cp=2`. dp times cp must be the number of processes."""
     if layout is None:
         return 1
     sizes = {"dp": 1, "cp": 1}
@@ -163,7 +163,7 @@ def context_ranks(layout: str | None, processes: int) -> int:
     if wanted != processes:
         raise UserError(
             "--layout",
-            f"is {wanted} processes and there are {processes}",
+            f"needs {wanted} processes, but there are {processes}",
             f"start it with torchrun --nproc-per-node {wanted} -m padfree check ...",
             value=layout,
         )
@@ -176,7 +176,7 @@ def _progress(line: str) -> None:
 
 
 def show(report: CheckReport) -> None:
-    """The table, and the verdict in the last line."""
+    """Print the table, and the verdict as the last line."""
     from padfree.tools.check.check_report import HEADER
 
     if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""`padfree data show`: rows of a recipe's data as the model sees them, in the terminal or as a page.
+"""`padfree data show`: rows of a recipe's data as the model sees them, on the terminal or as an HTML page.
 
 padfree data show sft model.path=my-model data.path=train.jsonl
 padfree data show sft data.path=train.jsonl --row train.jsonl:17
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 COLOURS = "\033[30;42m", "\033[0m"
 MARKS = "[[", "]]"
-"""Around what is trained: colours on a terminal, brackets elsewhere."""
+"""Marks around trained text: colours on a terminal, brackets elsewhere."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "data",
         help=COMMANDS["data"][1],
-        description="Shows rows of a recipe's data as the model sees them: the text, which part of it is trained, how "
-        "many tokens it has, and where each message went.",
+        description="Show rows of a recipe's data as the model sees them: the text, the trained part, the number of "
+        "tokens, and the position of each message.",
         epilog="example: padfree data show sft data.path=train.jsonl --row train.jsonl:17",
     )
     command.add_argument("action", choices=("show",))
     command.add_argument("recipe", help="TOML file of the run")
     command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
-    command.add_argument("--row", default="1", metavar="N", help="the first row: its number, or file:line (default 1)")
-    command.add_argument("--rows", type=int, default=1, metavar="K", help="how many rows (default 1)")
-    command.add_argument("--eval", action="store_true", help="held-out data, of eval.path")
+    command.add_argument("--row", default="1", metavar="N", help="first row: its number, or file:line (default 1)")
+    command.add_argument("--rows", type=int, default=1, metavar="K", help="number of rows (default 1)")
+    command.add_argument("--eval", action="store_true", help="show held-out data (eval.path)")
     command.add_argument("--page", metavar="FILE", help="write an HTML page instead of printing")
     command.set_defaults(run=run)
 
@@ -73,7 +73,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def lines(rows: list[ShownRow], *, coloured: bool) -> Iterator[str]:
-    """Rows as text, the trained part in colour or in brackets."""
+    """Rows as text, with the trained part in colour or in brackets."""
     begin, end = COLOURS if coloured else MARKS
     for row in rows:
         for sample in row.samples:

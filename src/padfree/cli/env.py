@@ -1,4 +1,4 @@
-"""`padfree env`: what a bug report needs. Versions, devices, and which optional packages are there.
+"""`padfree env`: versions, devices and optional packages, for a bug report.
 
 padfree env
 padfree env --json > environment.json
@@ -23,7 +23,7 @@ PURPOSES = {
     "lora": "adapters",
     "track": "experiment trackers",
 }
-"""What each optional part of the package is for; parts for developers are left out."""
+"""The purpose of each optional dependency group, without those for developers."""
 
 REQUIREMENT = re.compile(r"([\w.-]+).*?extra == [\"'](\w+)[\"']")
 
@@ -35,7 +35,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Print versions, devices, and the optional packages that are installed or missing.",
         epilog="example: padfree env",
     )
-    command.add_argument("--json", action="store_true", help="as one JSON object")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(run=run)
 
 
@@ -53,7 +53,7 @@ def run(settings: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Text by name, or a list of texts."""
+    """Facts by name; a value is a string or a list of strings."""
     import torch
 
     found: dict[str, Any] = {
@@ -78,7 +78,7 @@ def installed(package: str) -> str | None:
 
 
 def optional_packages() -> Iterator[str]:
-    """One line for each package of the optional parts."""
+    """One line for each optional package."""
     for requirement in requires("padfree") or ():
         match = REQUIREMENT.match(requirement)
         if match is None or match[2] not in PURPOSES:
@@ -92,7 +92,7 @@ def optional_packages() -> Iterator[str]:
 def _host_memory() -> str:
     try:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):  # not a POSIX system
+    except (OSError, ValueError):  # not POSIX
         return "memory unknown"
     return f"{size / 2**30:.1f} GiB"
 
@@ -106,7 +106,7 @@ def _devices() -> Iterator[str]:
 
 
 def _attention() -> Iterator[str]:
-    """The backend that `auto` takes on each kind of device."""
+    """The attention backend that `auto` chooses on each type of device."""
     import torch
 
     from padfree.attention import choose_backend

@@ -1,4 +1,4 @@
-"""`padfree eval`: what a recipe's `[eval]` measures, of any model folder.
+"""`padfree eval`: evaluates a model on the held-out data of a recipe's `[eval]`.
 
 padfree eval sft model.path=runs/sft/model eval.path=test.jsonl
 padfree eval rl-local model.path=runs/rl/model eval.path=test.jsonl eval.greedy=false eval.samples_per_prompt=8
@@ -27,12 +27,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command = commands.add_parser(
         "eval",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}. Nothing is trained, and the run folder is not written to.",
+        description=f"{text[0].upper()}{text[1:]}. Nothing is trained, and the run folder is not changed.",
         epilog="example: padfree eval sft model.path=runs/sft/model eval.path=test.jsonl",
     )
-    command.add_argument("recipe", help="TOML file of the run, or of another with the same data and loss")
+    command.add_argument("recipe", help="TOML file of a run with the same data and loss")
     command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
-    command.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    command.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
     command.set_defaults(run=run)
 
 
@@ -43,10 +43,10 @@ def run(settings: argparse.Namespace) -> None:
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
         check_output(target, "--json")
-    # The data that the recipe trains on need not be here.
+    # The training data of the recipe may be missing.
     check_names(held_out)
 
-    shown = Lines(shown=first, write=_to_stderr)  # stdout has the numbers alone
+    shown = Lines(shown=first, write=_to_stderr)  # stdout has the numbers only
     shown.activity("importing torch and transformers", 0, 0)
     with shown.heartbeat if first else nullcontext():
         from padfree.train.run import evaluate
@@ -54,7 +54,7 @@ def run(settings: argparse.Namespace) -> None:
         found = evaluate(config, on_tokenising=shown.tokenising, on_activity=shown.activity)
     if not first:
         return
-    if target is not None:  # before the output, which nobody may read any more
+    if target is not None:  # before printing, which fails if the reader has ended
         about = {"model": config.model.path, "data": list(config.eval.path), **found}
         try:
             target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -1,9 +1,9 @@
 """One spelling of settings for all commands.
 
-    model.path=X   --model.path X   --model.path=X   --model X        are the same, for every command with that setting
+    model.path=X   --model.path X   --model.path=X   --model X        are equivalent for every command with the setting
 
-Commands that take settings (`sft`, `eval`, `plan` ...) are given `section.name=value`. Commands that have a flag of
-their own for a setting (`check --model`, `demo --folder`) are given that flag.
+Commands that take settings (`sft`, `eval`, `plan` ...) receive `section.name=value`. Commands that have their own flag
+for a setting (`check --model`, `demo --folder`) receive that flag.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from padfree.config import Config
 from padfree.config.loss import TASKS
 from padfree.errors import closest
 
-SHORT = {
+SHORT_FLAGS = {
     "model": "model.path",
     "data": "data.path",
     "folder": "run.folder",
@@ -27,13 +27,13 @@ SHORT = {
     "steps": "run.steps",
     "lr": "optimizer.lr",
 }
-"""Short names, for commands that have no flag of the same name."""
+"""Short flags, for commands that have no flag of the same name."""
 
-TEXTS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
-"""Of these, a short name's value is text: `--folder 1` is a folder."""
+STRING_SETTINGS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
+"""Settings whose value in a short flag is a string: `--folder 1` names a folder."""
 
 OVERRIDE = re.compile(r"\s*\w+(\.\w+)+\s*=")
-ELSEWHERE = {
+OTHER_TRAINERS = {
     "learning_rate": "optimizer.lr",
     "batch_size": "batch.samples",
     "num_train_epochs": "data.epochs",
@@ -42,7 +42,7 @@ ELSEWHERE = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.path",
 }
-"""Names that other trainers have for a setting: only for the message that refuses them."""
+"""Names of settings in other trainers, used for suggestions in error messages."""
 
 TAKE_SETTINGS = (*TASKS, "eval")
 OWN_FLAGS = {
@@ -58,11 +58,11 @@ OWN_FLAGS = {
     "report": {"run.folder": ""},
     "plan": {},
 }
-"""By command: the flag that stands for a setting; empty: a word without a flag."""
+"""By command: the flag for a setting; an empty string is a positional argument."""
 
 
-def understood(words: Sequence[str]) -> list[str]:
-    """The words of a command line, settings in the form that the command takes."""
+def normalised_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with settings converted to the form that the command takes."""
     if not words or (words[0] not in TAKE_SETTINGS and words[0] not in OWN_FLAGS):
         return list(words)
     command, found, overrides, lists = words[0], [words[0]], list[str](), dict[str, list[str]]()
@@ -80,30 +80,32 @@ def understood(words: Sequence[str]) -> list[str]:
         if not equals:
             value = next(rest, "")
             if not value or value.startswith("--"):
-                found += [word, *([value] if value else [])]  # argparse refuses it
+                found += [word, *([value] if value else [])]  # argparse reports the missing value
                 continue
         own = OWN_FLAGS.get(command, {}).get(setting)
         if own is not None:
             found += [*([own] if own else []), *_entries(value)]
-        elif flag and name in SHORT and setting in ("data.path", "eval.path"):
+        elif flag and name in SHORT_FLAGS and setting in ("data.path", "eval.path"):
             lists.setdefault(setting, []).append(value)
         else:
-            overrides.append(f"{setting}={json.dumps(value) if name in SHORT and setting in TEXTS else value}")
-    # Behind the recipe, wherever they stood: the first word without a flag is the recipe.
+            overrides.append(
+                f"{setting}={json.dumps(value) if name in SHORT_FLAGS and setting in STRING_SETTINGS else value}"
+            )
+    # Overrides go after the recipe, which is the first word without a flag.
     return [*found, *overrides, *(f"{setting}={json.dumps(values)}" for setting, values in lists.items())]
 
 
 def _setting(command: str, name: str) -> str | None:
-    """The setting that a flag names; None: it is for argparse."""
+    """The setting that a flag names; None: argparse handles the flag."""
     if "." in name:
         return name
     if command not in TAKE_SETTINGS:
-        return SHORT["folder"] if command == "report" and name == "folder" else None
-    return "eval.path" if command == "eval" and name == "data" else SHORT.get(name)
+        return SHORT_FLAGS["folder"] if command == "report" and name == "folder" else None
+    return "eval.path" if command == "eval" and name == "data" else SHORT_FLAGS.get(name)
 
 
 def _entries(value: str) -> list[str]:
-    """The words of a value, which may be a list as in a recipe."""
+    """The entries of a value, which may be a list as in a recipe."""
     try:
         found = json.loads(value)
     except ValueError:
@@ -111,8 +113,8 @@ def _entries(value: str) -> list[str]:
     return [str(entry) for entry in found] if isinstance(found, list) else [found if isinstance(found, str) else value]
 
 
-def meant(word: str, command: str) -> str:
-    """What to say of a word that nobody knows: the setting or flag that is nearest to it."""
+def suggestion(word: str, command: str) -> str:
+    """The suggestion for an unknown argument: the most similar setting."""
     if command not in TAKE_SETTINGS and command != "plan":
         return ""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -120,7 +122,7 @@ def meant(word: str, command: str) -> str:
     for setting in setting_names(Config):
         by_name.setdefault(setting.rpartition(".")[2], setting)
         by_name[setting] = setting
-    by_name |= SHORT | ELSEWHERE
+    by_name |= SHORT_FLAGS | OTHER_TRAINERS
     near = closest(name, list(by_name))
     if near is None:
         return "; write settings as section.name=value, such as optimizer.lr=1e-5"
@@ -128,7 +130,7 @@ def meant(word: str, command: str) -> str:
 
 
 def setting_names(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Every setting by its dotted name."""
+    """The dotted names of all settings."""
     hints = get_type_hints(kind)
     for entry in fields(kind):
         hint = hints[entry.name]

@@ -1,4 +1,4 @@
-"""`padfree generate MODEL PROMPT ...`: answers of a model.
+"""`padfree generate MODEL PROMPT ...`: generates a model's answers.
 
 padfree generate runs/sft "What is the capital of France?"
 padfree generate runs/sft --prompts questions.txt --json > answers.jsonl
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
-from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
+from padfree.cli.talk_options import OneLineHelp, Output, add_options, read_lines, speaker_of
 from padfree.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "generate",
         help=text,
         usage="padfree generate MODEL [PROMPT ...] [options]",
-        description="Writes the answer of a model to each prompt.",
+        description="Print the answer of a model to each prompt.",
         formatter_class=OneLineHelp,
         epilog='example: padfree generate runs/sft "What is the capital of France?"',
     )
     add_options(command)
     command.add_argument("prompt", nargs="*", metavar="PROMPT", help="text; - reads one prompt from standard input")
-    command.add_argument("--prompts", metavar="FILE", help="a prompt on every line; - is standard input")
-    command.add_argument("--plain", action="store_true", help="prompts as they are, without the chat template")
+    command.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; - is standard input")
+    command.add_argument("--plain", action="store_true", help="use prompts as they are, without the chat template")
     command.set_defaults(run=run)
 
 
@@ -49,7 +49,7 @@ def run(settings: argparse.Namespace) -> None:
         ids = [speaker.prompt(prompt, system=settings.system) for prompt in prompts]
         max_new_tokens_each = [
             speaker.max_new_tokens(one, settings.max_new_tokens) for one in ids
-        ]  # refuse before anything is written
+        ]  # refuses prompts that are too long before any output
         assert len(max_new_tokens_each) == len(prompts)
         if len(prompts) == 1 and not settings.json:
             _stream(speaker, ids[0], settings.max_new_tokens, output)
@@ -68,7 +68,7 @@ def _stream(speaker: Speaker, ids: Sequence[int], max_new_tokens: int, output: O
     (answer,) = speaker.answer([ids], max_new_tokens=max_new_tokens, on_text=lambda _, text: output.write(text))
     output.write("\n")
     if answer.end == "context":
-        print("padfree generate: the answer was cut, the model's context is full", file=sys.stderr)
+        print("padfree generate: the answer was cut: the context of the model is full", file=sys.stderr)
 
 
 def _answers(speaker: Speaker, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[Answer]:
@@ -79,19 +79,19 @@ def _answers(speaker: Speaker, prompts: Sequence[Sequence[int]], max_new_tokens:
 
 
 def _prompts(words: Sequence[str], file: str | None) -> list[str]:
-    """The prompts of the command line and of the file."""
+    """The prompts from the command line and from the file."""
     found = list(words)
     if STDIN in found:
         if found.count(STDIN) > 1 or file == STDIN:
-            raise UserError("PROMPT", "standard input can be read once", "give - once")
+            raise UserError("PROMPT", "standard input can be read only once", "give - once")
         found[found.index(STDIN)] = "\n".join(read_lines(sys.stdin, "standard input"))
     if file is not None:
         found += _lines_of(file)
     if not found:
-        raise UserError("PROMPT", "none", "give a text, - for standard input, or a file with --prompts")
+        raise UserError("PROMPT", "missing", "give a text, - for standard input, or a file with --prompts")
     for prompt in found:
         if not prompt.strip():
-            raise UserError("PROMPT", "one of them is empty", "give a text")
+            raise UserError("PROMPT", "a prompt is empty", "give a text")
     return found
 
 
@@ -101,7 +101,7 @@ def _lines_of(name: str) -> list[str]:
     else:
         path = Path(name).expanduser()
         if path.exists() and not path.is_file():
-            raise UserError("--prompts", f"{name} is not a file", "give a file with a prompt on every line")
+            raise UserError("--prompts", f"{name} is not a file", "give a file with one prompt per line")
         try:
             with path.open(encoding="utf-8-sig") as file:
                 lines = list(read_lines(file, f"--prompts: {name}"))
@@ -110,5 +110,5 @@ def _lines_of(name: str) -> list[str]:
             raise UserError("--prompts", f"{name} cannot be read ({reason})", "give another file") from None
     found = [line for line in lines if line.strip()]
     if not found:
-        raise UserError("--prompts", f"{name} has no prompt", "give a file with a prompt on every line")
+        raise UserError("--prompts", f"{name} has no prompt", "give a file with one prompt per line")
     return found

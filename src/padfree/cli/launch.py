@@ -1,14 +1,14 @@
-"""`padfree launch`: one command on several hosts, over ssh. torchrun on each of them does the rest.
+"""`padfree launch`: runs one command on several hosts, over ssh, with torchrun on each host.
 
 padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.replicate=2
 
-    here     ssh a python -m padfree.cli.on_host      gets the order: command, folder, environment
+    here     ssh a python -m padfree.cli.on_host      sends the order: command, folder, environment
              ssh b python -m padfree.cli.on_host
-    a, b     answer: versions, the recipe's digest, GPUs, or what is wrong there
-    here     nothing is wrong anywhere: the arguments of torchrun go to each
+    a, b     answer: versions, digest of the recipe, number of GPUs, or an error
+    here     if no host reports an error, the arguments of torchrun go to each host
     a, b     torchrun --nnodes 2 --node-rank 0 (1) --master-addr a ... -m padfree sft ...
-    here     shows their lines, each behind the name of its host. If one fails, or this process gets SIGINT or SIGTERM,
-             the others are told to stop: torchrun gets SIGTERM there
+    here     prints their output, each line with the name of its host. If a host fails, or if this process receives
+             SIGINT or SIGTERM, the other hosts are told to stop: torchrun receives SIGTERM there
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from padfree.config.loss import TASKS
 from padfree.errors import UserError
 
 LAUNCHED = ("check", *TASKS, "eval")
-"""Commands that several processes run together."""
+"""Commands that run on several processes."""
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 PORT = 29500
@@ -53,16 +53,16 @@ ENVIRONMENT = (
     "TRITON_",
     "WANDB_",
 )
-"""Variables that begin so are taken along."""
+"""Environment variables with these prefixes are copied to the hosts."""
 
 LINGER = 8.0
-"""Seconds after a failure in which the other hosts may end by themselves, and say what they have to."""
+"""Seconds after a failure in which the other hosts may end by themselves and print their errors."""
 
-LOOK = 0.5
-"""Seconds after which whoever waits runs again, if only to find that there was a signal."""
+SIGNAL_CHECK_SECONDS = 0.5
+"""Seconds between two checks for signals while waiting."""
 
 NOT_FOUND, CONNECTION = (126, 127), 255
-"""Exit codes of a shell that finds no such program, and of ssh itself."""
+"""Exit codes of a shell that does not find the program, and of ssh for a failed connection."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,30 +71,30 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "launch",
         usage="padfree launch --hosts a,b [options] -- COMMAND ...",
         help=text,
-        description=f"{text[0].upper()}{text[1:]}. All must have the same padfree, and see the same folder.",
+        description=f"{text[0].upper()}{text[1:]}. All hosts need the same version of padfree and the same folder.",
         epilog="example: padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first",
     )
     add = command.add_argument
-    add("--hosts", required=True, metavar="A,B,...", help="names that ssh knows; rank 0 is on the first")
-    add("--processes", type=int, metavar="N", help="on each host (default: one a GPU)")
-    add("--restarts", type=int, default=0, metavar="N", help="times that torchrun starts again (default 0)")
-    add("--address", metavar="HOST[:PORT]", help=f"where they meet (default: the first host, {PORT})")
-    add("--folder", default=".", metavar="PATH", help="to work in on each host (default: this one)")
-    add("--python", default=sys.executable, metavar="PATH", help="on each host (default: this one)")
-    add("--ssh", default=SSH, metavar="WORDS", help="program and its options (default: ssh)")
+    add("--hosts", required=True, metavar="A,B,...", help="host names for ssh; the first has rank 0")
+    add("--processes", type=int, metavar="N", help="processes per host (default: one per GPU)")
+    add("--restarts", type=int, default=0, metavar="N", help="restarts by torchrun (default 0)")
+    add("--address", metavar="HOST[:PORT]", help=f"rendezvous (default: first host, port {PORT})")
+    add("--folder", default=".", metavar="PATH", help="working directory on each host (default: this one)")
+    add("--python", default=sys.executable, metavar="PATH", help="Python on each host (default: this one)")
+    add("--ssh", default=SSH, metavar="WORDS", help="ssh command with options (default: ssh)")
     add("words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what to run: " + ", ".join(LAUNCHED))
     command.set_defaults(run=run)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What is to be started, and where."""
+    """The command to run, and the hosts to run it on."""
 
     hosts: tuple[str, ...]
     words: tuple[str, ...]
     folder: str
     python: str
-    processes: int | None  # None: one a GPU
+    processes: int | None  # per host; None: one per GPU
     restarts: int
     address: tuple[str, int]
     ssh: tuple[str, ...]
@@ -104,18 +104,18 @@ class Launch:
         words = settings.words[1:] if settings.words[:1] == ["--"] else settings.words
         if not words or words[0] not in LAUNCHED:
             given = repr(words[0]) if words else "missing"
-            raise UserError("COMMAND", f"{given}", f"give one of {', '.join(LAUNCHED)} behind --")
+            raise UserError("COMMAND", f"{given}", f"give one of {', '.join(LAUNCHED)} after --")
         hosts = [host.strip() for host in settings.hosts.split(",")]
         if not all(hosts) or any(host.startswith("-") for host in hosts):
-            raise UserError("--hosts", "", "name each host, with commas between them", value=settings.hosts)
+            raise UserError("--hosts", "", "name the hosts, separated by commas", value=settings.hosts)
         for host in hosts:
             if hosts.count(host) > 1:
-                raise UserError("--hosts", f"{host} is there twice", "name every host once")
+                raise UserError("--hosts", f"{host} is named twice", "name every host once")
         if settings.processes is not None and settings.processes < 1:
             raise UserError("--processes", "", "give 1 or more", value=settings.processes)
         if settings.restarts < 0:
             raise UserError("--restarts", "", "give 0 or more", value=settings.restarts)
-        parsed(words)  # a command line that cannot be understood is refused here
+        parsed(words)  # refuses an invalid command line
         return Launch(
             hosts=tuple(hosts),
             words=tuple(words),
@@ -128,7 +128,7 @@ class Launch:
         )
 
     def order(self) -> dict[str, Any]:
-        """What a host is told first."""
+        """The first message to a host."""
         return {
             "words": self.words,
             "folder": self.folder,
@@ -137,13 +137,13 @@ class Launch:
         }
 
     def remote_command(self) -> str:
-        """For the shell of a host, whichever that is."""
+        """The command for the remote shell."""
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         variables = [f"PYTHONPATH={os.pathsep.join(paths)}"] if paths else []
         return shlex.join(["exec", "env", *variables, self.python, "-u", "-m", "padfree.cli.on_host"])
 
     def torchrun(self, rank: int, processes: int) -> list[str]:
-        """The arguments of torchrun on the host of this number."""
+        """The arguments of torchrun on the host with this node rank."""
         name, port = self.address
         return [
             *("--nnodes", str(len(self.hosts)), "--node-rank", str(rank), "--nproc-per-node", str(processes)),
@@ -155,7 +155,9 @@ class Launch:
 def _address(given: str | None, first: str) -> tuple[str, int]:
     name, _, port = (given or first.rpartition("@")[2]).partition(":")
     if not name or not (port or str(PORT)).isdigit():
-        raise UserError("--address", "", f"give a name that all hosts know, and a port, as in a:{PORT}", value=given)
+        raise UserError(
+            "--address", "", f"give a host name that all hosts can resolve, and a port, as in a:{PORT}", value=given
+        )
     return name, int(port or PORT)
 
 
@@ -184,29 +186,29 @@ Events = SimpleQueue[Event]
 
 
 def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
-    """Wait for one; `Empty` after the deadline.
+    """Wait for an event; `Empty` after the deadline.
 
-    The system may give a signal to a thread that reads a host's lines, and often does so after this process was
-    stopped for a while. Python handles it in the main thread, which must not sleep on.
+    The system may deliver a signal to a thread that reads from a host. Python handles it in the main thread, so the
+    main thread wakes up every `SIGNAL_CHECK_SECONDS` seconds.
     """
     while True:
         left = deadline - time.monotonic()
         try:
-            return events.get(timeout=max(min(left, LOOK), 0.0))
+            return events.get(timeout=max(min(left, SIGNAL_CHECK_SECONDS), 0.0))
         except Empty:
-            if left <= LOOK:
+            if left <= SIGNAL_CHECK_SECONDS:
                 raise
 
 
 class HostConnection:
-    """ssh to one host. Threads read what it prints, show it and put the rest among the events."""
+    """The ssh connection to one host. Threads print its output, and put its answer and its end into the events."""
 
     def __init__(self, host: str, launch: Launch, events: Events) -> None:
         self.host, self._events = host, events
-        self.printed: list[str] = []  # before the answer
+        self.printed: list[str] = []  # lines before the answer
         self._answered = False
         try:
-            # In a session of its own, or Ctrl-C would end ssh before the host has been told to stop.
+            # A new session: otherwise Ctrl-C would end ssh before the host is told to stop.
             self.process = subprocess.Popen(
                 [*launch.ssh, host, launch.remote_command()],
                 stdin=subprocess.PIPE,
@@ -220,7 +222,7 @@ class HostConnection:
             raise UserError(
                 "--ssh",
                 f"{launch.ssh[0]} cannot be run ({error.strerror})",
-                "install OpenSSH's client, or give its path",
+                "install the OpenSSH client, or give its path",
             ) from None
         self._errors = threading.Thread(target=self._read, args=(self.process.stderr, sys.stderr), daemon=True)
         self._errors.start()
@@ -228,16 +230,16 @@ class HostConnection:
         self._output.start()
 
     def tell(self, line: str) -> None:
-        """Nothing happens if it is gone: that is an event, too."""
+        """Send a line. Errors are ignored: the end of a connection is an event."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """The host's input ends, which stops what still runs there."""
+        """End the connection, which stops the run on the host."""
         self.process.kill()
-        self._output.join()  # and with it the other thread and the process
+        self._output.join()  # this thread waits for the other thread and for the process
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
             with suppress(BrokenPipeError):
@@ -260,32 +262,36 @@ class HostConnection:
 
     def _show(self, line: str, shown: IO[str]) -> None:
         try:
-            shown.write(f"{self.host}: {line.rstrip()}\n")  # in one piece: others write, too
+            shown.write(f"{self.host}: {line.rstrip()}\n")  # one write, because other threads print as well
             shown.flush()
-        except BrokenPipeError:  # whoever read it has seen enough
+        except BrokenPipeError:  # the reader of the pipe has ended
             self._events.put(Signalled(signal.SIGPIPE))
 
     def refusal(self, code: int, python: str) -> UserError:
-        """Why it has ended without an answer."""
+        """The error for a connection that ended without an answer."""
         last = next((line for line in reversed(self.printed) if line), f"exit code {code}")
         if code == CONNECTION:
             return UserError(
-                "--hosts", f"{self.host} cannot be reached ({last})", f"ssh {self.host} must work without a password"
+                "--hosts", f"{self.host} cannot be reached ({last})", f"make ssh {self.host} work without a password"
             )
         if code in NOT_FOUND:
             return UserError(
-                "--python", f"{python} cannot be run on {self.host} ({last})", "install it there, or give its path"
+                "--python",
+                f"{python} cannot be run on {self.host} ({last})",
+                "install it on the host, or give its path",
             )
         if "No module named" in last:
             return UserError(
-                "--hosts", f"{self.host} has no padfree of this version ({last})", "install the same on all hosts"
+                "--hosts",
+                f"{self.host} has no padfree of this version ({last})",
+                "install the same version on all hosts",
             )
         return UserError("--hosts", f"{self.host} ended without an answer ({last})", f"try ssh {self.host} by hand")
 
 
 @contextmanager
 def connected(launch: Launch, events: Events) -> Iterator[list[HostConnection]]:
-    """To all hosts; whatever is still there at the end is ended."""
+    """Connect to all hosts, and close the connections at the end of the block."""
     found: list[HostConnection] = []
     try:
         for host in launch.hosts:
@@ -298,7 +304,7 @@ def connected(launch: Launch, events: Events) -> Iterator[list[HostConnection]]:
 
 
 @contextmanager
-def signals_as(events: Events) -> Iterator[None]:
+def signals_as_events(events: Events) -> Iterator[None]:
     before = {
         number: signal.signal(number, lambda number, _: events.put(Signalled(number)))
         for number in (signal.SIGINT, signal.SIGTERM)
@@ -315,18 +321,18 @@ def signals_as(events: Events) -> Iterator[None]:
 
 def run(settings: argparse.Namespace) -> None:
     launch, events = Launch.of(settings), Events()
-    with signals_as(events), connected(launch, events) as connections:
-        answers = gathered(connections, events, launch)
-        processes = launch.processes or equal_gpus(answers)
+    with signals_as_events(events), connected(launch, events) as connections:
+        answers = gather_answers(connections, events, launch)
+        processes = launch.processes or gpus_per_host(answers)
         for rank, connection in enumerate(connections):
             connection.tell(json.dumps(launch.torchrun(rank, processes)))
-        code = supervised(connections, events)
+        code = supervise(connections, events)
     if code:
         raise SystemExit(code)
 
 
-def gathered(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
-    """The answers of all hosts, in their order. What is wrong on one of them is refused."""
+def gather_answers(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
+    """The answers of all hosts, in the order of the hosts. An error on any host is raised."""
     answers: dict[str, dict[str, Any]] = {}
     by_name = {connection.host: connection for connection in connections}
     while len(answers) < len(connections):
@@ -338,7 +344,7 @@ def gathered(connections: Sequence[HostConnection], events: Events, launch: Laun
         answers[event.host] = event.answer
         check_answer(event.host, event.answer)
     ordered = {host: answers[host] for host in launch.hosts}
-    check_alike(ordered)
+    check_same_versions(ordered)
     return ordered
 
 
@@ -347,7 +353,9 @@ def check_answer(host: str, answer: Mapping[str, Any]) -> None:
         theirs = answer["version"]
         difference = theirs if theirs != padfree.__version__ else f"{theirs} with other files"
         raise UserError(
-            "--hosts", f"padfree on {host} is {difference}, here it is {padfree.__version__}", "install the same on all"
+            "--hosts",
+            f"padfree on {host} is {difference}, here it is {padfree.__version__}",
+            "install the same version on all",
         )
     if answer.get("refused"):
         raise UserError.of(with_host(answer["refused"], host))
@@ -359,40 +367,40 @@ def with_host(message: str, host: str) -> str:
     return f"{name}: on {host}:{rest}"
 
 
-def check_alike(answers: Mapping[str, Mapping[str, Any]]) -> None:
+def check_same_versions(answers: Mapping[str, Mapping[str, Any]]) -> None:
     (first, expected), *others = answers.items()
     for host, answer in others:
         if answer["torch"] != expected["torch"]:
             raise UserError(
                 "--hosts",
                 f"torch is {answer['torch']} on {host} and {expected['torch']} on {first}",
-                "install the same",
+                "install the same version",
             )
         if answer["recipe"] != expected["recipe"]:
             raise UserError(
                 "--folder",
-                f"the recipe on {host} is not that of {first}",
-                "use a folder that all hosts share, or copy it",
+                f"the recipe on {host} differs from the one on {first}",
+                "use a folder that all hosts share, or copy the recipe",
             )
 
 
-def equal_gpus(answers: Mapping[str, Mapping[str, Any]]) -> int:
+def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
     counts = {host: int(answer["gpus"]) for host, answer in answers.items()}
     fewest = min(counts, key=lambda host: counts[host])
     if not counts[fewest]:
-        raise UserError("--processes", f"{fewest} has no GPU that torch sees", "say how many to start on each host")
+        raise UserError("--processes", f"{fewest} has no GPU that torch sees", "give the number of processes per host")
     most = max(counts, key=lambda host: counts[host])
     if counts[most] != counts[fewest]:
         raise UserError(
             "--processes",
             f"{most} has {counts[most]} GPUs and {fewest} {counts[fewest]}",
-            f"give as many to each, as in --processes {counts[fewest]}",
+            f"give the number of processes per host, as in --processes {counts[fewest]}",
         )
     return counts[fewest]
 
 
-def supervised(connections: Sequence[HostConnection], events: Events) -> int:
-    """Wait for all hosts. The exit code is that of the first failure, or 128 and the number of a signal."""
+def supervise(connections: Sequence[HostConnection], events: Events) -> int:
+    """Wait for all hosts. Return the exit code of the first failure, or 128 + the number of a signal."""
     running = {connection.host for connection in connections}
     code, deadline, stopped = 0, float("inf"), False
 
@@ -407,7 +415,7 @@ def supervised(connections: Sequence[HostConnection], events: Events) -> int:
             event = next_event(events, deadline=deadline)
         except Empty:
             if stopped:
-                say(f"no word from {', '.join(sorted(running))} that it has ended; look there")
+                say(f"{', '.join(sorted(running))} did not report that the run has ended; check there")
                 return code
             stop()
             continue
@@ -421,7 +429,7 @@ def supervised(connections: Sequence[HostConnection], events: Events) -> int:
             if event.code and not code:
                 code = event.code
                 how = "the connection is lost" if code == CONNECTION else f"it ended with exit code {code}"
-                say(f"{event.host}: {how}" + ("; the others are stopped" if running else ""))
+                say(f"{event.host}: {how}" + ("; the other hosts are stopped" if running else ""))
                 deadline = time.monotonic() + LINGER
     return code
 

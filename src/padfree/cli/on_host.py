@@ -1,10 +1,11 @@
-"""What `padfree launch` starts on a host: it says whether the command can run here, and then it is torchrun.
+"""The program that `padfree launch` starts on each host: it checks the command, then becomes torchrun.
 
-    standard input    the order, one JSON line; the arguments of torchrun, another; then "stop", or its end
-    standard output   the answer, one JSON line behind ANSWER; then what torchrun and its processes print
+    standard input    the order, one JSON line; the arguments of torchrun, one JSON line; then "stop", or end of file
+    standard output   the answer, one JSON line that begins with ANSWER; then the output of torchrun and its processes
 
-The input is the leash: when it ends, because whoever launched this is gone or the connection is lost, torchrun gets
-SIGTERM as it does for "stop". Secrets of the environment come this way, too, where no list of processes shows them.
+The end of the input stops the run: if the launching process ends or the connection is lost, torchrun receives SIGTERM,
+as it does for "stop". Environment variables with secrets are sent over the input as well, because arguments are visible
+in process lists.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from padfree.config.recipe_files import recipe_path
 from padfree.errors import UserError
 
 ANSWER = "padfree-answer "
-"""Before the answer: a shell may print other lines first."""
+"""Marks the answer, because a shell may print other lines before it."""
 
 SHUTDOWN = 30.0
-"""Seconds that torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says more."""
+"""Seconds that torchrun waits for its processes after a signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
 
 RELEASE = 15.0
-"""Seconds beyond that after which torchrun itself is not waited for any longer."""
+"""Additional seconds to wait for torchrun itself."""
 
 
 def shutdown_seconds() -> float:
@@ -45,7 +46,7 @@ def shutdown_seconds() -> float:
 
 
 def source_digest() -> str:
-    """Of all of padfree's code: two states of one version differ, too."""
+    """Digest of the source files of padfree, which may differ within one version."""
     digest, root = hashlib.sha256(), Path(padfree.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -53,14 +54,14 @@ def source_digest() -> str:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """What is installed here, and why the command cannot run, if it cannot."""
+    """The installed versions, and the reason if the command cannot run on this host."""
     os.environ.update(order["environment"])
     found = {"version": padfree.__version__, "source": source_digest(), "torch": version("torch")}
     try:
         os.chdir(order["folder"])
     except OSError as error:
-        cure = "use a folder that all hosts share, or give another"
-        return {**found, "refused": f"--folder: {order['folder']} cannot be entered ({error.strerror}); {cure}"}
+        fix = "give a folder that exists on all hosts"
+        return {**found, "refused": f"--folder: {order['folder']} cannot be entered ({error.strerror}); {fix}"}
     try:
         found["recipe"] = checked_recipe(order["words"])
     except UserError as error:
@@ -74,7 +75,7 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_recipe(words: list[str]) -> str:
-    """The digest of the recipe's file; settings that cannot be right, and names that are not here, are refused."""
+    """The digest of the recipe file. Wrong settings and missing models or files are refused."""
     settings = parsed(words)
     if not hasattr(settings, "recipe"):
         return ""
@@ -85,12 +86,12 @@ def checked_recipe(words: list[str]) -> str:
 
 
 def torchrun(arguments: list[str]) -> int:
-    """The exit code of the process that failed first; 128 and the number of the signal that ended it, or this one."""
+    """Run torchrun. Return the exit code of the first process that failed, or 128 + the number of a signal."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    start: Callable[[list[str]], object] = run  # it has no types
+    start: Callable[[list[str]], object] = run  # untyped in torch
     try:
         start(arguments)
     except ChildFailedError as error:
@@ -105,22 +106,22 @@ def torchrun(arguments: list[str]) -> int:
 
 
 def stop_at_end(orders: FileIO) -> None:
-    """Wait for "stop" or the end of the input, and then for torchrun, which may be stuck among lost hosts."""
+    """Wait for "stop" or the end of the input, then stop torchrun, which may hang if other hosts are lost."""
     orders.readline()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(shutdown_seconds() + RELEASE)
-    os._exit(128 + signal.SIGTERM)  # its processes are dead by now: torchrun kills those that stay
+    os._exit(128 + signal.SIGTERM)  # torchrun has killed its processes by now
 
 
 def main() -> int:
-    # Not inherited, so that nobody else reads from it; no buffer, which a thread that waits at the end would lock.
+    # A copy that child processes do not inherit, unbuffered: a waiting thread would hold the lock of a buffer.
     orders = os.fdopen(os.dup(0), "rb", buffering=0)
     with open(os.devnull, encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)
     print(ANSWER + json.dumps(answer(json.loads(orders.readline()))), flush=True)
     start = orders.readline()
     if not start:
-        return 1  # refused, here or elsewhere
+        return 1  # a host refused the command
     threading.Thread(target=stop_at_end, args=(orders,), name="leash", daemon=True).start()
     return torchrun(json.loads(start))
 

@@ -1,14 +1,14 @@
-"""Standard output and standard error of a run, which may fail in every way without a consequence for the run.
+"""Standard output and standard error of a run, whose failure does not affect the run.
 
     run    -> write -> queue (bounded) -> thread -> pipe, file or terminal
 
-A write never waits and never raises. The reader of a pipe may end (`| head`, Ctrl-C on `| tee`), the disk under a file
-may be full, a terminal may be gone or stopped (Ctrl-S), a pipe may be full because nobody reads it, a descriptor may be
-non-blocking, and an ASCII stream may be given other text. What was lost is said once, on the other stream; the run's
-own files have all of it.
+A write never blocks and never raises. The reader of a pipe may end (`| head`, Ctrl-C on `| tee`), the disk of a file
+may be full, a terminal may be closed or stopped (Ctrl-S), a pipe may be full because its reader has stopped, a
+descriptor may be non-blocking, and an ASCII stream may receive other text. Lost output is reported once, on the other
+stream. The files of the run contain all of it.
 
-Commands whose result is what they print (`plan`, `--dry-run`) use plain streams: they wait for a slow reader, and a
-reader that ends has seen enough.
+Commands whose result is their output (`plan`, `--dry-run`) use plain streams: they wait for a slow reader, and they end
+when the reader ends.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 MOST_CHARACTERS = 1 << 20
-"""Of text that waits for its reader. More is left out."""
+"""Maximum number of characters in the queue. More text is dropped."""
 
 FLUSH_SECONDS, LAST_SECONDS = 0.2, 5.0
-"""How long a flush waits for a reader that has kept up so far, and how long the end of a run waits for any reader."""
+"""Seconds that a flush waits for the reader unless it is stuck, and seconds that the end of a run waits."""
 
 
 class SurvivingStream(io.TextIOBase):
-    """A text stream that hands its text to a thread, which writes it to another stream."""
+    """A text stream that passes its text to a thread, which writes it to another stream."""
 
     def __init__(self, stream: TextIO, on_failure: Callable[[OSError | ValueError], None]) -> None:
         self.stream = stream
         self.failure: OSError | ValueError | None = None
         self._on_failure = on_failure
         self._texts: deque[str] = deque()
-        self._waiting = 0  # characters, those that are being written included
-        self._left_out = 0  # characters
+        self._waiting = 0  # characters in the queue or being written
+        self._left_out = 0  # characters that were dropped
         self._changed = threading.Condition()
         self._closing = self._stuck = False
         self._process = os.getpid()
@@ -50,7 +50,7 @@ class SurvivingStream(io.TextIOBase):
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
-    # What a text stream has
+    # The interface of a text stream
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -74,7 +74,7 @@ class SurvivingStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if os.getpid() != self._process:  # forked: the thread stayed with the parent
+        if os.getpid() != self._process:  # a forked process does not have the thread
             with suppress(OSError, ValueError):
                 self._write(text)
             return len(text)
@@ -96,7 +96,7 @@ class SurvivingStream(io.TextIOBase):
                 self._stuck = True
 
     def finish(self) -> None:
-        """Wait for the reader a last time, and end the thread unless it is in the middle of a write."""
+        """Wait for the reader a last time, and end the thread unless a write is blocked."""
         with self._changed:
             self._changed.wait_for(self._is_written, LAST_SECONDS)
             self._closing = True
@@ -118,7 +118,7 @@ class SurvivingStream(io.TextIOBase):
                 self._texts.clear()
                 size = len(text)
                 if self._left_out:
-                    text += f"\n... {self._left_out:,} characters are left out: the reader of the output was too slow\n"
+                    text += f"\n... {self._left_out:,} characters were dropped: the reader of the output was too slow\n"
                     self._left_out = 0
             try:
                 self._write(text)
@@ -141,12 +141,12 @@ class SurvivingStream(io.TextIOBase):
             self.stream.write(data.decode(self.encoding))
             self.stream.flush()
             return
-        # Not through Python's buffer: a thread that is stuck inside it could not be left behind at the end.
+        # Bypass Python's buffer: a thread that blocks inside it would block the exit of the process.
         view = memoryview(data)
         while view:
             try:
                 view = view[os.write(self._descriptor, view) :]
-            except BlockingIOError:  # somebody has made the descriptor non-blocking
+            except BlockingIOError:  # the descriptor is non-blocking
                 select.select([], [self._descriptor], [], 1.0)
 
 
@@ -159,7 +159,7 @@ def _descriptor_of(stream: TextIO) -> int | None:
 
 @contextmanager
 def surviving_streams(command: str) -> Iterator[None]:
-    """`sys.stdout` and `sys.stderr` for the length of a run."""
+    """Replace `sys.stdout` and `sys.stderr` during a run."""
     before = sys.stdout, sys.stderr
     streams: list[SurvivingStream] = []
 
@@ -167,8 +167,8 @@ def surviving_streams(command: str) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         other = sys.stderr if name == "stdout" else sys.stdout
         other.write(
-            f"padfree {command}: {name} cannot be written ({reason}); the run goes on without it, its folder has "
-            "everything\n"
+            f"padfree {command}: {name} cannot be written ({reason}); the run continues without it, and its folder "
+            "has all results\n"
         )
 
     for name in ("stdout", "stderr"):
@@ -185,11 +185,11 @@ def surviving_streams(command: str) -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def hold_standard_descriptors() -> None:
-    """Put the null device in the place of a standard stream that is closed (`>&-`).
+def open_closed_descriptors() -> None:
+    """Open the null device for each standard stream that is closed (`>&-`).
 
-    Otherwise the next file that is opened gets its number, and whatever a library prints ends up in that file: in a
-    checkpoint, say.
+    Otherwise the next file to be opened gets the descriptor, and printed text would end up in that file, for example
+    in a checkpoint.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -198,7 +198,7 @@ def hold_standard_descriptors() -> None:
             if error.errno != errno.EBADF:
                 continue
             opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:  # a lower one is closed as well: it comes first, so this cannot be
+            if opened != number:  # never happens: lower descriptors are handled first
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
@@ -206,8 +206,8 @@ def hold_standard_descriptors() -> None:
                 setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-class NotedStream:
-    """A plain stream that remembers how it failed, to tell its errors from those of other files."""
+class ErrorRecordingStream:
+    """A plain stream that records its error, to distinguish it from errors of other files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -217,15 +217,15 @@ class NotedStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._noting():
+        with self._recording():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._noting():
+        with self._recording():
             self._stream.flush()
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _recording(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -234,22 +234,22 @@ class NotedStream:
 
 
 @contextmanager
-def noted_stdout() -> Iterator[NotedStream]:
-    """`sys.stdout` of a command whose result is what it prints. What cannot be written is an error inside the block."""
+def error_recording_stdout() -> Iterator[ErrorRecordingStream]:
+    """Replace `sys.stdout` for a command whose result is its output. A failed write raises inside the block."""
     stream = sys.stdout if sys.stdout is not None else io.StringIO()
-    noted: Any = NotedStream(stream)
-    sys.stdout = noted
+    recorded: Any = ErrorRecordingStream(stream)
+    sys.stdout = recorded
     try:
-        yield noted
-        noted.flush()
+        yield recorded
+        recorded.flush()
     finally:
         sys.stdout = stream
-        if noted.failure is not None:
-            leave(stream)
+        if recorded.failure is not None:
+            discard_buffer(stream)
 
 
-def leave(stream: TextIO) -> None:
-    """Forget what a stream still holds, so that the interpreter does not fail to write it at its end."""
+def discard_buffer(stream: TextIO) -> None:
+    """Discard the buffer of a stream, so that the interpreter does not fail to flush it at exit."""
     descriptor = _descriptor_of(stream)
     if descriptor is not None:
         null = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""`padfree plan`: what a run would do with its data, before a GPU is rented.
+"""`padfree plan`: packs, load balance, time and memory of a run, before a GPU is rented.
 
 padfree plan --data train.jsonl --model Qwen/Qwen3-0.6B --max-tokens 8192 --ranks 8 --gpu H100 --html plan.html
 padfree plan sft data.epochs=1 --ranks 8
@@ -36,9 +36,9 @@ NO_MODEL = "no model"
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "plan",
-        help="plan an epoch: packs, balance, time and memory",
+        help="plan an epoch: packs, load balance, time and memory",
         usage=USAGE,
-        description="Plans an epoch without loading weights: packs, balance, time, memory.",
+        description="Plan an epoch without loading weights: packs, load balance, time, memory.",
         epilog="example: padfree plan --data train.jsonl --model my-model --ranks 8 --suggest",
         add_help=False,
     )
@@ -47,22 +47,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("settings", nargs="*", help=argparse.SUPPRESS)
     add("--data", action="append", metavar="PATH", help="file, folder or Hub id; may be repeated")
     add("--rollouts", action="store_true", help="the data are rollouts: groups stay whole")
-    add("--lengths", metavar="FILE", help="instead of data: .npy or text, one length a sample")
+    add("--lengths", metavar="FILE", help="instead of data: .npy or text, one length per sample")
     add("--model", metavar="PATH", help="folder, Hub id or config; no weights are loaded")
-    add("--ranks", type=int, metavar="N", default=1, help="devices (default 1)")
-    add("--cp", type=int, metavar="N", help="context ranks that share a row (default 1)")
-    add("--max-tokens", type=int, metavar="N", help="of one device in one micro-batch")
-    add("--samples", type=int, metavar="N", help=f"of a step (default {SAMPLES})")
-    add("--tokens", type=int, metavar="N", help="of a step, instead of --samples")
+    add("--ranks", type=int, metavar="N", default=1, help="number of devices (default 1)")
+    add("--cp", type=int, metavar="N", help="context ranks that share a pack (default 1)")
+    add("--max-tokens", type=int, metavar="N", help="tokens of a micro-batch on one device")
+    add("--samples", type=int, metavar="N", help=f"samples per step (default {SAMPLES})")
+    add("--tokens", type=int, metavar="N", help="tokens per step, instead of --samples")
     add("--layout", metavar="KIND", help="contiguous, headtail or balanced")
-    add("--gpu", metavar="NAME", help="to plan for, such as H100 (default: that of here)")
-    add("--memory", type=float, metavar="GIB", help=f"of a device (default: its own, or {MEMORY:.0f})")
-    add("--hosts", type=int, metavar="N", help="machines: how it scales (--link-inside, --link-between)")
-    # In docs/plan.md: the help fits on one screen.
+    add("--gpu", metavar="NAME", help="GPU to plan for, such as H100 (default: this machine's)")
+    add("--memory", type=float, metavar="GIB", help=f"memory of a device (default: that of the GPU, or {MEMORY:.0f})")
+    add("--hosts", type=int, metavar="N", help="hosts, to plan scaling (--link-inside, --link-between)")
+    # Documented in docs/plan.md only, so that the help fits on one screen.
     add("--link-inside", help=argparse.SUPPRESS)
     add("--link-between", help=argparse.SUPPRESS)
     add("--exact-steps", default="128", help=argparse.SUPPRESS)
-    add("--html", metavar="FILE", help="write one page with figures")
+    add("--html", metavar="FILE", help="write an HTML page with figures")
     add("--json", action="store_true", help="print the numbers as JSON")
     add("--suggest", action="store_true", help="recommend max tokens, context and layout")
     add("--calibrate", action="store_true", help="measure the cost model on this device")
@@ -73,9 +73,9 @@ def run(settings: argparse.Namespace) -> None:
     _check(settings)
     config = _config(settings)
     if config.model.path == NO_MODEL and (settings.suggest or settings.calibrate):
-        flag, why = ("--suggest", ", memory depends on it") if settings.suggest else ("--calibrate", "")
-        raise UserError(f"{flag}", "without a model", f"give --model{why}")
-    config = _settled(config, settings)
+        flag, why = ("--suggest", ": memory depends on it") if settings.suggest else ("--calibrate", "")
+        raise UserError(f"{flag}", "needs a model", f"give --model{why}")
+    config = _resolved(config, settings)
     if settings.calibrate:
         _calibrate(config, settings)
         if not _has_data(settings):
@@ -101,7 +101,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _check(settings: argparse.Namespace) -> None:
-    """What concerns flags alone; the rest is checked with the settings of a run."""
+    """Check the flags. Settings are checked when the `Config` is built."""
     for name in ("ranks", "cp", "max_tokens", "samples", "tokens", "memory", "hosts"):
         value = getattr(settings, name)
         if value is not None and not 0 < value < float("inf"):
@@ -112,20 +112,22 @@ def _check(settings: argparse.Namespace) -> None:
                 value=value,
             )
     if settings.samples is not None and settings.tokens is not None:
-        raise UserError("--tokens", f"{settings.tokens} with --samples {settings.samples}", "give one of them")
+        raise UserError("--tokens", f"{settings.tokens} with --samples {settings.samples}", "give only one of them")
     if settings.lengths is not None and (settings.data or settings.rollouts):
-        raise UserError("--lengths", f"{settings.lengths} with --data or --rollouts", "give the data or their lengths")
+        raise UserError(
+            "--lengths", f"{settings.lengths} with --data or --rollouts", "give either the data or the lengths"
+        )
     if settings.html is not None:
         from padfree.tools.page.page import refuse_foreign
 
         check_output(settings.html, "--html", makes_folder=True)
         refuse_foreign(Path(settings.html), "--html")
     if settings.json and settings.calibrate:
-        raise UserError("--json", "with --calibrate", "call padfree plan once for each")
+        raise UserError("--json", "cannot be combined with --calibrate", "run padfree plan once for each")
 
 
 def _recipe(settings: argparse.Namespace) -> str | None:
-    """The first plain argument, unless it is an override."""
+    """The first positional argument, unless it is an override."""
     first = settings.settings[0] if settings.settings else None
     return None if first is None or "=" in first else first
 
@@ -134,39 +136,39 @@ def _overrides(settings: argparse.Namespace) -> list[str]:
     return list(settings.settings[_recipe(settings) is not None :])
 
 
-def _says(settings: argparse.Namespace, name: str) -> bool:
+def _has_override(settings: argparse.Namespace, name: str) -> bool:
     """Whether an override names this setting."""
     return any(override.partition("=")[0].strip() == name for override in _overrides(settings))
 
 
 def _has_data(settings: argparse.Namespace) -> bool:
     return bool(settings.data or settings.lengths or _recipe(settings)) or any(
-        _says(settings, f"data.{name}") for name in ("path", "sources")
+        _has_override(settings, f"data.{name}") for name in ("path", "sources")
     )
 
 
 def _has_cap(settings: argparse.Namespace) -> bool:
-    return bool(settings.max_tokens or _recipe(settings)) or _says(settings, "batch.max_tokens")
+    return bool(settings.max_tokens or _recipe(settings)) or _has_override(settings, "batch.max_tokens")
 
 
 def _config(settings: argparse.Namespace) -> Config:
-    """The settings of the run that is planned: a recipe, then flags, then overrides."""
+    """The settings of the planned run: the recipe, then flags, then overrides."""
     recipe = _recipe(settings)
     flags: dict[str, Any] = {}
     if recipe is None:
         if not _has_data(settings) and not settings.calibrate:
             raise UserError("--data", "missing", "give --data, --lengths or a recipe")
-        if settings.data and settings.model is None and not _says(settings, "model.path"):
-            raise UserError("--model", "missing", "give one, its tokenizer reads --data")
+        if settings.data and settings.model is None and not _has_override(settings, "model.path"):
+            raise UserError("--model", "missing", "give a model: its tokenizer reads --data")
         if _has_data(settings) and not settings.suggest and not _has_cap(settings):
             raise UserError("--max-tokens", "missing", "give the tokens of a micro-batch, or --suggest")
         flags = {
             "model.path": NO_MODEL,
-            "data.path": [] if _says(settings, "data.sources") else [settings.lengths or "no data"],
+            "data.path": [] if _has_override(settings, "data.sources") else [settings.lengths or "no data"],
             "batch.max_tokens": FIRST_CAP,
             "run.folder": "runs",
         }
-        if settings.tokens is None and not _says(settings, "batch.tokens"):
+        if settings.tokens is None and not _has_override(settings, "batch.tokens"):
             flags["batch.samples"] = SAMPLES
     flags |= {
         name: value
@@ -183,7 +185,7 @@ def _config(settings: argparse.Namespace) -> Config:
     for name, other in (("samples", "tokens"), ("tokens", "samples")):
         if getattr(settings, name) is not None:
             flags |= {f"batch.{name}": getattr(settings, name), f"batch.{other}": None}
-    # JSON's strings, lists and numbers are TOML's as well
+    # JSON strings, lists and numbers are valid TOML
     written = [
         f"{name}={'none' if value is None else json.dumps(value, ensure_ascii=False)}" for name, value in flags.items()
     ]
@@ -192,16 +194,16 @@ def _config(settings: argparse.Namespace) -> Config:
         check_names(config)
     elif config.model.path != NO_MODEL:
         check_name(config.model.path, "model.path")
-    if recipe is None and not _says(settings, "model.dtype"):
-        import torch  # after the settings are known to be right
+    if recipe is None and not _has_override(settings, "model.dtype"):
+        import torch  # after the settings have been checked
 
         dtype: Literal["bfloat16", "float32"] = "bfloat16" if settings.gpu or torch.cuda.is_available() else "float32"
         return replace(config, model=replace(config.model, dtype=dtype))
     return config
 
 
-def _settled(config: Config, settings: argparse.Namespace) -> Config:
-    """Without any `auto`: as a run on these devices would decide."""
+def _resolved(config: Config, settings: argparse.Namespace) -> Config:
+    """Resolve every `auto` as a run on these devices would."""
     from padfree.model.structure import skeleton
     from padfree.train.resolve_auto import resolve_auto
 
@@ -232,18 +234,20 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
         found = calibrate(model.config, config, max_tokens=settings.max_tokens, progress=progress)
     print(
         f"measured    on {found.device}, {config.model.dtype}, compile {config.parallel.compile}, checkpointing "
-        f"{config.parallel.checkpointing}, models of {_listed(found.layers)} layers, milliseconds"
+        f"{config.parallel.checkpointing}, models with {_listed(found.layers)} layers, in milliseconds"
     )
     for each in found.measurements:
         lengths = f"{len(each.lengths)} x {each.lengths[0]:,}"
         print(f"            {lengths:>12} tokens {each.seconds * 1e3:10.2f}  fitted {each.predicted * 1e3:10.2f}")
     cost = found.cost
     print(
-        f"cost        {cost.linear:.3e} s a token, {cost.quadratic:.3e} s a token squared, {cost.constant:.3e} s a "
-        f"micro-batch, {cost.step:.3e} s a step; no measurement is off by more than {found.worst:.2f} times"
+        f"cost        {cost.linear:.3e} s per token, {cost.quadratic:.3e} s per token squared, {cost.constant:.3e} s "
+        f"per micro-batch, {cost.step:.3e} s per step; the worst measurement is {found.worst:.2f} times off the fit"
     )
     print(f"stored      {found.path}")
-    print(f"            padfree plan uses it on this device; elsewhere, and in a run, set batch.cost={found.path}")
+    print(
+        f"            padfree plan uses it on this device; for other devices and for runs set batch.cost={found.path}"
+    )
 
 
 def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Suggestion | None]:
@@ -253,8 +257,8 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
     if config.parallel.context == "auto":
         raise UserError(
             "parallel.context",
-            "'auto' for padfree plan, which plans a fixed size",
-            "set parallel.context=1 here, and see what the run itself shows with --dry-run",
+            "'auto' is not supported by padfree plan, which plans a fixed size",
+            "set parallel.context=1 here, or use --dry-run of the run",
         )
     shape = PlanShape(
         ranks=settings.ranks,
@@ -297,7 +301,7 @@ def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Sca
     from padfree.tools.planner.scaling import Links, plan_scaling
 
     if config.model.path == NO_MODEL:
-        raise UserError("--hosts", f"{settings.hosts} without a model", "give --model, bytes depend on it")
+        raise UserError("--hosts", f"{settings.hosts} without a model", "give --model: the traffic depends on it")
     return plan_scaling(
         plan.epoch.steps,
         plan.shape,
@@ -319,7 +323,7 @@ def _exact_steps(text: str) -> int | None:
 
 
 def _device_memory(settings: argparse.Namespace) -> float:
-    """Bytes: what was said, or this machine's GPU, or a usual one."""
+    """Bytes: --memory, or the GPU of this machine, or a default."""
     import torch
 
     if settings.memory is not None:
@@ -356,7 +360,7 @@ def _is_terminal() -> bool:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, on the error stream so that the output can be piped; nothing elsewhere."""
+    """A progress bar on stderr if it is a terminal, so that stdout can be piped."""
     if not _is_terminal():
         yield None
         return

@@ -1,13 +1,13 @@
-"""What a run shows while it works: a line per step in a log, bars on a terminal, and a line when it has been silent.
+"""Progress of a run: one line per step in a log, bars on a terminal, and a status line after a silence.
 
     note: parallel.checkpointing=none: needs about 3.1 GiB of 7.8 GiB
     0:10  loading the model
     0:31  step 1/40: sampling 112/256, 12 s
     step 1/40  loss 0.0312  norm 0.412  lr 1.00e-06  reward 0.125  211 tokens/s  0:58 elapsed, 37:05 left
 
-A log that says nothing for minutes looks like a run that hangs. So a thread writes what the run is doing after
-`SILENCE` seconds without a line, and then after twice, four times ... as long. If steps take longer than that anyway,
-their own time is the measure.
+A log without output for minutes looks like a run that hangs. A thread therefore writes the current activity after
+`SILENCE` seconds without a line, and then after intervals that double. If steps take longer than that, the first
+interval is twice the time of a step.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from padfree.errors import UserError
 
 SILENCE, LONGEST_SILENCE = 10.0, 600.0
-"""Seconds without a line until there is one about what the run is doing, at first and at most."""
+"""Seconds without output until the first status line, and the maximum."""
 
 
 class Heartbeat:
-    """Writes a line of what is being done when nothing else has been written for some time."""
+    """Writes a status line if nothing else has been written for some time."""
 
     def __init__(self, write: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._clock = write, clock
         self.begin = clock()
-        self._last, self._interval = self.begin, 0.0  # of lines of steps: when, and how long they were apart
+        self._last, self._interval = self.begin, 0.0  # time of the last step line, and time between the last two
         self._spoke, self._wait = self.begin, SILENCE
         self._step = ""
         self._doing, self._count, self._since = "starting", "", self.begin
@@ -44,19 +44,19 @@ class Heartbeat:
         return self._clock() - self.begin
 
     def doing(self, name: str, done: int = 0, total: int = 0) -> None:
-        """What is being done now, and how much of it is done."""
+        """Set the current activity and its progress."""
         with self._changed:
             if name != self._doing:
                 self._doing, self._since = name, self._clock()
             self._count = f" {done}/{total}" if total else ""
 
     def in_step(self, count: str) -> None:
-        """The steps have come to this one; empty: there are no more."""
+        """Set the current step, such as `step 3/40`; empty: no more steps."""
         with self._changed:
             self._step = count
 
     def spoke(self, *, step: bool = False) -> None:
-        """Something else has been written: a line of a step, or another."""
+        """Record that another line has been written; `step`: the line of a step."""
         with self._changed:
             now = self._clock()
             if step:
@@ -64,7 +64,7 @@ class Heartbeat:
             self._spoke, self._wait = now, max(SILENCE, 2 * self._interval)
 
     def due(self) -> str | None:
-        """The line, if it is time for one."""
+        """The status line if it is due, else None."""
         with self._changed:
             now = self._clock()
             if now - self._spoke < self._wait:
@@ -107,14 +107,14 @@ def shown_time(seconds: float) -> str:
 
 
 class Lines:
-    """A line a step, and one for every tenth of the tokenising: what a log file wants."""
+    """One line per step, and one for every tenth of the tokenisation, for a log file."""
 
     def __init__(self, *, shown: bool, write: Callable[[str], None] | None = None) -> None:
         self._shown, self._tenths = shown, 0
         self._write = write or _print
         self.heartbeat = Heartbeat(self._write)
-        self._total: int | None = None  # steps of the run, as far as it is known
-        self._first: tuple[int, float] | None = None  # the first step of this start, and when it began
+        self._total: int | None = None  # number of steps of the run, if it is known
+        self._first: tuple[int, float] | None = None  # the first step since the start, and its time
 
     def _line(self, text: str, *, step: bool = False) -> None:
         if self._shown:
@@ -129,11 +129,11 @@ class Lines:
             self._line(f"tokenising {tenths * 10} %")
 
     def sampling(self, done: int, wanted: int) -> None:
-        """Of the responses of a batch that the first rank has asked for."""
+        """Responses of the current batch on rank 0: finished and requested."""
         self.heartbeat.doing("sampling" if done < wanted else "computing rewards", done, wanted if done < wanted else 0)
 
     def activity(self, name: str, done: int, total: int) -> None:
-        """What the run is doing; "step" is the optimizer step that begins, of so many."""
+        """The current activity. For "step", `done` is the step that begins and `total` the number of steps."""
         if name != "step":
             self.heartbeat.doing(name, done, total)
             return
@@ -155,7 +155,7 @@ class Lines:
         return f"{done}/{self._total}" if known else f"{done}"
 
     def _times(self, done: int) -> str:
-        """Since the start, and until the last step if steps go on as they have."""
+        """Elapsed time, and the estimated time that is left."""
         elapsed = self.heartbeat.elapsed
         text = f"{shown_time(elapsed)} elapsed"
         if self._total is None or self._first is None or done > self._total:
@@ -169,13 +169,13 @@ def _print(text: str) -> None:
 
 
 class Bars(Lines):
-    """A bar of the tokenising, if there is any to do, one of the steps, one of a batch's responses, on a terminal."""
+    """Bars on a terminal: tokenisation, steps, and the responses of a batch."""
 
     def __init__(self, bars: Any, steps: int | None) -> None:
         super().__init__(shown=True, write=self._above)
         self._bars, self._steps = bars, steps
         self._tasks: dict[str, Any] = {}
-        self._passing: str | None = None  # what is being done beside steps and sampling
+        self._passing: str | None = None  # an activity other than steps and sampling
 
     def _above(self, text: str) -> None:
         self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -210,7 +210,7 @@ class Bars(Lines):
 
 @contextmanager
 def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
-    """Bars on a terminal, lines elsewhere, nothing where not `shown`."""
+    """Bars on a terminal, lines elsewhere, and nothing unless `shown`."""
     if not shown:
         yield Lines(shown=False)
         return
@@ -233,7 +233,7 @@ def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
 
 
 def summary(metrics: Mapping[str, Any]) -> str:
-    """The numbers of a step that are worth a line."""
+    """The main metrics of a step, for one line."""
     parts = [f"loss {metrics['loss']:.4f}", f"norm {metrics['gradient_norm']:.3f}", f"lr {metrics['lr']:.2e}"]
     if "reward" in metrics:
         parts.append(f"reward {metrics['reward']:.3f}")

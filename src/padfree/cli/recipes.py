@@ -1,7 +1,7 @@
 """`padfree recipes`: the recipes that come with the package.
 
-padfree recipes                      one line a recipe
-padfree recipes sft > my.toml        a copy to change
+padfree recipes                      one line per recipe
+padfree recipes sft > my.toml        a copy to edit
 """
 
 from __future__ import annotations
@@ -33,6 +33,6 @@ def run(settings: argparse.Namespace) -> int:
         print(recipes[settings.name].read_text(encoding="utf-8"), end="")
     else:
         near = closest(settings.name, list(recipes))
-        cure = f"use {near}" if near else f"give one of {', '.join(recipes)}"
-        raise UserError("recipes", "is not the name of a recipe", cure, value=settings.name)
+        fix = f"use {near}" if near else f"give one of {', '.join(recipes)}"
+        raise UserError("recipes", "is not the name of a recipe", fix, value=settings.name)
     return 0

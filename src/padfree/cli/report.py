@@ -8,15 +8,13 @@ import argparse
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "report",
-        help="make one HTML page of a run folder, or of several",
-        description="Makes one HTML page of run folders: plots of all metrics, events, settings. It needs no network.",
+        help="write an HTML report of one or more run folders",
+        description="Write one HTML page with plots of all metrics, events and settings. The page needs no network.",
         epilog="example: padfree report runs/sft runs/sft-lora --output compare.html --names all,lora",
     )
-    command.add_argument("runs", nargs="+", metavar="RUN", help="folder that a run writes to (its run.folder)")
-    command.add_argument(
-        "--output", help="file to write (default: report.html in the run's folder, or next to several)"
-    )
-    command.add_argument("--names", help="what to call the runs, with commas between (default: their folders' names)")
+    command.add_argument("runs", nargs="+", metavar="RUN", help="run folder (run.folder of a run)")
+    command.add_argument("--output", help="file to write (default: report.html in the run folder, or next to several)")
+    command.add_argument("--names", help="names of the runs, separated by commas (default: names of the folders)")
     command.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""`padfree sft`, `padfree rl` and the other ways to train: a recipe, a few overrides, and a line of progress per step.
+"""`padfree sft`, `padfree rl` and the other training commands: a recipe, overrides, and one line of progress per step.
 
 padfree sft model.path=Qwen/Qwen3-0.6B data.path='["train.jsonl"]'
 padfree rl rl loss.kind=gspo --dry-run
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from padfree.train import RunResult
 
 SHOWN_STEPS = 4
-"""Of so many first steps a dry run of several processes shows what they send."""
+"""Number of first steps for which a dry run of several processes shows the traffic."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,11 +48,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         command.add_argument("recipe", nargs="?", help="TOML file, or a name that `padfree recipes` lists")
         command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
         command.add_argument(
-            "--dry-run", action="store_true", help="show model, data, layout, memory and first step; stop"
+            "--dry-run", action="store_true", help="show model, data, layout, memory and first step, then exit"
         )
-        command.add_argument("--all", action="store_true", help="with --dry-run: all settings, too, as a recipe")
+        command.add_argument("--all", action="store_true", help="with --dry-run: also show all settings as a recipe")
         command.add_argument(
-            "--on-bad-row", choices=("error", "skip"), help="a row that cannot be used; short for data.on_bad_row=..."
+            "--on-bad-row",
+            choices=("error", "skip"),
+            help="what to do with an unusable row; short for data.on_bad_row=...",
         )
         command.set_defaults(run=run)
 
@@ -65,19 +67,19 @@ def run(settings: argparse.Namespace) -> int:
     if config.loss.command != settings.command:
         raise UserError(
             "loss.kind",
-            f"for padfree {settings.command}",
-            f"use padfree {config.loss.command} for it",
+            f"does not belong to padfree {settings.command}",
+            f"use padfree {config.loss.command}",
             value=config.loss.kind,
         )
     processes = processes_of(meet=not settings.dry_run)
-    check_names(config)  # before torch is imported: a mistyped name need not wait for it
+    check_names(config)  # before torch is imported, so that a mistyped name fails quickly
     if settings.dry_run:
         for line in description(config, all_settings=settings.all) if processes.is_first else ():
             print(line)
         return 0
 
     with progress(config.run.steps, shown=processes.is_first) as shown:
-        result = trained(config, shown, settings.signals)
+        result = train_with_progress(config, shown, settings.signals)
     if processes.is_first:
         print(last_line(config, result))
     return STOPPED if result.stopped else 0
@@ -86,17 +88,17 @@ def run(settings: argparse.Namespace) -> int:
 def last_line(config: Config, result: RunResult) -> str:
     folder = config.run.folder
     if result.stopped:
-        return f"stopped by a signal after {result.step} steps; start the same command again to go on ({folder})"
+        return f"stopped by a signal after {result.step} steps; run the same command again to resume ({folder})"
     if result.was_finished:
         return (
             f"{folder} is finished: all {result.step} steps were done before, and nothing was changed; to train more, "
-            "raise run.steps, or give another run.folder"
+            "raise run.steps or give another run.folder"
         )
     return f"done after {result.step} steps; everything is in {folder}"
 
 
-def trained(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
-    """`train`, with what its errors mean to the user."""
+def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
+    """Call `train`, with failures turned into one-line messages."""
     shown.activity("importing torch and transformers", 0, 0)
     with paused_collector():
         from padfree.train.failures import one_line_failures
@@ -118,9 +120,9 @@ def trained(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
 
 
 def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
-    """The model, the data, the layout, the memory a device needs, and the plan of the first step.
+    """The lines of a dry run: model, data, layout, memory per device, and the plan of the first step.
 
-    With `all_settings` they follow the settings as a recipe.
+    With `all_settings`, the settings come first, as a recipe.
     """
     import torch
 
@@ -150,7 +152,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     cost = run_cost(config, model)
     in_pairs = config.loss.task.group_size > 1
     sampled = config.rollout.source is not None
-    # Of prompts only the lengths are known. Samples are compared as the run will compare them.
+    # For prompts only the lengths of the responses are known; other samples are compared as in the run.
     shares = not sampled and config.batch.share_prefixes is not False and sharing_obstacle(model) is None
 
     def planned(groups: Sequence[Any]) -> StepPlan:
@@ -172,7 +174,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         for groups in islice(make_batcher(config, source.samples, source.parts), SHOWN_STEPS if processes > 1 else 1)
     ]
     if not plans:
-        raise UserError("data.path", "it gave no batch", "give files with at least one sample")
+        raise UserError("data.path", "gives no batch", "give files with at least one sample")
     plan = plans[0]
     lengths = plan.lengths.tolist()
     widths = context if plan.widths is None else plan.widths
@@ -223,12 +225,12 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         f"ranks, {plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
     )
     if plan.widths is not None:
-        rows = Counter(plan.widths[plan.is_first].tolist())
-        yield "  rows: " + ", ".join(f"{count} on {width} ranks" for width, count in sorted(rows.items()))
+        packs = Counter(plan.widths[plan.is_first].tolist())
+        yield "  packs: " + ", ".join(f"{count} on {width} ranks" for width, count in sorted(packs.items()))
     if processes > 1:
         yield from traffic_lines(config, model, plans, processes, device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
-        yield "note: run.device is cuda, and there is no such device here: the run needs one"
+        yield "note: run.device is cuda, but this machine has no CUDA device: the run needs one"
     for note in preflight_result.notes:
         yield f"note: {note}"
     if not all_settings:
@@ -236,7 +238,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
 
 
 def shared_tokens(plan: StepPlan) -> str:
-    """How many tokens are computed, if samples share some."""
+    """The number of computed tokens, if samples share prefixes."""
     computed = int(plan.computed_tokens.sum())
     return "" if plan.prefixes is None or plan.sharing == 1.0 else f" ({computed:,} computed, the rest shared)"
 
@@ -244,7 +246,7 @@ def shared_tokens(plan: StepPlan) -> str:
 def traffic_lines(
     config: Config, model: PreTrainedModel, plans: Sequence[StepPlan], processes: int, device_type: str
 ) -> Iterator[str]:
-    """Which rank is on which host, and what they send each other in the first steps."""
+    """The host of each rank, and the traffic between hosts in the first steps."""
     from padfree.tools.planner.traffic import Placement, shown_bytes, step_traffic
 
     backend: Literal["gloo", "nccl"] = "nccl" if device_type == "cuda" else "gloo"
@@ -259,11 +261,11 @@ def traffic_lines(
     yield from found[0].lines(backend)
     if len(found) > 1:
         sent = ", ".join(shown_bytes(each.of_host(0)[1]) for each in found[1:])
-        yield f"  host 0 to others in the steps after it: {sent}"
+        yield f"  host 0 to others in the following steps: {sent}"
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Settings as TOML. Those that are off have no value there, and are comments."""
+    """Settings as TOML. TOML has no null, so settings that are None become comments."""
     tables = {name: value for name, value in values.items() if isinstance(value, Mapping) and name != "columns"}
     for name, value in values.items():
         if name in tables:
@@ -284,10 +286,10 @@ def _toml(value: Any) -> str:
 
 
 def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
-    """What `estimate_memory` found, part by part."""
+    """The memory estimate, one line per part."""
     yield (
-        f"memory: about {_gib(memory.device)} on each device (an estimate, without what the allocator, collectives and "
-        "the driver take)"
+        f"memory: about {_gib(memory.device)} on each device (an estimate without the memory of allocator, collectives "
+        "and driver)"
     )
     where = ", on the CPU" if memory.offloaded else ""
     trained = f"{memory.trained:,} trained" if memory.trained != memory.parameters else "all trained"
@@ -302,19 +304,19 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
             f"micro-batches of {memory.tokens:,} tokens, checkpointing {config.parallel.checkpointing}",
         ),
         ("working", memory.working, "the head's logits, or one layer's backward"),
-        ("reference", memory.reference, "on the CPU while it is not asked" if memory.reference_offloaded else "frozen"),
+        ("reference", memory.reference, "on the CPU while it is not used" if memory.reference_offloaded else "frozen"),
         ("sampler", memory.sampler, "a whole copy of the model"),
         (
             "cache",
             memory.cache,
-            "keys and values of the sampler" if memory.cache_stays else "keys and values while the sampler writes",
+            "KV cache of the sampler" if memory.cache_stays else "KV cache while the sampler runs",
         ),
     ]
     for name, size, meaning in parts:
         if size:
             yield f"  {name:<12}{_gib(size):>12}  {meaning}"
     if memory.host:
-        yield f"  and {_gib(memory.host)} of the CPU's memory for each process"
+        yield f"  and {_gib(memory.host)} of CPU memory for each process"
 
 
 def _gib(size: float) -> str:

@@ -4,12 +4,12 @@
     [model]                          optimizer.lr=1e-5         Config(model=ModelConfig(path="Qwen/Qwen3-0.6B", ...),
     path = "Qwen/Qwen3-0.6B"                                          optimizer=OptimizerConfig(lr=1e-05, ...), ...)
 
-The last word wins: defaults, then the file, then the overrides in their order. An override's value is TOML (`0.1`,
-`true`, `["token_tis"]`), or a string where it is no TOML. A name that does not exist, a value of another type and a
-setting that is missing are each one line that names the setting and the cure.
+Later values win: defaults, then the file, then the overrides in their order. The value of an override is TOML (`0.1`,
+`true`, `["token_tis"]`); a value that is not TOML is a string. An unknown name, a value of the wrong type and a missing
+setting are refused with an error message that names the setting and the fix.
 
-This package imports neither torch nor any other part of padfree but the settings of the parts, so that a recipe can be
-checked where torch does not work.
+This package imports neither torch nor other parts of padfree except their settings, so a recipe can be checked without
+torch.
 """
 
 from padfree.config.config import Config

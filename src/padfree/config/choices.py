@@ -1,4 +1,4 @@
-"""The names of everything that can be chosen, each once. The parts that do the work import them from here."""
+"""The choices of every setting with a fixed list of values. Other parts of padfree import them from here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 # model, lora, checkpoint, run
 Init = Literal["weights", "random"]
-ModelHead = Literal["tokens", "scalar"]  # logits of the vocabulary, or one number
+ModelHead = Literal["tokens", "scalar"]  # logits over the vocabulary, or one scalar
 ComputeDtype = Literal["float32", "bfloat16"]
 LoraExport = Literal["merged", "adapter"]
 ExportDtype = Literal["base", "float32", "bfloat16", "float16"]
@@ -44,7 +44,7 @@ SAMPLING_ENGINES = {
     "in_process": "padfree.rollout.engines.in_process.sampler:make_in_process_sampler",
     "vllm": "padfree.rollout.engines.vllm:make_vllm_sampler",
 }
-"""What makes the sampler of each `rollout.engine`; or the user's own as module:function."""
+"""The function that makes the sampler of each `rollout.engine`. Users may name their own as module:function."""
 WeightTransfer = Literal["group", "files"]
 RolloutFilter = Literal["none", "equal"]
 OnFailure = Literal["error", "skip"]

@@ -1,4 +1,4 @@
-"""All settings of a run, and what settings of different sections cannot be together."""
+"""All settings of a run, and the rules that involve several sections."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from padfree.errors import UserError, need
 from padfree.optim.optimizer_settings import OptimizerConfig, ScheduleConfig
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
-"""Advantages that compare the samples of a group."""
+"""Advantages that compare the rewards of a group."""
 
 
 NOT_A_SETTING = {"setting": False}
-"""The metadata of a field that no recipe can give."""
+"""The metadata of a field of `Config` that is not a setting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,66 +56,64 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    # Not a setting: the names of those that a recipe or an override gave, unless it was to switch one off
+    # Names of the settings that the recipe or an override sets to something other than none
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata=NOT_A_SETTING)
 
     def __post_init__(self) -> None:
         check_needs(self)
         endless = self.data.epochs is None and self.run.steps is None
-        need(not endless, "run.steps", None, "set run.steps=1000, or data.epochs=1, or the run never ends")
+        need(not endless, "run.steps", None, "set run.steps=1000 or data.epochs=1, otherwise the run never ends")
         falls = self.schedule.kind != "constant"
-        cure = f"set run.steps=1000, schedule.kind {self.schedule.kind!r} needs it"
-        need(self.run.steps is not None or not falls, "run.steps", None, cure)
+        fix = f"set run.steps=1000: schedule.kind {self.schedule.kind!r} needs it"
+        need(self.run.steps is not None or not falls, "run.steps", None, fix)
         if self.run.steps is not None:
             need(
                 self.schedule.warmup <= self.run.steps,
                 "schedule.warmup",
                 self.schedule.warmup,
-                f"give at most run.steps, {self.run.steps}",
+                f"give at most {self.run.steps}, which is run.steps",
             )
         self.loss.settings().check_run(self)
         self._check_reference()
         if self.loss.task.has_teacher or self.loss.advantage == "teacher":
-            need(self.teacher.path is not None, "teacher.path", None, "set teacher.path=MODEL, what is learned from")
+            need(self.teacher.path is not None, "teacher.path", None, "set teacher.path=MODEL, the model to learn from")
         else:
-            cure = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
-            need(self.teacher.path is None, "teacher.path", self.teacher.path, cure)
+            fix = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
+            need(self.teacher.path is None, "teacher.path", self.teacher.path, fix)
         if self.lora.rank:
-            cure = "set loss.router_bias=0 with lora.rank: biases of the model are not saved with its adapters"
-            need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, cure)
+            fix = "set loss.router_bias=0: with lora.rank, only the adapters are saved, and not the router biases"
+            need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, fix)
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
         if self.run.steps is not None:
-            cure = f"give less than run.steps, {self.run.steps}, or the policy is never trained"
-            need(self.critic.warmup < self.run.steps, "critic.warmup", self.critic.warmup, cure)
+            fix = f"give less than {self.run.steps}, which is run.steps, otherwise the policy is never trained"
+            need(self.critic.warmup < self.run.steps, "critic.warmup", self.critic.warmup, fix)
         self._check_eval()
 
     def _check_reference(self) -> None:
-        """Of a task that compares with a reference. One that is not named is the model that the run begins with."""
+        """Check `[reference]`. For a task that needs a reference, the default is `model.path`."""
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
             need(used, "reference.path", path, "leave it out, or set loss.kl_coefficient")
             return
         refresh = self.reference.refresh
-        cure = f"leave it out, the reference of {task.title} stays what it is"
-        need(refresh is None, "reference.refresh", refresh, cure)
+        fix = f"leave it out: the reference of {task.title} never changes"
+        need(refresh is None, "reference.refresh", refresh, fix)
         if self.loss.settings().needs_reference and path is None:
-            cure = "give it, a model that begins with random weights is no reference"
-            need(self.model.init == "weights", "reference.path", path, cure)
+            fix = "set reference.path: a model with random weights cannot be the reference"
+            need(self.model.init == "weights", "reference.path", path, fix)
             object.__setattr__(self, "reference", replace(self.reference, path=self.model.path))
 
     def _check_eval(self) -> None:
-        """Of evaluations, and of the checkpoint that they choose."""
+        """Check `[eval]` and `checkpoint.best`."""
         task, sampled = self.loss.task, self.rollout.source is not None
         if self.eval.path and (not task.in_rows or sampled):
-            cure = "set rollout.reward, responses to held-out prompts come from the sampler of the run"
-            need(sampled, "eval.path", list(self.eval.path), cure)
+            fix = "set rollout.reward: the sampler of the run answers the held-out prompts"
+            need(sampled, "eval.path", list(self.eval.path), fix)
             stale = self.rollout.staleness
-            cure = (
-                "set rollout.staleness=0, or eval.path=[] and use padfree eval: the sampler is busy with batches ahead"
-            )
-            need(stale == 0, "rollout.staleness", stale, cure)
+            fix = "set rollout.staleness=0, or eval.path=[] and use padfree eval: the sampler works ahead of training"
+            need(stale == 0, "rollout.staleness", stale, fix)
         best = self.checkpoint.best
         if best is None:
             return
@@ -123,43 +121,50 @@ class Config:
         if sampled and self.eval.samples_per_prompt == 1:
             known.remove("eval/pass@k")
         right = best in known or (best.startswith("eval/") and f"eval/{best.rpartition('/')[2]}" in known)
-        need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or of one source: eval/FILE/NAME")
+        need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or eval/FILE/NAME for one file")
 
     def _check_rollouts(self, setting: str) -> None:
-        """Of responses that are written in the run, because of this setting."""
+        """Check the settings of a run that samples responses because of `setting`, such as `rollout.reward`."""
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
-        need(sampled, setting, value, f"leave it out, padfree {command} has no rollouts")
+        need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")
         group, samples = self.rollout.samples_per_prompt, self.batch.samples
         need(samples is not None, "batch.samples", None, "set batch.samples=64 and batch.tokens=none for rollouts")
         assert samples is not None
-        need(samples % group == 0, "batch.samples", samples, f"give a multiple of rollout.samples_per_prompt, {group}")
+        need(
+            samples % group == 0,
+            "batch.samples",
+            samples,
+            f"give a multiple of {group}, which is rollout.samples_per_prompt",
+        )
         advantage = self.loss.advantage
         given = advantage == "given"
-        need(not given, "loss.advantage", advantage, "choose grpo or another, responses written here bring none")
+        need(
+            not given, "loss.advantage", advantage, "choose grpo or another: sampled responses have no given advantages"
+        )
         compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
-        cure = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"
-        need(compared, "rollout.samples_per_prompt", group, cure)
-        cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"
+        fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"
+        need(compared, "rollout.samples_per_prompt", group, fix)
+        fix = f"give at most {self.run.timeout:g}, which is run.timeout: other processes wait no longer"
         limit = self.rollout.episode_timeout
         apart = self.rollout.has_episodes or self.rollout.on_failure == "skip" or self.rollout.reward_processes > 0
-        need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, cure)
+        need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, fix)
         limit = self.rollout.timeout
-        need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, cure)
+        need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, fix)
         reward = self.rollout.reward
         judged = model_of(reward) is not None
-        cure = "leave it out, a reward model is computed on the devices of the run"
+        fix = "leave it out: a reward model runs on the devices of the run"
         processes = self.rollout.reward_processes
-        need(not judged or not processes, "rollout.reward_processes", processes, cure)
+        need(not judged or not processes, "rollout.reward_processes", processes, fix)
         need(model_of(reward) != "", "rollout.reward", reward, "give the folder of a reward model, as in model:folder")
-        cure = "leave it out: rollout.reward, if that is a model, judges held-out responses, too"
-        need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, cure)
+        fix = "leave it out: the reward model of rollout.reward also scores held-out responses"
+        need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, fix)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
-        cure = "set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0"
-        need(known, "reference.path", None, cure)
+        fix = "set reference.path=MODEL, for example to model.path, or loss.kl_coefficient=0"
+        need(known, "reference.path", None, fix)
 
     def with_held_out_data(self) -> Config:
-        """The settings of the run with held-out data in the place of its own."""
+        """The same settings with the held-out data instead of the training data."""
         if not self.eval.path:
             raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
         data = replace(self.data, path=self.eval.path, sources=(), split=self.eval.split)
@@ -167,7 +172,7 @@ class Config:
         return replace(self, data=data, rollout=replace(self.rollout, reward=reward))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by section, fit for JSON."""
+        """Plain values by section, ready for JSON."""
         values = asdict(self)
         del values["given"]
         return values

@@ -1,12 +1,12 @@
-"""Functions of the user that a setting names by import path, `module:function`.
+"""User functions that a setting names by import path, `module:function`.
 
     REWARD = UserFunction(setting="reward", noun="reward", arguments=("response", "row"), result="a number")
-    REWARD.check("my_rewards:length_penalty")        nothing is imported
-    REWARD.load("my_rewards:length_penalty")         the function
+    REWARD.check("my_rewards:length_penalty")        imports nothing
+    REWARD.load("my_rewards:length_penalty")         imports the module and returns the function
 
-A recipe names the function, and a recipe may come from somebody else. So Python's standard library is no place for one:
-its `os.system`, `subprocess.run` or `builtins.eval` would take what such a function is given, too. Modules are found
-among the installed packages and in the current folder.
+A recipe may come from someone else. Functions of Python's standard library are therefore refused: `os.system`,
+`subprocess.run` or `builtins.eval` would accept the same arguments as a reward function. Modules are looked up among
+the installed packages and in the current folder.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ MODEL = "model:"
 
 
 def model_of(reward: str | None) -> str | None:
-    """The folder or Hub id that a reward names as `model:folder`; None: it is a function."""
+    """The folder or Hub id of a reward model, given as `model:folder`; None if the reward is a function."""
     return reward.removeprefix(MODEL) if reward is not None and reward.startswith(MODEL) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
-    """A setting whose value may be a user's function."""
+    """A setting whose value may be a user function."""
 
     setting: str
-    noun: str  # what such a function is
-    arguments: tuple[str, ...]  # what it is called with
-    result: str  # what it returns
-    asynchronous: bool = False  # whether it is a coroutine function
+    noun: str  # what the function is called in messages
+    arguments: tuple[str, ...]  # names of its arguments
+    result: str  # its return value, in words
+    asynchronous: bool = False  # it must be a coroutine function
 
     def check(self, path: str) -> None:
-        """Refuse a path that cannot be loaded, as far as that shows without importing anything.
+        """Refuse a path whose package does not exist or is part of the standard library. Nothing is imported.
 
-        Whether the module has such a function, and what it takes, only `load` can tell.
+        Only `load` can check that the module has the function and that its signature fits.
         """
         assert is_path(path)
         package = path.partition(":")[0].partition(".")[0]
         if package in sys.stdlib_module_names:
             raise UserError(
                 self.setting,
-                f": {package} is Python's own, and none of its functions is a {self.noun}",
-                "write one in a module of your own and name that",
+                f": {package} is part of Python's standard library, which has no {self.noun}",
+                "write the function in a module of your own, and name it",
                 value=path,
             )
         with _current_folder() as folder:
-            # a package is found without being imported, a module inside it is not
+            # `find_spec` imports the parents of a module, so only the top-level package is looked up.
             found = package in sys.modules or importlib.util.find_spec(package) is not None
         if not found:
             raise UserError(
@@ -76,13 +76,13 @@ class UserFunction:
             )
 
     def load(self, path: str) -> Callable[..., Any]:
-        """The function. Its module is imported."""
+        """Import the module and return the function."""
         self.check(path)
         module, _, name = path.partition(":")
         function: Any = getattr(self._imported(module, path), name, None)
         if not callable(function):
-            what = "no" if function is None else "a value but no function"
-            raise UserError(self.setting, f": the module has {what} {name!r}", "correct the name", value=path)
+            what = f"has no {name!r}" if function is None else f"has {name!r}, which is not a function"
+            raise UserError(self.setting, f": the module {what}", "correct the name", value=path)
         self._check_function(path, function)
         found: Callable[..., Any] = function
         return found
@@ -92,30 +92,34 @@ class UserFunction:
             try:
                 return importlib.import_module(module)
             except KeyboardInterrupt:
-                raise  # a signal, outside of a run
-            except BaseException as error:  # importing runs the user's module, which may call sys.exit
+                raise  # Ctrl-C outside a run
+            except BaseException as error:  # the import runs user code, which may call sys.exit
                 missing = error.name if isinstance(error, ModuleNotFoundError) else None
                 itself = missing is not None and f"{module}.".startswith(f"{missing}.")
-                cure = f"give a module that is installed or in {folder}" if itself else "correct the module"
+                fix = f"give a module that is installed or in {folder}" if itself else "correct the module"
                 raise UserError(
-                    self.setting, f": importing {module} raised {shown_error(error)}", cure, value=path
+                    self.setting, f": importing {module} raised {shown_error(error)}", fix, value=path
                 ) from error
 
     def _check_function(self, path: str, function: Callable[..., Any]) -> None:
-        """A plain function of these arguments, written in Python and not by Python."""
+        """Refuse classes, functions of the standard library, wrong kinds of functions and wrong signatures."""
         wanted = f"({', '.join(self.arguments)})"
         home = str(getattr(function, "__module__", None)).partition(".")[0]
         if inspect.isbuiltin(function) or inspect.isclass(function) or home in sys.stdlib_module_names - {"functools"}:
-            what = "a class" if inspect.isclass(function) else f"a function of {home}, which is Python's own"
-            raise UserError(self.setting, f"is {what}", f"write a function of {wanted} and name that", value=path)
+            what = "a class" if inspect.isclass(function) else f"a function of {home} in the standard library"
+            raise UserError(
+                self.setting, f"is {what}", f"write a function with the arguments {wanted}, and name it", value=path
+            )
         if self.asynchronous and not inspect.iscoroutinefunction(function):
-            raise UserError(self.setting, "is not async", f"make it `async def` that returns {self.result}", value=path)
+            raise UserError(
+                self.setting, "is not async", f"define it with `async def`, and return {self.result}", value=path
+            )
         generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
         if generates or (inspect.iscoroutinefunction(function) and not self.asynchronous):
             raise UserError(
                 self.setting,
                 "is async or a generator",
-                f"make it a plain function that returns {self.result}",
+                f"use a plain function that returns {self.result}",
                 value=path,
             )
         try:
@@ -123,13 +127,13 @@ class UserFunction:
         except TypeError as error:
             these = "this argument" if len(self.arguments) == 1 else f"these {len(self.arguments)} arguments"
             raise UserError(
-                self.setting, f"cannot be called with {wanted}: {error}", f"take {these}", value=path
+                self.setting, f"cannot be called with {wanted}: {error}", f"accept {these}", value=path
             ) from None
 
 
 @contextmanager
 def _current_folder() -> Iterator[str]:
-    """Modules of the current folder can be found, as with `python -m`."""
+    """Add the current folder to `sys.path`, as `python -m` does."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     importlib.invalidate_caches()

@@ -1,11 +1,11 @@
-"""Whether a name is a model or a data set of the Hugging Face Hub, asked once and quickly.
+"""Check that a model or data set exists on disk, in the Hub's cache or on the Hugging Face Hub, with one request.
 
-    models/qwen, ./qwen, /data/qwen, ~/qwen      more than owner/name, or a path: it must be on this disk
-    Qwen/Qwen3-0.6B                              on this disk, or in the Hub's cache, or on the Hub
+    models/qwen, ./qwen, /data/qwen, ~/qwen      a path, or not of the form owner/name: must be on disk
+    Qwen/Qwen3-0.6B                              on disk, in the Hub's cache, or on the Hub
 
-Libraries ask the Hub many times over and wait between, so that a mistyped name takes most of a minute without a
-network, and then is said to lack some file. Here the Hub is asked once for the name alone. Its answer counts, and so
-does a connection that cannot be made. A slow answer decides nothing: whoever loads the files may wait for longer.
+Libraries send many requests to the Hub with pauses between them. Without a network, a mistyped name then fails after
+most of a minute, with a message about a missing file. This module asks the Hub once for the name. It trusts the answer,
+and it treats a failed connection as a failure. If the answer is slow, it accepts the name, and the loader decides.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from padfree.config.inputs import check_regular
 from padfree.errors import UserError
 
 SECONDS = 10.0
-"""How long the Hub may take for a first answer."""
+"""Timeout of the request to the Hub."""
 
 KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.md", ".gitattributes")}
-"""What is in the Hub's cache if a model or a data set is."""
+"""Files of which one is in the Hub's cache if the model or data set is."""
 
 
 DATA_FILES = (".jsonl", ".json", ".parquet")
 
 
 GIVEN_TEXT = ("rollout.reward", "eval.reward")
-"""Settings that name a model which is given text, and makes tokens of it with its own tokenizer."""
+"""Settings that name a model which receives text and uses its own tokenizer."""
 
 
 def named_models(config: Config) -> dict[str, str]:
-    """Every folder or Hub id of a model that the run names, by its setting."""
+    """The folder or Hub id of every model in the settings, by the name of the setting."""
     named = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
@@ -48,7 +48,7 @@ def named_models(config: Config) -> dict[str, str]:
 
 
 def check_names(config: Config) -> None:
-    """Refuse models, and files of data, that a run names and that are nowhere. Nothing is loaded, and no torch."""
+    """Refuse models and data files that do not exist. Nothing is loaded, and torch is not imported."""
     for setting, model in named_models(config).items():
         check_name(model, setting)
     for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
@@ -58,19 +58,19 @@ def check_names(config: Config) -> None:
 
 
 def shortened(name: str) -> str:
-    """A name in a message."""
+    """A name for a message, cut to 200 characters."""
     return repr(name if len(name) <= 200 else f"{name[:200]}...")
 
 
 def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "model") -> None:
-    """Refuse what is neither on this disk nor on the Hub, in one line that begins with `setting`."""
+    """Refuse a name that is neither on disk nor on the Hub; `setting` is the setting to name in the message."""
     try:
         if Path(name).expanduser().exists():
             check_regular(Path(name).expanduser(), setting)
             return
-    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be looked into, no such user
+    except (OSError, RuntimeError) as error:  # a name that is too long, a folder without permission, an unknown user
         reason = getattr(error, "strerror", None) or error
-        raise UserError(setting, f"{shortened(name)} cannot be read ({reason})", "give another") from None
+        raise UserError(setting, f"{shortened(name)} cannot be read ({reason})", "give another path") from None
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise UserError(setting, "does not exist", "correct the path, or give a Hub id (owner/name)", value=name)
     reason = _unknown(name, kind)
@@ -81,7 +81,7 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
 
 
 def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Why nothing can be loaded under this name; None where something can, or where it is not known."""
+    """Why this name cannot be loaded from the Hub; None if it can, or if that is not known."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -92,12 +92,12 @@ def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
     except GatedRepoError:
-        return None  # it is there; whether it may be loaded is for the loader to say
+        return None  # it exists; the loader reports missing permission
     except (RepositoryNotFoundError, HFValidationError):
-        return f"the Hub has no {kind} of this name that you may see"
+        return f"the Hub has no {kind} of this name that you can access"
     except OfflineModeIsEnabled:
         return "the Hub is not asked in offline mode (HF_HUB_OFFLINE)"
-    except Exception as error:  # of the HTTP library, which is another one from version to version of huggingface_hub
+    except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub
         if type(error).__name__ in ("ConnectError", "ConnectionError"):
             return f"the Hub cannot be reached ({' '.join(str(error).split())})"
     return None

@@ -1,12 +1,12 @@
-"""Settings that were given and that this run does not read.
+"""Settings that were given but have no effect in this run.
 
-    loss.kind = "sft"              loss.clip.low=0.1 has no effect with loss.kind=sft
+    loss.kind = "sft"              loss.clip.low has no effect with loss.kind=sft
     rollout.engine = "in_process"  rollout.canary has no effect with rollout.engine=in_process
 
-`READ_BY` has an entry for every setting, or for a table of settings that are read together: None if every run reads
-it, else a function that says why a run does not. What must be a mistake is refused by the sections themselves. This is
-for the rest, such as the bounds of `[loss.clip]` in a recipe whose `loss.kind` was changed to gspo. Only settings that
-the recipe or an override names are looked at.
+`READ_BY` has an entry for every setting, or for a table of settings that are read together. The entry is None if every
+run reads the setting; otherwise it is a function that returns the reason why a run does not. The sections themselves
+refuse settings that must be a mistake. This module reports the others, such as the bounds of `[loss.clip]` in a recipe
+whose `loss.kind` was changed to gspo. It looks only at settings that the recipe or an override names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from padfree.config.loss import CORRECTIONS, OBJECTIVES, TASK_TABLES
 from padfree.config.loss_settings import TaskSettings
 
 Reason = Callable[[Config], str | None]
-"""What keeps a run from reading a setting, as the end of a sentence; None: it reads it."""
+"""Returns why a run does not read a setting, such as "with lora.rank=0"; None if it does."""
 
 
 def _unless(read: Callable[[Config], bool], reason: Callable[[Config], str]) -> Reason:
@@ -45,7 +45,7 @@ def _correction(name: str) -> Reason:
 
 
 def _first(*reasons: Reason) -> Reason:
-    """The first of several that holds."""
+    """The first reason that applies."""
     return lambda config: next((found for reason in reasons if (found := reason(config)) is not None), None)
 
 
@@ -66,16 +66,16 @@ _context = _unless(lambda config: config.parallel.context != 1, lambda config: "
 
 _conversations = _first(
     _task(lambda task: task.turns),
-    _unless(lambda config: config.rollout.source is None, lambda _: "with rollouts, whose responses are trained"),
+    _unless(lambda config: config.rollout.source is None, lambda _: "in a run that samples responses"),
 )
 
 
 def _data_split(config: Config) -> str | None:
-    return None if _any_on_hub(config.data.paths) else "with data.path, which names files and no Hub id"
+    return None if _any_on_hub(config.data.paths) else "because data.path names files and not a Hub id"
 
 
 def _eval_split(config: Config) -> str | None:
-    return None if _any_on_hub(config.eval.path) else "with eval.path, which names files and no Hub id"
+    return None if _any_on_hub(config.eval.path) else "because eval.path names files and not a Hub id"
 
 
 def _any_on_hub(paths: tuple[str, ...]) -> bool:
@@ -171,7 +171,7 @@ READ_BY: dict[str, Reason | None] = {
     "data.chat_template": None,
     "data.append_eos": _unless(
         lambda config: config.rollout.source is None or model_of(config.rollout.reward) is not None,
-        lambda _: "with rollouts, which end where the policy ends them",
+        lambda _: "in a run that samples responses",
     ),
     "data.max_length": None,
     "data.overlong": _unless(lambda config: config.data.max_length is not None, lambda _: "without data.max_length"),
@@ -275,11 +275,11 @@ READ_BY: dict[str, Reason | None] = {
     "run.timeout": None,
     "run.deterministic": None,
 }
-"""Why a run does not read a setting, for every setting, or for all others of a table."""
+"""By setting, or by table for all settings of the table that have no entry of their own."""
 
 
 def rule_of(name: str) -> Reason | None:
-    """Of a setting, or of the innermost table that has one."""
+    """The entry of a setting in `READ_BY`, or of the innermost table that has one."""
     while name not in READ_BY:
         name, _, last = name.rpartition(".")
         if not last or not name:
@@ -288,7 +288,7 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """A line for all given settings that this run does not read for the same reason."""
+    """One sentence per reason, for all given settings that this run does not read."""
     found: dict[str, list[str]] = {}
     for name in sorted(config.given):
         rule = rule_of(name)

@@ -1,4 +1,7 @@
-"""Whether a file that a setting names can be read to its end: opening a FIFO waits for a writer, perhaps for ever."""
+"""Refuse FIFOs, sockets and devices among the files that a setting names.
+
+Opening a FIFO blocks until another process writes to it, possibly for ever.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,24 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
-"""Descriptors of this process under a name: a shell's `<(...)` and `/dev/stdin`."""
+"""Paths of descriptors that this process has open: `/dev/stdin`, and a shell's `<(...)`."""
 
 
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:
-    """What a path is if it is neither a file nor a folder; None also where nothing is there.
+    """The kind of a path that is neither a file nor a folder; None for files, folders and missing paths.
 
-    What is used only once may be a descriptor of this process: None for its name.
+    With `once`, the path is read a single time, so an open descriptor of this process is accepted (None).
     """
     if once and OPEN_ALREADY.fullmatch(str(path)):
         return None
     try:
         return KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
     except (OSError, ValueError):
-        return None  # whoever opens it says why
+        return None  # opening the path reports the error
 
 
 def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
-    """Refuse what would be waited for instead of read; of a folder, each entry. `once`: see `special_kind`."""
+    """Refuse a path on which reading could block, also inside a folder. `once`: see `special_kind`."""
     if (kind := special_kind(path, once=once)) is not None:
         raise UserError(setting, f"{path} is {kind}, not a file", "give a file")
     if os.path.isdir(path):

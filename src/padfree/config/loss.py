@@ -1,10 +1,10 @@
 """The settings of the loss.
 
-    [loss]                   [loss.clip]        [loss.gspo]       a table for each kind of loss and each correction:
-    kind = "clip"            high = 0.28        low = 1e-4        the losses' own settings (`loss_settings`)
+    [loss]                   [loss.clip]        [loss.gspo]       one table for each kind of loss and each correction,
+    kind = "clip"            high = 0.28        low = 1e-4        defined in `loss_settings`
     settings() -> PolicySettings(objective=ClipSettings(high=0.28), ...)
 
-Bounds belong to a kind of loss: `[loss.clip]` is not used by gspo, so that `loss.kind=gspo` alone is a whole change.
+Each kind of loss has its own bounds. gspo does not read `[loss.clip]`, so `loss.kind=gspo` alone changes the loss.
 """
 
 from __future__ import annotations
@@ -48,43 +48,79 @@ from padfree.config.loss_settings import (
 from padfree.config.setting import BETWEEN, STAYS, check_bounds, check_table, need_of, setting
 from padfree.errors import closest, need
 
-OF_RL = need_of("command", "rl", fix="leave it out, only policy losses have such a term")
-EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out, other losses than those of RL have data.epochs")
+RL_KIND = "an RL loss.kind"
+OF_RL = need_of("command", "rl", fix="leave it out: only policy losses have this term", about=RL_KIND)
+EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out, and set data.epochs: only RL has it", about=RL_KIND)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """What is minimised. Everything below `router_bias` is for RL.
+    """The loss that is minimised. The settings after `router_bias` are for RL unless they say otherwise.
 
-    The fields that are an `Objective` are the kinds of policy loss, and those that are a `Correction` the corrections:
-    a line here adds one. Those that are `TaskSettings` are the tasks besides SFT and RL. `low`, `high` and `dual` are
-    for the kind that is chosen, whatever its table says.
+    A field of type `Objective` is a kind of policy loss, and a field of type `Correction` is a correction; a new field
+    adds one. Fields of type `TaskSettings` are the tasks other than SFT and RL. `low`, `high` and `dual` override the
+    bounds in the table of the chosen kind.
     """
 
     kind: str = setting(
-        "sft", resume="may change within RL"
-    )  # or one of the objectives below, or the user's own as module:function
-    aggregation: WeightMode = setting("token-mean", formerly="weights")
-    constant: float | None = setting(None, above=0)  # the divisor of aggregation = "constant"
-    temperature: float = setting(1.0, least=1e-6, most=1e6, fix="give more than 0, 1e-6 to 1e6", resume=BETWEEN)
+        "sft",
+        about="The loss: sft, dpo, kto, reward, distill, a policy loss (clip, gspo, cispo, reinforce), or your own "
+        "policy loss as module:function.",
+        resume="may change within RL",
+    )
+    aggregation: WeightMode = setting(
+        "token-mean", about="How token losses are averaged over the global batch.", formerly="weights"
+    )
+    constant: float | None = setting(None, above=0, about="The divisor of loss.aggregation=constant.")
+    temperature: float = setting(
+        1.0,
+        least=1e-6,
+        most=1e6,
+        about="Temperature of the log-probabilities and of the sampler.",
+        fix="give more than 0, 1e-6 to 1e6",
+        resume=BETWEEN,
+    )
     load_balancing: float = setting(
-        0.0, least=0, formerly="router"
-    )  # coefficient of the experts' load-balancing loss, over all tokens of a step
+        0.0,
+        least=0,
+        about="Mixture of experts: coefficient of the load-balancing loss over all tokens of a step.",
+        formerly="router",
+    )
     router_bias: float = setting(
-        0.0, least=0
-    )  # what the bias by which experts are chosen moves in a step, as in DeepSeek-V3
-    advantage: Advantage = setting("grpo", needs=OF_RL, resume=STAYS)
-    low: float | None = None
-    high: float | None = None
-    dual: float | None = None
+        0.0,
+        least=0,
+        about="Mixture of experts: step size of the router bias that balances the experts, as in DeepSeek-V3.",
+    )
+    advantage: Advantage = setting(
+        "grpo",
+        about="How advantages are computed: from the rewards of a group, by a critic (gae), from a teacher, or given "
+        "in the data.",
+        needs=OF_RL,
+        resume=STAYS,
+    )
+    low: float | None = setting(None, about="Overrides the lower bound of the chosen loss.kind; none keeps it.")
+    high: float | None = setting(None, about="Overrides the upper bound of the chosen loss.kind; none keeps it.")
+    dual: float | None = setting(None, about="Overrides loss.clip.dual; none keeps it.")
     clip: ClipSettings = field(default_factory=ClipSettings)
     gspo: GSPOSettings = field(default_factory=GSPOSettings)
     cispo: CISPOSettings = field(default_factory=CISPOSettings)
     dpo: DPOSettings = field(default_factory=DPOSettings)
     kto: KTOSettings = field(default_factory=KTOSettings)
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
-    old_policy: OldPolicySetting = setting("auto", needs=OF_RL, resume=BETWEEN)
-    corrections: tuple[str, ...] = setting((), needs=OF_RL, resume=BETWEEN)  # names of those below
+    old_policy: OldPolicySetting = setting(
+        "auto",
+        about="The log-probabilities in the denominator of the ratio: the trainer's before the updates, the sampler's, "
+        "or the current ones; auto is current if a batch serves one update, else trainer.",
+        needs=OF_RL,
+        resume=BETWEEN,
+    )
+    corrections: tuple[str, ...] = setting(
+        (),
+        about="Corrections for the difference between sampler and trainer.",
+        allowed="token_tis, sequence_tis, icepop, sequence_mask, opsm",
+        needs=OF_RL,
+        resume=BETWEEN,
+    )
     token_tis: TokenTISSettings = field(default_factory=TokenTISSettings)
     sequence_tis: SequenceTISSettings = field(default_factory=SequenceTISSettings)
     icepop: IcePopSettings = field(default_factory=IcePopSettings)
@@ -92,30 +128,42 @@ class LossConfig:
     opsm: OPSMSettings = field(default_factory=OPSMSettings)
     distill: DistillSettings = field(default_factory=DistillSettings)
     reward: RewardModelSettings = field(default_factory=RewardModelSettings)
-    kl_coefficient: float = setting(0.0, least=0, needs=OF_RL, resume=BETWEEN)
-    kl_estimator: KLEstimator = "k3"
-    kl_weighting: KLWeighting = "none"  # ratio: the estimate times π / π_old, with its gradient
-    entropy_coefficient: float = setting(0.0, least=-math.inf, fix="give a finite number", needs=OF_RL)
-    epochs: int = setting(1, least=1, needs=EPOCHS_OF_RL, resume=BETWEEN)  # passes over a rollout batch
-    mini_batches: int = setting(1, least=1, needs=EPOCHS_OF_RL, resume=BETWEEN)  # optimizer steps in a pass
+    kl_coefficient: float = setting(
+        0.0, least=0, about="Coefficient of the KL term against the reference.", needs=OF_RL, resume=BETWEEN
+    )
+    kl_estimator: KLEstimator = setting("k3", about="Estimator of the KL divergence.")
+    kl_weighting: KLWeighting = setting(
+        "none", about="ratio multiplies the KL estimate of a token by π / π_old and differentiates through it."
+    )
+    entropy_coefficient: float = setting(
+        0.0,
+        least=-math.inf,
+        about="Coefficient of the entropy bonus.",
+        fix="give a finite number",
+        needs=OF_RL,
+    )
+    epochs: int = setting(1, least=1, about="Passes over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN)
+    mini_batches: int = setting(
+        1, least=1, about="Optimizer steps per pass over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
+    )
 
     @property
     def command(self) -> str:
-        """The command that runs this kind of loss, which decides what its data are."""
+        """The command that trains with this loss, such as `rl`. It determines the format of the data."""
         return self.task.command
 
     @property
     def task(self) -> type[TaskSettings]:
-        """What the command is."""
+        """The task of this loss: its class variables describe the command."""
         return TASKS.get(self.kind, PolicySettings)
 
     @property
     def head(self) -> ModelHead:
-        """Of the model that is trained."""
+        """The head of the trained model."""
         return self.task.head
 
     def settings(self) -> TaskSettings:
-        """The loss as `padfree.tasks` computes it."""
+        """The settings of the loss for `padfree.tasks`."""
         if self.kind in TASK_TABLES:
             chosen: TaskSettings = getattr(self, self.kind)
             return chosen
@@ -124,7 +172,7 @@ class LossConfig:
         return self.policy()
 
     def policy(self) -> PolicySettings:
-        """The loss of `padfree rl`."""
+        """The settings of the policy loss of `padfree rl`."""
         return PolicySettings(
             objective=self._objective(),
             old_policy=self._old_policy(),
@@ -136,9 +184,10 @@ class LossConfig:
         )
 
     def _old_policy(self) -> OldPolicy:
-        """`auto`: the current policy where every batch serves one update, for it is the trainer's from before then.
+        """Resolve `auto`: the current policy if every batch serves one update, because it is still the old policy.
 
-        That saves a pass over the batch. Corrections of whole sequences need the log-probabilities beforehand.
+        This saves a forward pass over the batch. Corrections of whole sequences need the log-probabilities before the
+        update, so they use `trainer`.
         """
         if self.old_policy != "auto":
             return self.old_policy
@@ -153,7 +202,7 @@ class LossConfig:
         return replace(chosen, **given)
 
     def needs_sampler_logprobs(self) -> bool:
-        """Whether the log-probabilities that the sampler reported are part of the loss."""
+        """Whether the loss uses the log-probabilities that the sampler reported."""
         return self.task is PolicySettings and self.policy().needs_sampler_logprobs
 
     def __post_init__(self) -> None:
@@ -163,14 +212,14 @@ class LossConfig:
         self._check_bounds()
         self._check_corrections()
         if self.task is not PolicySettings:
-            fix = f"choose another, {self.task.title} has no groups"
+            fix = f"choose another: {self.task.title} has no groups"
             need(self.aggregation != "group-mean", "loss.aggregation", self.aggregation, fix)
         for name, table in TASK_TABLES.items():
             for entry in fields(table) if self.kind != name else ():
                 value = getattr(getattr(self, name), entry.name)
-                cure = f"leave it out, or set loss.kind={name}"
-                need(value == entry.default, f"loss.{name}.{entry.name}", value, cure)
-        self.settings()  # has rules of its own
+                fix = f"leave it out, or set loss.kind={name}"
+                need(value == entry.default, f"loss.{name}.{entry.name}", value, fix)
+        self.settings()  # checks its own rules
 
     def _check_kind(self) -> None:
         known = (*(name for name in TASKS if name != "rl"), *OBJECTIVES)
@@ -183,25 +232,25 @@ class LossConfig:
     def _check_weights(self) -> None:
         constant = self.constant
         if self.aggregation == "constant":
-            need(constant is not None, "loss.constant", None, "give it, as in loss.constant=4096: weights 'constant'")
+            need(constant is not None, "loss.constant", None, "set the divisor, as in loss.constant=4096")
         else:
-            cure = f"set loss.constant=none, loss.aggregation {self.aggregation!r} has no divisor of its own"
-            need(constant is None, "loss.constant", constant, cure)
+            fix = f"set loss.constant=none: loss.aggregation {self.aggregation!r} does not use it"
+            need(constant is None, "loss.constant", constant, fix)
 
     def _check_bounds(self) -> None:
         kind = OBJECTIVES.get(self.kind)
         own = () if kind is None else tuple(entry.name for entry in fields(kind))
         for name in BOUNDS:
             value = getattr(self, name)
-            cure = f"set loss.{name}=none, loss.kind {self.kind!r} has no such bound"
-            need(value is None or name in own, f"loss.{name}", value, cure)
+            fix = f"set loss.{name}=none: loss.kind {self.kind!r} does not have this bound"
+            need(value is None or name in own, f"loss.{name}", value, fix)
             if kind is not None and value is not None:
                 check_bounds(kind, name, value, f"loss.{name}")
 
     def _check_corrections(self) -> None:
         names = list(self.corrections)
-        cure = f"give a list, each one of {', '.join(CORRECTIONS)}"
-        need(set(names) <= CORRECTIONS.keys(), "loss.corrections", names, cure)
+        fix = f"give a list of names among {', '.join(CORRECTIONS)}"
+        need(set(names) <= CORRECTIONS.keys(), "loss.corrections", names, fix)
         for name, kind in CORRECTIONS.items():
             for entry in fields(kind):
                 value = getattr(getattr(self, name), entry.name)
@@ -213,7 +262,7 @@ Table = TypeVar("Table", Objective, Correction, TaskSettings)
 
 
 def _tables(kind: type[Table]) -> dict[str, type[Table]]:
-    """The fields of `LossConfig` that hold settings of this kind, by name."""
+    """The classes of the fields of `LossConfig` that are subclasses of `kind`, by field name."""
     factories: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(LossConfig)}
     return {name: made for name, made in factories.items() if isinstance(made, type) and issubclass(made, kind)}
 
@@ -223,4 +272,4 @@ OBJECTIVES = _tables(Objective)
 CORRECTIONS = _tables(Correction)
 TASK_TABLES = _tables(TaskSettings)
 TASKS: dict[str, type[TaskSettings]] = {"sft": SFTSettings, **TASK_TABLES, "rl": PolicySettings}
-"""Every command of training."""
+"""The task of every training command."""

@@ -1,4 +1,4 @@
-"""The sources of a mixture, `[[data.sources]]`: what one has, and what several cannot be together."""
+"""The sources of a mixture, `[[data.sources]]`, and the checks of a list of sources."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ from padfree.config.setting import SAMPLES, STAYS, setting
 from padfree.errors import need
 
 MOST_WEIGHT = 1000.0
-"""An epoch lists every sample that it shows; more repetitions than this are for `data.epochs`."""
+"""Maximum weight. An epoch is a list of all its samples; use `data.epochs` for more repetitions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSource:
-    """One source of a mixture. `columns`, `split` and `subset` are those of `[data]` unless they are given here."""
+    """One source of a mixture. `columns`, `split` and `subset` default to those of `[data]`."""
 
-    path: tuple[str, ...] = setting(resume=SAMPLES)
-    weight: float = setting(1.0, resume=STAYS)  # how many times an epoch shows each row
+    path: tuple[str, ...] = setting(
+        about="Files, folders or Hub ids of this source.", allowed="one name or more", resume=SAMPLES
+    )
+    weight: float = setting(
+        1.0,
+        about="Number of times that an epoch shows each row of this source.",
+        allowed=f"more than 0, at most {MOST_WEIGHT:g}",
+        resume=STAYS,
+    )
     name: str | None = setting(
-        None, resume=SAMPLES
-    )  # in metrics and messages; None: the name of the first file or folder
-    columns: dict[str, str] | None = setting(None, resume=SAMPLES)
-    split: str | None = setting(None, resume=SAMPLES)  # of a Hub id
-    subset: str | None = setting(None, resume=SAMPLES)  # of a Hub id
+        None,
+        about="Name in metrics and messages; none takes the name of the first file or folder.",
+        resume=SAMPLES,
+    )
+    columns: dict[str, str] | None = setting(None, about="As data.columns, for this source.", resume=SAMPLES)
+    split: str | None = setting(None, about="As data.split, for this source.", resume=SAMPLES)
+    subset: str | None = setting(None, about="As data.subset, for this source.", resume=SAMPLES)
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
@@ -43,31 +52,29 @@ class DataSource:
 
 
 def check_sources(sources: Sequence[DataSource]) -> None:
-    """Refuse sources that cannot be mixed; the messages name them by number, as an override does."""
+    """Refuse sources that cannot be mixed. Messages name a source by its number, as an override does."""
     names: dict[str, int] = {}
     for number, source in enumerate(sources):
         where = f"data.sources.{number}"
         paths = list(source.path)
-        need(len(paths) > 0 and all(paths), f"{where}.path", paths, "give one file, folder or Hub id, or more")
-        cure = (
-            "give how many times an epoch shows each row: more than 0, at most 1000; leave out a source you do not want"
-        )
-        need(0 < source.weight <= MOST_WEIGHT, f"{where}.weight", source.weight, cure)
+        need(len(paths) > 0 and all(paths), f"{where}.path", paths, "give one or more files, folders or Hub ids")
+        fix = "give the number of times that an epoch shows each row, more than 0, at most 1000, or remove the source"
+        need(0 < source.weight <= MOST_WEIGHT, f"{where}.weight", source.weight, fix)
         plain = bool(source.label) and not set(source.label) & set("/:\\") and source.label.isprintable()
-        cure = "give a name without / and :, such as math"
-        need(plain, f"{where}.name", source.label, cure)
+        fix = "give a name without / and :, such as math"
+        need(plain, f"{where}.name", source.label, fix)
         for field in ("split", "subset"):
             value = getattr(source, field)
             need(value != "", f"{where}.{field}", value, "give a name, or leave it out")
         first = names.setdefault(source.label, number)
-        cure = f"data.sources.{first} has this name, too; set {where}.name to another"
-        need(first == number, f"{where}.name", source.label, cure)
+        fix = f"data.sources.{first} has the same name; set {where}.name to another"
+        need(first == number, f"{where}.name", source.label, fix)
         for earlier, other in enumerate(sources[:number]):
             _check_apart(source, other, where, f"data.sources.{earlier}")
 
 
 def _check_apart(source: DataSource, other: DataSource, where: str, there: str) -> None:
-    """The same rows under two weights are a mistake, unless other columns make other samples of them."""
+    """Refuse two sources that read the same rows, unless different columns make different samples of them."""
     if (source.columns, source.split, source.subset) != (other.columns, other.split, other.subset):
         return
     for path in source.path:
@@ -76,5 +83,5 @@ def _check_apart(source: DataSource, other: DataSource, where: str, there: str) 
             inside = mine == yours or any(
                 folder in file.parents and folder.is_dir() for folder, file in ((mine, yours), (yours, mine))
             )
-            cure = f"{there} reads {known}; give its rows once, with a larger weight to show them more often"
-            need(not inside, f"{where}.path", path, cure)
+            fix = f"{there} already reads {known}; name the data once, and raise its weight to show it more often"
+            need(not inside, f"{where}.path", path, fix)

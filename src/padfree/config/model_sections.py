@@ -1,4 +1,4 @@
-"""The sections that name models: the one that is trained, and those that it learns from, with or against."""
+"""The sections that name models: the trained model and its adapters, the reference, the teacher and the critic."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from padfree.config.setting import BETWEEN, SAMPLES, STAYS, check_table, need_of
 from padfree.errors import need
 
 LARGEST_RANK = 1 << 16
-"""Of adapters: more than any matrix that they stand beside."""
+"""Maximum rank of the adapters, larger than any weight matrix needs."""
 
-RANK_FIX = f"give 0 (all weights are trained) or more, {LARGEST_RANK} at most"
-NAMED = "give a folder, a Hub id, or leave it out"
+RANK_FIX = f"give 0 to {LARGEST_RANK}, where 0 trains all weights"
+NAMED = "give a folder or a Hub id, or leave it out"
 GAE = need_of("loss.advantage", "gae", fix="leave it out, or set loss.advantage=gae")
 
 
 def expand_home(section: Any, *names: str) -> None:
-    """Put the user's home folder in the place of `~` in paths; a shell does that only where a word begins with it."""
+    """Expand `~` in the paths of these fields. A shell expands it only at the beginning of a word."""
     for name in names:
         value = getattr(section, name)
         if isinstance(value, str):
@@ -31,14 +31,25 @@ def expand_home(section: Any, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """`path`: a folder, a Hub id, or a config file (random weights). `dtype` is what is computed in."""
+    """The model that is trained."""
 
-    path: str = setting(filled="give a folder, a Hub id or a config file", resume=SAMPLES)
-    init: Init = "weights"  # random: whatever weights there are, the run begins without them
-    tokenizer: str | None = setting(None, resume=SAMPLES)  # None: that of the model
-    dtype: ComputeDtype = "float32"
-    attention: str = "auto"
-    trust_remote_code: bool = False
+    path: str = setting(
+        about="A folder, a Hub id, or a config file (which starts from random weights).",
+        filled="give a folder, a Hub id or a config file",
+        resume=SAMPLES,
+    )
+    init: Init = setting(
+        "weights", about="Start from the weights of model.path, or from random weights drawn with run.seed."
+    )
+    tokenizer: str | None = setting(
+        None, about="A folder or Hub id of a tokenizer; none takes the tokenizer of the model.", resume=SAMPLES
+    )
+    dtype: ComputeDtype = setting(
+        "float32",
+        about="The dtype of the computation; with bfloat16, weights, gradients and optimizer state stay in float32.",
+    )
+    attention: str = setting("auto", about="The attention backend by name; auto takes the fastest that can serve.")
+    trust_remote_code: bool = setting(False, about="Run Python code that comes with the model.")
 
     def __post_init__(self) -> None:
         expand_home(self, "path", "tokenizer")
@@ -47,13 +58,31 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (PEFT) instead of all weights: `rank` 0 is without them."""
+    """Low-rank adapters (LoRA, through PEFT) that are trained instead of all weights."""
 
-    rank: int = setting(0, least=0, most=LARGEST_RANK, fix=RANK_FIX, resume=STAYS)
-    alpha: float | None = setting(None, above=0, resume=STAYS)  # None: the rank, a scale of 1
-    dropout: float = setting(0.0, least=0, below=1)
-    targets: tuple[str, ...] = setting(("all-linear",), resume=STAYS)  # or names of modules, such as q_proj
-    export: LoraExport = "merged"
+    rank: int = setting(
+        0,
+        least=0,
+        most=LARGEST_RANK,
+        about="Rank of the adapters; 0 trains all weights.",
+        fix=RANK_FIX,
+        resume=STAYS,
+    )
+    alpha: float | None = setting(
+        None,
+        above=0,
+        about="Adapters are scaled by alpha / rank; none takes the rank, a scale of 1.",
+        resume=STAYS,
+    )
+    dropout: float = setting(0.0, least=0, below=1, about="Dropout probability of the adapter inputs.")
+    targets: tuple[str, ...] = setting(
+        ("all-linear",),
+        about="Modules that get adapters: all-linear, or names such as q_proj; experts stay frozen.",
+        resume=STAYS,
+    )
+    export: LoraExport = setting(
+        "merged", about="Export the model with the adapters merged into its weights, or the adapters as a PEFT folder."
+    )
 
     def __post_init__(self) -> None:
         check_table(self, "lora.")
@@ -62,16 +91,32 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceConfig:
-    """The model that the KL term compares with: `path` as in `model`, or none (rollouts may bring `ref_logprobs`)."""
+    """The reference model of the KL term and of preference losses."""
 
-    path: str | None = setting(None, filled=NAMED, resume=BETWEEN)
-    offload: bool = setting(False, needs=need_of("path", fix="set reference.path, or leave it out"))  # waits on the CPU
+    path: str | None = setting(
+        None,
+        about="A folder or Hub id; without it, rollouts may bring ref_logprobs, and DPO and KTO take model.path.",
+        filled=NAMED,
+        resume=BETWEEN,
+    )
+    offload: bool = setting(
+        False,
+        about="Keep the weights in CPU memory while the reference is not used.",
+        needs=need_of("path", fix="set reference.path, or leave it out"),
+    )
     refresh: int | None = setting(
-        None, least=1, needs=need_of("path", fix="set reference.path, or leave it out")
-    )  # after so many rollout batches it takes the trained model's weights; None: never
+        None,
+        least=1,
+        about="Number of rollout batches after which the reference takes the trained weights; none is never.",
+        needs=need_of("path", fix="set reference.path, or leave it out"),
+    )
     precompute: bool = setting(
-        False, needs=need_of("loss.task.may_precompute", fix="leave it out, it is for padfree dpo")
-    )  # DPO: score all samples once, keep that in the cache, and train without the reference
+        False,
+        about="DPO: score all samples once, cache the scores, and train without the reference in memory.",
+        needs=need_of(
+            "loss.task.may_precompute", fix="leave it out: only padfree dpo can precompute", about="loss.kind=dpo"
+        ),
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
@@ -80,10 +125,19 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherConfig:
-    """The model that is learned from, as a loss or as an advantage: `path` as in `model`, with the same vocabulary."""
+    """The teacher of `padfree distill` and of `loss.advantage=teacher`. It has the vocabulary of the model."""
 
-    path: str | None = setting(None, filled=NAMED, resume=STAYS)
-    offload: bool = setting(False, needs=need_of("path", fix="set teacher.path, or leave it out"))  # waits on the CPU
+    path: str | None = setting(
+        None,
+        about="A folder or Hub id; every token of the run's tokenizer must have the same id there.",
+        filled=NAMED,
+        resume=STAYS,
+    )
+    offload: bool = setting(
+        False,
+        about="Keep the weights in CPU memory while the teacher is not used.",
+        needs=need_of("path", fix="set teacher.path, or leave it out"),
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
@@ -92,27 +146,74 @@ class TeacherConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticConfig:
-    """The value model of `loss.advantage` "gae": `path` as in `model`, with a scalar head of its own or a new one."""
+    """The value model of `loss.advantage=gae` (PPO), a model with a scalar head."""
 
-    path: str | None = setting(None, filled=NAMED, needs=GAE, resume=STAYS)  # None: a copy of the model of the start
-    lr: float | None = setting(None, above=0, fix="give more than 0, or leave it out", needs=GAE)  # None: optimizer.lr
+    path: str | None = setting(
+        None,
+        about="A causal language model, which gets a new scalar head, or a reward model, which keeps its head; none "
+        "copies model.path.",
+        filled=NAMED,
+        needs=GAE,
+        resume=STAYS,
+    )
+    lr: float | None = setting(
+        None,
+        above=0,
+        about="Base learning rate of the critic; none takes optimizer.lr.",
+        fix="give more than 0, or leave it out",
+        needs=GAE,
+    )
     warmup: int = setting(
-        0, least=0, fix="give 0 or more steps", needs=GAE
-    )  # optimizer steps at the beginning in which the critic learns and the policy does not
-    gamma: float = setting(1.0, least=0, most=1, fix="give 0 up to 1", needs=GAE, resume=BETWEEN)  # discount of a token
+        0,
+        least=0,
+        about="Number of optimizer steps at the start that train the critic only.",
+        fix="give 0 or more steps",
+        needs=GAE,
+    )
+    gamma: float = setting(
+        1.0,
+        least=0,
+        most=1,
+        about="Discount factor per token.",
+        fix="give 0 to 1",
+        needs=GAE,
+        resume=BETWEEN,
+    )
     gae_lambda: float = setting(
-        0.95, least=0, most=1, fix="give 0 up to 1", needs=GAE, resume=BETWEEN, formerly="lam"
-    )  # of GAE: 0 believes the critic, 1 the reward
+        0.95,
+        least=0,
+        most=1,
+        about="λ of GAE: 0 relies on the critic's values, 1 on the rewards.",
+        fix="give 0 to 1",
+        needs=GAE,
+        resume=BETWEEN,
+        formerly="lam",
+    )
     clip: float | None = setting(
-        0.2, above=0, fix='give more than 0, or "none"', needs=GAE
-    )  # a value's change in a batch
-    whiten: bool = setting(True, needs=GAE, resume=BETWEEN)  # advantages over all scored tokens of a rollout batch
-    max_grad_norm: float | None = setting(1.0, above=0, fix='give more than 0, or "none"', needs=GAE)
+        0.2,
+        above=0,
+        about="Maximum change of a value during the updates with one batch; none does not clip.",
+        fix='give more than 0, or "none"',
+        needs=GAE,
+    )
+    whiten: bool = setting(
+        True,
+        about="Normalise advantages to mean 0 and standard deviation 1 over the scored tokens of a rollout batch.",
+        needs=GAE,
+        resume=BETWEEN,
+    )
+    max_grad_norm: float | None = setting(
+        1.0,
+        above=0,
+        about="The critic's gradient norm is clipped to this; none does not clip.",
+        fix='give more than 0, or "none"',
+        needs=GAE,
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
         check_table(self, "critic.")
 
     def value_settings(self) -> ValueSettings:
-        """The loss as `padfree.losses` computes it."""
+        """The settings of the value loss in `padfree.losses`."""
         return ValueSettings(clip=self.clip)

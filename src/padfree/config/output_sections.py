@@ -1,10 +1,10 @@
-"""Whether what a command is asked to write can be written, tried before the work and not after it.
+"""Check that an output file or folder can be written, before the work and not after it.
 
-    check_output("report/page.html", "--html")       a file: its folder is there, and takes files
-    check_folder("runs/first", "run.folder")         a folder: it is there and takes files, or it can be made
+    check_output("report/page.html", "--html")       a file: its folder exists and is writable
+    check_folder("runs/first", "run.folder")         a folder: it exists and is writable, or it can be created
 
-Permissions, read-only file systems and files in the way all look alike from here: a nameless temporary file is made in
-the folder and is gone at once. Nothing that is there is changed.
+The checks create an anonymous temporary file in the folder and remove it at once. This detects missing permissions,
+read-only file systems and files in place of folders alike. Existing files are not changed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from padfree.errors import UserError
 
 
 def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> None:
-    """Refuse a file that could not be written. `makes_folder`: whoever writes it makes the folder that it is in."""
+    """Refuse a file that cannot be written. `makes_folder`: the writer creates the folder of the file."""
     path = Path(path)
     kind = special_kind(path)
-    if kind is not None and path != Path(os.devnull):  # opening a FIFO would wait for its reader
+    if kind is not None and path != Path(os.devnull):  # opening a FIFO would block until it is read
         raise UserError(name, f"{path} is {kind}", "give the name of a file")
     if path.is_dir():
         raise UserError(name, f"{path} is a folder", "give the name of a file")
@@ -31,8 +31,8 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
         return
     try:
         if not path.parent.is_dir():
-            cure = "give a file in a folder" if path.parent.exists() else "create it first"
-            raise UserError(name, f"{path.parent} is no folder", cure)
+            fix = "give a file in a folder" if path.parent.exists() else "create it first"
+            raise UserError(name, f"{path.parent} is not a folder", fix)
         if path.exists():
             with path.open("ab"):
                 pass
@@ -43,11 +43,11 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
 
 
 def check_folder(path: str | Path, name: str) -> None:
-    """Refuse a folder that could not be made, or in which nothing could be written."""
+    """Refuse a folder that cannot be created or written to."""
     path = Path(path)
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
-            path.stat()  # a name that is too long, or a loop of links, is no folder that can be made
+            path.stat()  # fails for a name that is too long and for a loop of links
         nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not nearest.is_dir():
             raise UserError(name, f"{path}, but {nearest} is a file", "give another folder")

@@ -1,10 +1,10 @@
-"""Which process of a run this is: the variables that torchrun sets, or a person who starts the processes by hand.
+"""The rank of this process, from the environment variables of torchrun or of processes that were started by hand.
 
-RANK, WORLD_SIZE                 of all processes
-LOCAL_RANK, LOCAL_WORLD_SIZE     of this host
-MASTER_ADDR, MASTER_PORT         where they meet: a host and a port of rank 0
+RANK, WORLD_SIZE                 among all processes
+LOCAL_RANK, LOCAL_WORLD_SIZE     on this host
+MASTER_ADDR, MASTER_PORT         host of rank 0 and port of the rendezvous
 
-Without WORLD_SIZE a process is alone.
+Without WORLD_SIZE, a run has a single process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from padfree.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processes:
-    """The place of this process among those of its run."""
+    """The rank of this process and the number of processes."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    address: str | None = None  # host:port of rank 0; None: this process is alone
+    address: str | None = None  # host:port of rank 0; None: a single process
 
     @property
     def is_first(self) -> bool:
@@ -32,9 +32,9 @@ class Processes:
 
 
 def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
-    """What the variables say; each that cannot be is refused by name.
+    """Read the variables. A variable with an impossible value is refused by name.
 
-    Without `meet` nothing will be started: a dry run needs neither a rank nor an address.
+    Without `meet` the processes do not connect: a dry run needs neither a rank nor an address.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")
@@ -47,7 +47,9 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
         if "RANK" not in variables:
             raise UserError("RANK", f"missing, with WORLD_SIZE {world}", "start the processes with torchrun, or set it")
         if "LOCAL_WORLD_SIZE" in variables and local_rank >= local_world:
-            raise UserError("LOCAL_RANK", f"{local_rank} of LOCAL_WORLD_SIZE {local_world}", "give less than that")
+            raise UserError(
+                "LOCAL_RANK", f"{local_rank} of LOCAL_WORLD_SIZE {local_world}", f"give 0 to {local_world - 1}"
+            )
         for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port of that host")):
             if not variables.get(name, "").strip():
                 raise UserError(name, f"missing, with WORLD_SIZE {world}", f"give {what}, or use torchrun")

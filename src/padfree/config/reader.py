@@ -1,4 +1,4 @@
-"""TOML and `section.name=value` to the dataclasses of `sections`, every value checked."""
+"""Convert TOML and `section.name=value` overrides to a `Config`, and check every value."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from padfree.config.setting import rules_of
 from padfree.errors import UserError, closest, need
 
 LONGEST_RECIPE = 1 << 20
-"""Bytes. No recipe is so long, and a path may name anything."""
+"""Bytes. A larger file is not a recipe."""
 
 LARGEST_FLOAT = 3.4e38
-"""Of any other number: what float32 can hold."""
+"""Maximum of a float: the largest float32."""
 
 LARGEST_COUNT = (1 << 53) - 1
-"""Of a whole number: products of two settings are still exact in an int64 or a float64 that holds them."""
+"""Maximum of an int: the largest one that a float64 represents exactly."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The settings in a TOML file (or none), changed by `section.name=value` overrides."""
+    """Read a TOML file, or start from nothing, and apply `section.name=value` overrides."""
     values: dict[str, Any] = {} if path is None else read_recipe(path)
     kind = _loss_of(values).get("kind")
     for override in overrides:
@@ -44,7 +44,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
-    """The tables of a TOML file, or of the shipped recipe of that name; no setting is checked."""
+    """The tables of a TOML file or of a shipped recipe. Settings are not checked."""
     path = recipe_path(path)
     check_regular(path, "config")
     try:
@@ -54,7 +54,7 @@ def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
             raise UserError("config", f"{path} has more than {LONGEST_RECIPE:,} bytes", "give a TOML file of settings")
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise UserError("config", f"{path} is UTF-16", "save it as UTF-8")
-        # A byte order mark is what some editors put before UTF-8. TOML's lines may end as on Windows.
+        # Some editors write a byte order mark before UTF-8, and Windows line endings.
         return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
         raise UserError(
@@ -63,13 +63,13 @@ def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
             "give a TOML file, or a name from `padfree recipes`",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError("config", f"{path} is not TOML: {_line(error)}", "correct it there") from None
+        raise UserError("config", f"{path} is not TOML: {_line(error)}", "correct the file") from None
     except RecursionError:
-        raise UserError("config", f"{path} is nested too deeply", "give a recipe, a table of settings") from None
+        raise UserError("config", f"{path} is nested too deeply", "give a TOML file of settings") from None
 
 
 def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a TOML file, changed by tables of the same form; no setting is checked."""
+    """The tables of a TOML file, updated with nested tables. Settings are not checked."""
     values = read_recipe(path)
     kind, said = _loss_of(values).get("kind"), {f"loss.{name}" for name in _loss_of(changes)}
     values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
@@ -78,7 +78,7 @@ def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dic
 
 
 def _merged(before: Any, changes: Any) -> Any:
-    """Tables within tables; any other value takes the place of the one before."""
+    """Merge tables recursively; any other value replaces the previous one."""
     if not isinstance(before, Mapping) or not isinstance(changes, Mapping):
         return changes
     return {**before, **{name: _merged(before.get(name), value) for name, value in changes.items()}}
@@ -87,7 +87,7 @@ def _merged(before: Any, changes: Any) -> Any:
 def _check_bounds_are_meant(
     values: Mapping[str, Any], kind: Any, said: Collection[str], path: str | PathLike[str]
 ) -> None:
-    """Bounds that a file gives beside its own kind of loss must not reach another kind that an override chooses."""
+    """Refuse `loss.low`, `loss.high` or `loss.dual` from a file if an override chooses another `loss.kind`."""
     loss = _loss_of(values)
     for name in BOUNDS:
         inherited = loss.get(name) is not None and f"loss.{name}" not in said
@@ -95,7 +95,7 @@ def _check_bounds_are_meant(
             raise UserError(
                 f"loss.{name}",
                 f"in {path} is for loss.kind {kind!r}, not {loss.get('kind')!r}",
-                f"set loss.{name}=none, or move it to [loss.{kind}] there",
+                f"set loss.{name}=none, or move it to [loss.{kind}] in the file",
                 value=loss[name],
             )
 
@@ -110,7 +110,7 @@ def _line(error: Exception) -> str:
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
-    """The settings in nested plain values, every one checked."""
+    """Build a `Config` from nested plain values, and check every value."""
     given: set[str] = set()
     config = _build(Config, values, "", given)
     assert isinstance(config, Config)
@@ -124,7 +124,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise UserError(
             "override",
             "",
-            "write section.name=value without spaces, or in quotes, such as optimizer.lr=1e-5",
+            "write section.name=value, such as optimizer.lr=1e-5, without spaces or in quotes",
             value=override,
         )
     place: Any = values
@@ -132,7 +132,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         place = _entry(place, part, override) if isinstance(place, list) else place.setdefault(part, {})
         if not isinstance(place, (dict, list)):
             raise UserError(
-                "override", f"goes into {part!r}, which is a value", "write section.name=value", value=override
+                "override", f"treats {part!r} as a table, but it is a value", "write section.name=value", value=override
             )
     if isinstance(place, list):
         _entry(place, parts[-1], override)
@@ -142,17 +142,17 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _entry(entries: list[Any], part: str, override: str) -> Any:
-    """An entry of a list by its number: data.sources.0.weight."""
+    """An entry of a list by its index, as in data.sources.0.weight."""
     if not re.fullmatch("[0-9]{1,6}", part) or int(part) >= len(entries):
-        known = f"0 to {len(entries) - 1}" if entries else "none"
+        known = f"has the entries 0 to {len(entries) - 1}" if entries else "is empty"
         raise UserError(
-            "override", f"asks for entry {part!r} of a list that has {known}", "give one of them", value=override
+            "override", f"asks for entry {part!r} of a list that {known}", "give an existing entry", value=override
         )
     return entries[int(part)]
 
 
 def _parsed(text: str) -> Any:
-    """TOML's value, or the text itself where it is none; `none` switches a setting off."""
+    """Parse a value as TOML; text that is not TOML is a string, and `none` is None."""
     if text.lower() in ("none", "null"):
         return None
     try:
@@ -163,10 +163,10 @@ def _parsed(text: str) -> Any:
 
 
 def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
-    """An instance of the dataclass `kind` from a table; `named` collects the settings that it has a value for."""
+    """Build the dataclass `kind` from a table. `named` collects the names of the settings that have a value."""
     if not isinstance(values, Mapping):
         raise UserError(
-            f"{prefix.rstrip('.')}", "is no table", f"write [{prefix.rstrip('.')}] and its settings", value=values
+            f"{prefix.rstrip('.')}", "is not a table", f"write [{prefix.rstrip('.')}] and its settings", value=values
         )
     hints = _hints(kind)  # type: ignore[arg-type]
     names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind) if entry.metadata.get("setting", True)}
@@ -192,9 +192,9 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
                 given[name] = _build(hint, {}, f"{prefix}{name}.", named)  # type: ignore[arg-type]
             else:
                 raise UserError(f"{prefix}{name}", "missing", f"give {_words(hint)}, as in {prefix}{name}=...")
-    made = kind(**given)  # what a single setting cannot be, its section refuses
+    made = kind(**given)  # each section checks its settings
     for name, value in given.items():
-        if not prefix.startswith("data.sources."):  # of which the section that they are in knows more
+        if not prefix.startswith("data.sources."):  # `[data]` checks its sources itself
             _check_numbers(value, f"{prefix}{name}")
     return made
 
@@ -205,7 +205,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
-    """Instances of the dataclass `kind` from a list of tables; one table is a list of one."""
+    """Build the dataclass `kind` from each table of a list. A single table counts as a list of one."""
     entries = list(values) if isinstance(values, (list, tuple)) else [values]
     for entry in entries:
         if not isinstance(entry, Mapping):
@@ -223,36 +223,36 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the type `hint` says: no guessing but int to float, and one entry to a list of one."""
+    """Check `value` against the type `hint`. An int is accepted as a float, and a single entry as a list of one."""
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
-        raise UserError(name, "", "give it without the zero character", value=value)
+        raise UserError(name, "", "remove the null character", value=value)
     if converted is _WRONG and get_origin(hint) is dict and isinstance(value, str):
         raise UserError(
-            name, "is what a shell leaves of a table without quotes", f"{_table_cure(name, value)}", value=value
+            name, "is a table whose quotes the shell has removed", f"{_table_fix(name, value)}", value=value
         )
     if converted is _WRONG:
         choices = _choices(hint)
-        cure = f"give {_words(hint)}"
+        fix = f"give {_words(hint)}"
         if isinstance(value, str) and (near := closest(value, choices)) is not None:
-            cure = f"did you mean {near!r}? {cure}"
-        raise UserError(name, "", cure, value=value)
+            fix = f"did you mean {near!r}? {fix}"
+        raise UserError(name, "", fix, value=value)
     return converted
 
 
 def _check_numbers(value: Any, name: str) -> None:
-    """Bounds of every number among the settings, for those that have none of their own. A loss may have no bound."""
+    """Check the general bounds of numbers. Settings of the loss may be infinite, which means unbounded."""
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, float) and not math.isfinite(number):
             need(name.startswith("loss.") and number > 0, name, number, "give a finite number")
         elif isinstance(number, float):
-            need(abs(number) <= LARGEST_FLOAT, name, number, "give a number that float32 can hold, 3.4e38 at most")
+            need(abs(number) <= LARGEST_FLOAT, name, number, "give a number that fits float32, at most 3.4e38")
         if type(number) is int and not name.endswith(".seed"):
             need(abs(number) <= LARGEST_COUNT, name, number, f"give at most {LARGEST_COUNT}, 2**53 - 1")
 
 
-def _table_cure(name: str, value: str) -> str:
-    """How to write a table on a command line: bash takes braces with a comma apart, and quotes away."""
+def _table_fix(name: str, value: str) -> str:
+    """How to write a table on a command line, where bash expands braces and removes quotes."""
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
     entries = named if named and all(key and text for key, text in named) else [("question", "prompt")]
@@ -268,7 +268,7 @@ def _converted(hint: Any, value: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         if type(None) in arguments and isinstance(value, str) and value.lower() == "none":
-            return None  # as an override spells it: TOML has no null
+            return None  # TOML has no null
         for argument in arguments:
             if (found := _converted(argument, value)) is not _WRONG:
                 return found
@@ -302,7 +302,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _words(hint: Any) -> str:
-    """What a type is called in a sentence."""
+    """A type in words, for the fix of an error message."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(_words(argument) for argument in arguments)

@@ -9,12 +9,12 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Path by name, in the order of the names."""
+    """The paths of the recipes by name, sorted by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def recipe_path(name: str | PathLike[str]) -> Path:
-    """The file that a name stands for: a path, or the name of a shipped recipe. A file of that name wins."""
+    """The path of a recipe, given as a path or as the name of a shipped recipe. An existing file takes precedence."""
     path = Path(name)
     return path if path.is_file() else shipped_recipes().get(str(name), path)
 
@@ -26,6 +26,6 @@ def summary(path: Path) -> str:
 
 
 def default_recipe(command: str) -> str | None:
-    """The recipe of a command that is given none: the one with its name, if there is no other (`rl` has several)."""
+    """The recipe of a command that is called without one: its only recipe, or None if there are several (`rl`)."""
     names = [name for name in shipped_recipes() if name == command or name.startswith(f"{command}-")]
     return command if names == [command] else None

@@ -1,4 +1,4 @@
-"""The section `rollout`: who writes the responses of a run, how many, and what judges them."""
+"""The section `rollout`: which engine samples the responses of a run, how many, and how they are rewarded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from padfree.config.units import GIB, SECONDS
 from padfree.errors import closest, need
 
 MOST_PROCESSES = 1024
-"""Of rewards, on a host."""
+"""Maximum number of reward processes per rank."""
 
 SERVED_FIX = "set rollout.engine=vllm, or leave it out"
 FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
@@ -28,76 +28,148 @@ FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """Servers that the run starts, watches and ends: `command` once for each entry of `devices`."""
+    """Servers that the run starts, monitors and stops: `command` once for each entry of `devices`."""
 
     command: tuple[str, ...] = setting(
-        (), needs=need_of("rollout.may_have_servers", fix=SERVED_FIX)
-    )  # its words; the model, the port and what else the run needs are added
-    devices: tuple[str, ...] = ("0",)  # CUDA_VISIBLE_DEVICES of each server; "cpu": none
-    environment: dict[str, str] = field(default_factory=dict)
+        (),
+        about="The words of the command that starts a server; padfree adds the model, the port and its own options.",
+        needs=need_of("rollout.may_have_servers", fix=SERVED_FIX, about="rollout.engine=vllm or an engine of your own"),
+    )
+    devices: tuple[str, ...] = setting(
+        ("0",), about="CUDA_VISIBLE_DEVICES of each server, one entry per server, or cpu."
+    )
+    environment: dict[str, str] = setting(
+        factory=dict, about="Environment variables of the servers; they are written to config.json."
+    )
 
     def __post_init__(self) -> None:
-        need(all(self.command), "rollout.launch.command", list(self.command), "give words, none of them empty")
-        cure = 'give CUDA_VISIBLE_DEVICES of each server, such as ["0", "1"], or "cpu"'
-        need(len(self.devices) > 0 and all(self.devices), "rollout.launch.devices", list(self.devices), cure)
+        need(all(self.command), "rollout.launch.command", list(self.command), "remove the empty words")
+        fix = 'give CUDA_VISIBLE_DEVICES for each server, such as ["0", "1"], or "cpu"'
+        need(len(self.devices) > 0 and all(self.devices), "rollout.launch.devices", list(self.devices), fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """Rollouts of the run itself: `reward` names a built-in or `module:function`, `environment` or `agent` what the
-    policy talks to; without any of them `data.path` has finished ones.
+    """Rollouts that the run samples itself, because `reward`, `environment` or `agent` is set.
 
-    With one `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the sampler's too.
+    Then `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the temperature of the
+    sampler as well. Without any of the three, `data.path` holds finished rollouts.
     """
 
-    reward: str | None = setting(None, resume="may change within RL")
-    environment: str | None = None  # module:function of an episode
+    reward: str | None = setting(
+        None,
+        about="The reward: exact_match, number_after_hashes, a function of your own as module:function, or a reward "
+        "model as model:folder.",
+        resume="may change within RL",
+    )
+    environment: str | None = setting(
+        None, about="An environment as module:function, a coroutine function that plays one episode."
+    )
     agent: tuple[str, ...] = setting(
         (),
-        needs=need_of("reward", fix="set rollout.reward=exact_match or another, it judges what rollout.agent prints"),
-    )  # or the words of a program that is one, with the policy at its OPENAI_BASE_URL
+        about="The words of a program that plays one episode; it finds the policy at OPENAI_BASE_URL.",
+        needs=need_of("reward", fix="set rollout.reward: it rewards what the program of rollout.agent prints"),
+    )
     episode_timeout: float = setting(
-        300.0, **SECONDS
-    )  # seconds of an episode's own, its reward's too; waiting for tokens does not count
-    on_failure: OnFailure = "error"  # skip: a group whose episode or reward raises or hangs is left out
+        300.0,
+        **SECONDS,
+        about="Seconds for an episode including its reward, without the time spent waiting for tokens; without an "
+        "environment, seconds for each reward.",
+    )
+    on_failure: OnFailure = setting(
+        "error",
+        about="What happens if an episode or a reward raises or hangs: end the run, or skip its group and list it in "
+        "failures.jsonl.",
+    )
     reward_processes: int = setting(
         0,
         least=0,
         most=MOST_PROCESSES,
-        needs=need_of("reward", fix="set rollout.reward, without one there is nothing to compute in processes"),
-    )  # that rewards are computed in; 0: in the process
-    samples_per_prompt: int = setting(8, least=1, resume=STAYS, formerly="group")  # responses to a prompt
-    max_new_tokens: int = setting(256, least=1)
-    engine: str = "in_process"  # who samples: in_process, vllm, or your own as module:function
-    max_concurrent: int = setting(256, least=1, formerly="batch")  # responses a device writes at a time
+        about="Processes per rank that compute rewards; 0 computes them in the training process.",
+        needs=need_of("reward", fix="set rollout.reward, or leave it out: there is no reward to compute"),
+    )
+    samples_per_prompt: int = setting(
+        8, least=1, about="Responses per prompt, the size of a group.", resume=STAYS, formerly="group"
+    )
+    max_new_tokens: int = setting(256, least=1, about="Maximum number of tokens of a response.")
+    engine: str = setting(
+        "in_process",
+        about="The sampling engine: in_process, vllm, or your own as module:function.",
+    )
+    max_concurrent: int = setting(
+        256,
+        least=1,
+        about="Maximum number of responses that a device generates at the same time; with servers, requests of a "
+        "process to each server.",
+        formerly="batch",
+    )
     kv_cache_memory: Literal["auto"] | float = setting(
-        "auto", **GIB, fix="give auto or GiB above 0"
-    )  # GiB of keys and values; auto: half of what is free at most
+        "auto",
+        **GIB,
+        about="GiB of the KV cache on a GPU; auto is what rollout.max_concurrent responses need, at most half of the "
+        "free memory.",
+        fix="give auto or GiB above 0",
+    )
     staleness: int = setting(
-        0, least=0, fix="give 0 or more batches"
-    )  # batches that are sampled ahead while one is trained
-    filter: RolloutFilter = "none"  # equal: groups with equal rewards are replaced by other prompts'
+        0,
+        least=0,
+        about="Number of batches that are sampled ahead of training; in_process supports 0 only.",
+        fix="give 0 or more batches",
+    )
+    filter: RolloutFilter = setting(
+        "none", about="equal replaces groups whose rewards are all equal by groups of other prompts."
+    )
     oversample: float = setting(
-        1.0, least=1, needs=FILTERED
-    )  # groups that are asked for at once, times those that are needed
-    filter_bound: float = setting(3.0, least=1)  # groups that a batch may ask for in all, times its own
-    overlong_buffer: int = 0  # the last tokens of the room: a response that ends among them loses some reward,
-    overlong_penalty: float = setting(1.0, above=0)  # and so much of it at the last
-    # Of servers alone
+        1.0,
+        least=1,
+        about="With a filter: groups that are requested at once, as a multiple of the groups that are needed.",
+        needs=FILTERED,
+    )
+    filter_bound: float = setting(
+        3.0,
+        least=1,
+        about="With a filter: maximum number of groups requested for a batch, as a multiple of its groups; after "
+        "that, equal groups fill the batch.",
+    )
+    overlong_buffer: int = setting(
+        0,
+        about="Length of the soft-penalty zone before rollout.max_new_tokens.",
+        allowed="0 to rollout.max_new_tokens",
+    )
+    overlong_penalty: float = setting(
+        1.0, above=0, about="Penalty at rollout.max_new_tokens; it grows linearly inside the soft-penalty zone."
+    )
+    # Servers only
     servers: tuple[str, ...] = setting(
-        (), needs=need_of("may_have_servers", fix=SERVED_FIX)
-    )  # addresses of servers that run
+        (),
+        about='Addresses of running servers, such as ["http://10.0.0.2:8000"].',
+        needs=need_of("may_have_servers", fix=SERVED_FIX, about="rollout.engine=vllm or an engine of your own"),
+    )
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    transfer: WeightTransfer = "group"  # how weights get to servers
+    transfer: WeightTransfer = setting(
+        "group", about="How weights reach the servers: broadcast in a process group, or as files."
+    )
     transfer_folder: str | None = setting(
-        None, filled="give a folder, or leave it out"
-    )  # of files, seen by run and servers; None: memory, or the run folder
-    timeout: float = setting(600.0, **SECONDS)
+        None,
+        about="Folder for the files of a weight sync, visible to run and servers under one name; none takes memory "
+        "(/dev/shm) or the run folder.",
+        filled="give a folder, or leave it out",
+    )
+    timeout: float = setting(600.0, **SECONDS, about="Seconds without a responsive server after which the run ends.")
     canary: float | None = setting(
-        None, above=0, most=math.inf, fix="give more than 0, or leave it out"
-    )  # mean difference of log-probabilities that is allowed; None: by model.dtype
-    top_p: float = 1.0
-    top_k: int | None = None
+        None,
+        above=0,
+        most=math.inf,
+        about="Maximum mean difference between the log-probabilities of server and trainer; none is 0.002, or 0.1 "
+        "in bfloat16.",
+        fix="give more than 0, or leave it out",
+    )
+    top_p: float = setting(
+        1.0, about="Must be 1: the trainer computes log-probabilities over the whole softmax.", allowed="1"
+    )
+    top_k: int | None = setting(
+        None, about="Must be none: the trainer computes log-probabilities over the whole softmax.", allowed="none"
+    )
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -110,12 +182,12 @@ class RolloutConfig:
 
     @property
     def has_servers(self) -> bool:
-        """Whether servers write the responses; one of your own engines needs none."""
+        """Whether servers sample the responses. An engine of the user may work without servers."""
         return bool(self.servers or self.launch.command)
 
     @property
     def source(self) -> str | None:
-        """The setting that has the run write its responses itself; None: it does not."""
+        """The setting because of which the run samples responses; None: it reads finished rollouts."""
         for name in ("environment", "agent", "reward"):
             if getattr(self, name):
                 return f"rollout.{name}"
@@ -123,16 +195,16 @@ class RolloutConfig:
 
     @property
     def has_episodes(self) -> bool:
-        """Whether an environment plays episodes; else every response is an episode of one turn."""
+        """Whether an environment or agent plays episodes. Otherwise every response is an episode of one turn."""
         return self.environment is not None or bool(self.agent)
 
     def __post_init__(self) -> None:
         check_table(self, "rollout.")
         self._check_batches()
         expand_home(self, "transfer_folder")
-        cure = "leave it out, the trainer's log-probabilities are those of the whole softmax"
-        need(self.top_p == 1.0, "rollout.top_p", self.top_p, cure)
-        need(self.top_k is None, "rollout.top_k", self.top_k, cure)
+        fix = "leave it out: the trainer computes log-probabilities over the whole softmax"
+        need(self.top_p == 1.0, "rollout.top_p", self.top_p, fix)
+        need(self.top_k is None, "rollout.top_k", self.top_k, fix)
         self._check_engine()
         self._check_episodes()
         servers, command = list(self.servers), list(self.launch.command)
@@ -144,38 +216,38 @@ class RolloutConfig:
             right = re.fullmatch(scheme + r"://[^/:\s]+(:\d{1,5})?(/\S*)?", url) is not None
             need(right, "rollout.servers", url, 'give addresses such as ["http://127.0.0.1:8000"]')
         need(len(set(servers)) == len(servers), "rollout.servers", servers, "name each server once")
-        cure = "give the addresses of servers that run, or rollout.launch.command to have them started, and not both"
-        need(own or bool(servers) != bool(command), "rollout.servers", servers, cure)
-        need(not (servers and command), "rollout.servers", servers, cure)
+        fix = "give either the addresses of running servers, or rollout.launch.command to start servers, and not both"
+        need(own or bool(servers) != bool(command), "rollout.servers", servers, fix)
+        need(not (servers and command), "rollout.servers", servers, fix)
 
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"
-        cure = "rollout.engine in_process samples from the weights that are in training: set rollout.engine=vllm, or 0"
-        need(not ahead, "rollout.staleness", self.staleness, cure)
+        fix = "set it to 0, or rollout.engine=vllm: in_process samples with the weights that are being trained"
+        need(not ahead, "rollout.staleness", self.staleness, fix)
         compared = self.filter == "none" or self.samples_per_prompt > 1
         need(
             compared,
             "rollout.filter",
             self.filter,
-            "set rollout.samples_per_prompt to 2 or more, one response is equal to itself",
+            "set rollout.samples_per_prompt to 2 or more: the filter compares the rewards of a group",
         )
         right = 0 <= self.overlong_buffer <= self.max_new_tokens
-        cure = f"give 0 to rollout.max_new_tokens, {self.max_new_tokens}"
-        need(right, "rollout.overlong_buffer", self.overlong_buffer, cure)
+        fix = f"give 0 to {self.max_new_tokens}, which is rollout.max_new_tokens"
+        need(right, "rollout.overlong_buffer", self.overlong_buffer, fix)
 
     def _check_episodes(self) -> None:
         environment, agent = self.environment, list(self.agent)
         right = environment is None or is_path(environment)
-        cure = "give 'module:function', such as padfree.rollout.environment.calculator:episode"
-        need(right, "rollout.environment", environment, cure)
-        need(all(agent), "rollout.agent", agent, "give words, none of them empty")
-        cure = "leave it out, rollout.environment is the environment (padfree.rollout.environment.run_agent runs one)"
-        need(not agent or environment is None, "rollout.agent", agent, cure)
+        fix = "give 'module:function', such as padfree.rollout.environment.calculator:episode"
+        need(right, "rollout.environment", environment, fix)
+        need(all(agent), "rollout.agent", agent, "remove the empty words")
+        fix = "leave it out: rollout.environment is set, which can call padfree.rollout.environment.run_agent"
+        need(not agent or environment is None, "rollout.agent", agent, fix)
 
     def _check_engine(self) -> None:
         if self.engine in SAMPLING_ENGINES or is_path(self.engine):
             return
         near = closest(self.engine, tuple(SAMPLING_ENGINES))
         meant = "" if near is None else f"did you mean {near!r}? "
-        cure = f"{meant}give one of {', '.join(SAMPLING_ENGINES)}, or 'module:function'"
-        need(False, "rollout.engine", self.engine, cure)
+        fix = f"{meant}give one of {', '.join(SAMPLING_ENGINES)}, or 'module:function'"
+        need(False, "rollout.engine", self.engine, fix)

@@ -1,5 +1,7 @@
-"""One frozen dataclass for each section of settings; a value that cannot be is refused. What settings of several
-sections cannot be together is in `padfree.config.config`."""
+"""The sections of a recipe except those for models, rollouts and the loss: one frozen dataclass per section.
+
+Each section refuses values that it cannot use. Rules that involve several sections are in `padfree.config.config`.
+"""
 
 from __future__ import annotations
 
@@ -34,50 +36,107 @@ from padfree.errors import UserError, need
 
 TURNS_ARE_CHOSEN = need_of(
     "loss.task.turns",
-    fix="leave it out, what is trained on is the response, or compared are the answers",
+    fix="leave it out: this task trains on whole responses or compares answers",
+    about="loss.kind=sft or distill",
 )
 HELD_OUT = need_of("path", fix="set eval.path to held-out data, or leave it out")
-SAMPLED = need_of("rollout.source", fix="leave it out, nothing is sampled in this run")
-SEVERAL_DRAWS = need_of("greedy", False, fix="set eval.greedy=false, the likeliest response is always the same")
+SAMPLED = need_of(
+    "rollout.source",
+    fix="leave it out: this run samples no responses",
+    about="rollout.reward, rollout.environment or rollout.agent",
+)
+SEVERAL_DRAWS = need_of("greedy", False, fix="set eval.greedy=false: greedy responses to a prompt are all the same")
 
 MOST_EPOCHS = 100_000
-"""The steps of a run are counted epoch by epoch before it starts."""
+"""The number of steps is counted epoch by epoch before a run starts, so the number of epochs is limited."""
 
-EPOCHS_FIX = f"give 1 to {MOST_EPOCHS:,}, or none and run.steps"
+EPOCHS_FIX = f"give 1 to {MOST_EPOCHS:,}, or none together with run.steps"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """`path`: files or folders, or a Hub id; what else there is belongs to `padfree.data`. `sources`: a mixture."""
+    """The training data: one path, or a mixture of `sources`. `padfree.data` reads it."""
 
-    path: tuple[str, ...] = setting((), resume=SAMPLES)
-    sources: tuple[DataSource, ...] = setting((), resume=SAMPLES)  # in place of path: several, each with a weight
-    subset: str | None = setting(None, filled="give a name, or leave it out", resume=SAMPLES)  # of a Hub id
-    split: str = setting("train", filled="give a name, such as train", resume=SAMPLES)  # of a Hub id
-    columns: dict[str, str] = setting(factory=dict, resume=SAMPLES)
-    loss_on: LossOn = setting("assistant", needs=TURNS_ARE_CHOSEN, resume=SAMPLES)
-    turns: Turns = setting("auto", resume=SAMPLES)  # assistant turns of a conversation in one sample, or in one each
+    path: tuple[str, ...] = setting(
+        (), about="Files or folders (JSONL, JSON, Parquet) or Hub ids with the training data.", resume=SAMPLES
+    )
+    sources: tuple[DataSource, ...] = setting(
+        (), about="A mixture in place of data.path: several sources, each with a weight.", resume=SAMPLES
+    )
+    subset: str | None = setting(
+        None,
+        about="The subset of a Hub data set, as in data.path=openai/gsm8k data.subset=main.",
+        filled="give a name, or leave it out",
+        resume=SAMPLES,
+    )
+    split: str = setting(
+        "train", about="The split of a Hub data set.", filled="give a name, such as train", resume=SAMPLES
+    )
+    columns: dict[str, str] = setting(
+        factory=dict,
+        about='Renames columns: { question = "prompt", answer = "response" } maps your names to padfree\'s.',
+        resume=SAMPLES,
+    )
+    loss_on: LossOn = setting(
+        "assistant",
+        about="The tokens that are trained: all assistant turns, the last assistant turn, or all tokens.",
+        needs=TURNS_ARE_CHOSEN,
+        resume=SAMPLES,
+    )
+    turns: Turns = setting(
+        "auto",
+        about="Whether the assistant turns of a conversation form one sample (together) or one sample each (apart); "
+        "auto is together unless the chat template rewrites earlier turns.",
+        resume=SAMPLES,
+    )
     system: str | None = setting(
         None,
+        about="The system prompt for conversations that have none.",
         filled="give a system prompt, or leave it out",
         needs=need_of(
-            "prompt_format", "auto", "chat", fix="leave it out, or set data.prompt_format=chat: plain prompts have none"
+            "prompt_format",
+            "auto",
+            "chat",
+            fix="leave it out, or set data.prompt_format=chat: plain prompts have no system prompt",
         ),
         resume=SAMPLES,
-    )  # the system prompt of conversations that have none
+    )
     prompt_template: str | None = setting(
-        None, resume=SAMPLES
-    )  # how a text prompt is made of columns: "{prompt}\n\n{hint}"
-    prompt_format: PromptFormat = setting("auto", resume=SAMPLES)
+        None, about='Builds a plain prompt from columns, as in "Question: {question}".', resume=SAMPLES
+    )
+    prompt_format: PromptFormat = setting(
+        "auto",
+        about="Whether prompts go through the chat template (chat) or are used as they are (plain); auto is chat if "
+        "the tokenizer has a template.",
+        resume=SAMPLES,
+    )
     chat_template: str | None = setting(
-        None, filled="give a file, or leave it out", resume=SAMPLES
-    )  # a file; None: the tokenizer's own
-    append_eos: bool = setting(True, resume=SAMPLES)
-    max_length: int | None = setting(None, least=2, resume=SAMPLES)
-    overlong: Overlong = setting("error", resume=SAMPLES)
-    on_bad_row: OnBadRow = setting("error", resume=SAMPLES)
-    shuffle: bool = setting(True, resume=STAYS)
-    epochs: int | None = setting(1, least=1, most=MOST_EPOCHS, fix=EPOCHS_FIX, resume=STAYS)  # None: until run.steps
+        None,
+        about="A file with a chat template; none takes the template of the tokenizer.",
+        filled="give a file, or leave it out",
+        resume=SAMPLES,
+    )
+    append_eos: bool = setting(
+        True, about="Append the end-of-sequence token to plain text and responses.", resume=SAMPLES
+    )
+    max_length: int | None = setting(None, least=2, about="Maximum length of a sample in tokens.", resume=SAMPLES)
+    overlong: Overlong = setting(
+        "error", about="What happens to a sample that is longer than data.max_length.", resume=SAMPLES
+    )
+    on_bad_row: OnBadRow = setting(
+        "error",
+        about="What happens to a row that cannot be used; skipped rows are listed in rows.jsonl of the run folder.",
+        resume=SAMPLES,
+    )
+    shuffle: bool = setting(True, about="Shuffle the data in every epoch, with run.seed.", resume=STAYS)
+    epochs: int | None = setting(
+        1,
+        least=1,
+        most=MOST_EPOCHS,
+        about="Passes over the data; none continues until run.steps.",
+        fix=EPOCHS_FIX,
+        resume=STAYS,
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
@@ -85,24 +144,24 @@ class DataConfig:
             raise UserError(
                 "data.path",
                 "missing",
-                "give one file, folder or Hub id, or more, as in data.path=train.jsonl, or a mixture as data.sources",
+                "give one or more files, folders or Hub ids, as in data.path=train.jsonl, or a mixture as data.sources",
             )
         both = bool(self.path and self.sources)
-        cure = "data.sources names the data, too; set data.path=[] for the mixture, or data.sources=[] for the path"
-        need(not both, "data.path", list(self.path), cure)
+        fix = "data.sources is set as well; set data.path=[] to use the mixture, or data.sources=[] to use the path"
+        need(not both, "data.path", list(self.path), fix)
         check_sources(self.sources)
-        need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id in place of the empty name")
+        need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id instead of the empty string")
         check_table(self, "data.")
         if self.prompt_template is not None:
             template_parts(self.prompt_template)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All files, folders and Hub ids, of `path` or of all sources."""
+        """All files, folders and Hub ids, from `path` or from all sources."""
         return self.path or tuple(path for source in self.sources for path in source.path)
 
     def of_source(self, source: DataSource) -> DataConfig:
-        """The settings under which one source is read as if it were the only data."""
+        """These settings with one source as the only data, for reading that source."""
         own = {name: getattr(source, name) for name in ("columns", "split", "subset")}
         given = {name: value for name, value in own.items() if value is not None}
         return replace(self, path=source.path, sources=(), **given)
@@ -110,79 +169,146 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
-    """Held-out data: `path` as in `data`, whose other settings hold here too. Without it nothing is evaluated."""
+    """Evaluation on held-out data. The settings of `data` (columns, templates, lengths) apply to it as well."""
 
-    path: tuple[str, ...] = ()
-    split: str = setting("test", filled="give a name, such as test")  # of a Hub id
-    every: int | None = setting(None, least=1, needs=HELD_OUT)  # steps; None: at the start and at the end only
-    start: bool = True  # before the first step, too
-    samples: int | None = setting(None, least=1)  # the first so many; None: all
-    # Of responses that are sampled
-    reward: str | None = setting(None, needs=(HELD_OUT, SAMPLED))  # None: rollout.reward
-    greedy: bool = setting(True, needs=SAMPLED)  # the likeliest token at every place; false: drawn at loss.temperature
+    path: tuple[str, ...] = setting(
+        (), about="Files, folders or Hub ids with held-out data; without them nothing is evaluated."
+    )
+    split: str = setting("test", about="The split of a Hub data set.", filled="give a name, such as test")
+    every: int | None = setting(
+        None,
+        least=1,
+        about="Steps between evaluations; none evaluates at the start and at the end only.",
+        needs=HELD_OUT,
+    )
+    start: bool = setting(True, about="Evaluate before the first step as well.")
+    samples: int | None = setting(
+        None, least=1, about="Number of samples to evaluate, from the beginning of the data; none takes all."
+    )
+    # RL only
+    reward: str | None = setting(
+        None,
+        about="RL: the reward function for held-out responses; none takes rollout.reward.",
+        needs=(HELD_OUT, SAMPLED),
+    )
+    greedy: bool = setting(
+        True,
+        about="RL: decode greedily; false samples at loss.temperature, with the same noise in every evaluation.",
+        needs=SAMPLED,
+    )
     samples_per_prompt: int = setting(
-        1, least=1, needs=(SEVERAL_DRAWS, SAMPLED), formerly="draws"
-    )  # responses to a prompt
+        1,
+        least=1,
+        about="RL: responses per prompt, the k of pass@k.",
+        needs=(SEVERAL_DRAWS, SAMPLED),
+        formerly="draws",
+    )
     pass_threshold: float = setting(
-        1.0, least=-math.inf, fix="give a finite number", needs=SAMPLED, formerly="passes"
-    )  # a response with this reward or more is right
+        1.0,
+        least=-math.inf,
+        about="RL: a response passes if its reward is at least this.",
+        fix="give a finite number",
+        needs=SAMPLED,
+        formerly="passes",
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
-        need(all(self.path), "eval.path", list(self.path), "give a file, folder or Hub id in place of the empty name")
+        need(all(self.path), "eval.path", list(self.path), "give a file, folder or Hub id instead of the empty string")
         check_table(self, "eval.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """A step's global batch: a number of `samples`, or at most so many `tokens`; `max_tokens` is one device's cap."""
+    """The global batch of a step, given as a number of `samples` or as a budget of `tokens`."""
 
-    samples: int | None = setting(None, least=1, resume=STAYS)
-    tokens: int | None = setting(None, least=1, resume=STAYS)
-    max_tokens: int = setting(least=1)
+    samples: int | None = setting(
+        None, least=1, about="Samples per step over all devices; RL takes whole groups.", resume=STAYS
+    )
+    tokens: int | None = setting(
+        None, least=1, about="Token budget per step over all devices, in place of batch.samples (SFT).", resume=STAYS
+    )
+    max_tokens: int = setting(
+        least=1, about="Maximum number of tokens in one micro-batch of one device; memory limits it."
+    )
     overlong: RunOverlong = setting(
-        "error", resume="may change with batch.samples"
-    )  # a sample longer than tokens or max_tokens
+        "error",
+        about="What happens to a sample that is longer than batch.tokens or batch.max_tokens; alone puts it into a "
+        "micro-batch of its own.",
+        resume="may change with batch.samples",
+    )
     buffer: int = setting(
-        256, least=1, resume="may change with batch.samples"
-    )  # samples that a token budget chooses from
-    cost: str | None = None  # a file of `padfree plan --calibrate`; None: counted from the model's config
-    share_prefixes: SharePrefixes = "auto"  # what samples of a group begin with is computed once, where that pays
+        256,
+        least=1,
+        about="Number of samples from which a batch of batch.tokens is chosen.",
+        resume="may change with batch.samples",
+    )
+    cost: str | None = setting(
+        None,
+        about="A cost model written by padfree plan --calibrate; none counts FLOPs from the model's config.",
+    )
+    share_prefixes: SharePrefixes = setting(
+        "auto",
+        about="Compute a common prefix of several samples once: auto does so within a group if it saves time, true "
+        "for any samples, false never.",
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "cost")
         given = (self.samples is not None) + (self.tokens is not None)
-        cure = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
-        need(given == 1, "batch.samples", self.samples, cure)
+        fix = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
+        need(given == 1, "batch.samples", self.samples, fix)
         check_table(self, "batch.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Processes are replicate x shard x context; shard is what the number of processes leaves."""
+    """How a run uses its devices: processes = replicate x shard x context, and shard follows from the other two."""
 
     context: Literal["auto"] | int = setting(
-        1, least=1, fix="give 1 or more, or auto"
-    )  # ranks that share every row; auto: as many as each row wants
-    replicate: int = setting(1, least=1)
-    layout: LayoutKind = "balanced"
-    method: ContextMethod = "allgather"
-    checkpointing: CheckpointingOrAuto = "auto"  # the fastest that fits the device
-    compile: CompilerOrAuto | bool = "auto"  # true: inductor; auto: on a GPU
-    kernels: LayerKernels = "auto"  # padfree's operators in compiled layers; none: torch.compile alone
+        1,
+        least=1,
+        about="Context-parallel ranks that share a pack; auto decides for each pack.",
+        fix="give 1 or more, or auto",
+    )
+    replicate: int = setting(1, least=1, about="Number of replicas of the sharded model.")
+    layout: LayoutKind = setting("balanced", about="How the tokens of a pack are distributed over context ranks.")
+    method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
+    checkpointing: CheckpointingOrAuto = setting(
+        "auto",
+        about="Activation checkpointing: none keeps all activations, host offloads matmul results of compiled layers "
+        "to host memory, selective recomputes everything but matmuls, full recomputes whole layers; auto takes the "
+        "fastest that fits.",
+    )
+    compile: CompilerOrAuto | bool = setting(
+        "auto", about="Compile each layer with torch.compile; true is inductor, auto compiles on a GPU."
+    )
+    kernels: LayerKernels = setting(
+        "auto",
+        about="Use padfree's fused operators (RMSNorm, QK-norm with RoPE, SwiGLU) in compiled layers; none uses "
+        "torch.compile only.",
+    )
     head_memory: HeadMemory | float = setting(
-        "speed", **GIB, fix="give speed, low or GiB above 0"
-    )  # 4 and 1 GiB, or so many; with less, some is computed twice
-    reshard: Literal["auto"] | bool = "auto"  # true: only layers that compute are whole; false: all, if that fits
-    offload: bool = False  # weights, gradients and optimizer state wait on the CPU
+        "speed",
+        **GIB,
+        about="Memory for the logits: speed is about 4 GiB, low about 1 GiB, or a number of GiB; less memory means "
+        "more recomputation.",
+        fix="give speed, low or GiB above 0",
+    )
+    reshard: Literal["auto"] | bool = setting(
+        "auto",
+        about="Free the gathered weights of a layer after its forward and gather them again for the backward; false "
+        "keeps them, auto is false if they fit.",
+    )
+    offload: bool = setting(False, about="Keep weights, gradients and optimizer state in CPU memory.")
 
     @property
     def head_bytes(self) -> HeadMemory | int:
-        """`head_memory` as the head takes it."""
+        """`head_memory` with GiB converted to bytes."""
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
     def most_context(self, processes: int) -> int:
-        """How many ranks can share a row: with `auto` all that share one set of weights."""
+        """The maximum number of ranks that share a pack; with `auto`, all ranks of a replica."""
         return max(1, processes // self.replicate) if self.context == "auto" else self.context
 
     def __post_init__(self) -> None:
@@ -190,25 +316,33 @@ class ParallelConfig:
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "inductor" if self.compile else "none")
         compiled = self.checkpointing != "host" or self.compile != "none"
-        need(compiled, "parallel.checkpointing", "host", "it is for compiled layers: set parallel.compile=inductor")
+        need(compiled, "parallel.checkpointing", "host", "set parallel.compile=inductor: it works on compiled layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """`every` so many steps, and at the end; the last `keep` stay. `export`: at the end, a folder for transformers."""
+    """Checkpoints during a run, and the exported model at its end."""
 
-    every: int | None = setting(None, least=1)  # None: at the end only
-    keep: int = setting(2, least=1)
-    asynchronous: bool = False
-    resume: bool = True  # from the newest in the run folder, if there is one
-    export: bool = True
-    export_dtype: ExportDtype = "base"  # of the exported weights; base: model's
+    every: int | None = setting(None, least=1, about="Steps between checkpoints; none writes one at the end only.")
+    keep: int = setting(2, least=1, about="Number of checkpoints to keep; older ones are deleted.")
+    asynchronous: bool = setting(False, about="Write checkpoints in the background while training continues.")
+    resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
+    export: bool = setting(True, about="Write a folder that from_pretrained loads at the end of the run.")
+    export_dtype: ExportDtype = setting(
+        "base", about="The dtype of the exported weights; base is the dtype of the files of model.path."
+    )
     best: str | None = setting(
-        None, needs=need_of("eval.path", fix="set eval.path to held-out data, it is measured there")
-    )  # a metric of the evaluations, such as eval/loss; its best checkpoint is kept and exported
+        None,
+        about="An evaluation metric such as eval/loss: the checkpoint with the best value is kept and exported to "
+        "model-best/.",
+        needs=need_of("eval.path", fix="set eval.path to held-out data: the metric is measured on it"),
+    )
     better: Better = setting(
-        "auto", needs=need_of("best", fix="leave it out, or set checkpoint.best")
-    )  # auto: lowest for losses, perplexity and lengths
+        "auto",
+        about="Whether the best value of checkpoint.best is the lowest or the highest; auto is lowest for loss, "
+        "perplexity and length.",
+        needs=need_of("best", fix="leave it out, or set checkpoint.best"),
+    )
 
     def __post_init__(self) -> None:
         check_table(self, "checkpoint.")
@@ -216,11 +350,19 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackConfig:
-    """Where metrics go besides `metrics.jsonl`. `wandb` and `trackio` are names of projects."""
+    """Experiment trackers that receive the metrics in addition to `metrics.jsonl`."""
 
-    tensorboard: bool = False
-    wandb: str | None = setting(None, filled="give a project's name, or leave it out")
-    trackio: str | None = setting(None, filled="give a project's name, or leave it out")
+    tensorboard: bool = setting(False, about="Write TensorBoard event files to the run folder.")
+    wandb: str | None = setting(
+        None,
+        about="Weights & Biases project; WANDB_MODE=offline keeps the data local.",
+        filled="give the name of a project, or leave it out",
+    )
+    trackio: str | None = setting(
+        None,
+        about="Trackio project; its data is local.",
+        filled="give the name of a project, or leave it out",
+    )
 
     def __post_init__(self) -> None:
         check_table(self, "track.")
@@ -228,14 +370,24 @@ class TrackConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """`folder` holds everything a run writes. `steps` is a number of optimizer steps."""
+    """The run itself: its folder, its length and its device."""
 
-    folder: str = setting(filled="give the folder that the run writes to")
-    steps: int | None = setting(None, least=1)  # None: until the data ends
-    seed: int = setting(0, least=0, most=(1 << 63) - 1, fix="give 0 or more, below 2**63", resume=STAYS)
-    device: DeviceName = "auto"
-    timeout: float = setting(600.0, **SECONDS)
-    deterministic: bool = False  # only algorithms that give the same bits again
+    folder: str = setting(about="The folder for everything that the run writes.", filled="give a folder for the run")
+    steps: int | None = setting(None, least=1, about="Number of optimizer steps; none runs until the data ends.")
+    seed: int = setting(
+        0,
+        least=0,
+        most=(1 << 63) - 1,
+        about="Seed of all random numbers.",
+        fix="give 0 or more, below 2**63",
+        allowed="0 to 2**63 - 1",
+        resume=STAYS,
+    )
+    device: DeviceName = setting("auto", about="Device type; auto is cuda if a GPU is available.")
+    timeout: float = setting(600.0, **SECONDS, about="Seconds that processes wait for each other.")
+    deterministic: bool = setting(
+        False, about="Use deterministic algorithms only, so that a run can be repeated bit for bit."
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "folder")

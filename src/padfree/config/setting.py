@@ -1,12 +1,17 @@
-"""What a setting may be, as metadata of its field: `lr: float = setting(1e-5, least=0)`.
+"""The rules and the meaning of a setting, stored as metadata of its dataclass field.
 
-    bounds    least, above, most, below    checked where its section is made
-    needs     other settings               a value other than the default needs them: `needs=need_of("filter", "equal")`
-    formerly  its old name, which is refused with a message that gives the new one
-    resume    whether it may change when a run resumes from a checkpoint (`padfree.train.resume`)
+    lr: float = setting(1e-5, least=0, about="Base learning rate.")
 
-A field without any of it takes every value of its type and may change on resume. What settings cannot be together in
-other ways is in the `__post_init__` of their section, or of `Config`.
+    about     what the setting means, in one sentence: `padfree settings` and docs/reference/settings.md print it
+    bounds    least, above, most, below: checked when the section is constructed
+    allowed   the bounds in words, if the default wording does not fit or the section checks them itself
+    needs     other settings that must be set before this one may differ from its default:
+              `needs=need_of("filter", "equal")`
+    formerly  the former name of the setting; it is refused with a message that gives the new name
+    resume    whether the setting may change when a run resumes from a checkpoint (`padfree.train.resume`)
+
+A field without rules takes every value of its type and may change on resume. Rules that involve several settings in
+other ways are in the `__post_init__` of their section, or of `Config`.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ STAYS: Resume = "must stay"
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The numbers that a setting may be, both ends included, and what is said of others."""
+    """The range of a number, both ends included, and the fix that an error message gives for other numbers."""
 
     low: float
     high: float
@@ -48,12 +53,15 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Another setting that must be one of `values`, or, without them, must be given. A name without a dot is of the
-    same table; one with a dot is of the whole config."""
+    """Another setting that must have one of `values` or, if `values` is empty, must be set.
+
+    A name without a dot is a field or property of the same table. A name with a dot is looked up from the `Config`.
+    """
 
     name: str
     values: tuple[Any, ...]
     fix: str
+    about: str | None = None  # the requirement in words, for a name that is a property and not a setting
 
     def hold(self, table: Any) -> bool:
         found = table
@@ -64,8 +72,12 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
+    """Everything that the metadata of a setting holds."""
+
+    about: str = ""
     bounds: Bounds | None = None
-    filled: str | None = None  # the fix for an empty text
+    allowed: str | None = None  # the bounds in words
+    filled: str | None = None  # the fix for an empty string; None: an empty string is accepted
     needs: tuple[Needs, ...] = ()
     resume: Resume = "may change"
     formerly: str | None = None
@@ -77,25 +89,32 @@ NO_RULES = Rules()
 def setting(
     default: Any = MISSING,
     *,
+    about: str = "",
     factory: Any = MISSING,
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
     fix: str | None = None,
+    allowed: str | None = None,
     filled: str | None = None,
     needs: Needs | tuple[Needs, ...] = (),
     resume: Resume = "may change",
     formerly: str | None = None,
 ) -> Any:
-    """A field with its rules. A number must be finite unless `most` is infinity; None is no number, and is right if the
-    type has it. `filled`: an empty text is refused with this fix."""
+    """A dataclass field with its meaning and its rules.
+
+    A number must be finite unless `most` is infinity. None is accepted if the type includes it. `filled`: an empty
+    string is refused, and the message gives this fix.
+    """
     bounds = None
     if (least, above, most, below) != (None, None, None, None):
         low = least if least is not None else -_LARGEST if above is None else math.nextafter(above, math.inf)
         high = most if most is not None else _LARGEST if below is None else math.nextafter(below, -math.inf)
-        bounds = Bounds(low, high, fix or _words(least, above, most, below))
-    rules = Rules(bounds, filled, needs if isinstance(needs, tuple) else (needs,), resume, formerly)
+        words = _range_words(least, above, most, below)
+        bounds, allowed = Bounds(low, high, fix or f"give {words}"), allowed or words
+    several = needs if isinstance(needs, tuple) else (needs,)
+    rules = Rules(about, bounds, allowed, filled, several, resume, formerly)
     if factory is not MISSING:
         return field(default_factory=factory, metadata={"rules": rules})
     return field(default=default, metadata={"rules": rules})
@@ -104,21 +123,24 @@ def setting(
 _LARGEST = math.nextafter(math.inf, 0.0)
 
 
-def _words(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
-    begin = f"{least:g} or more" if least is not None else f"more than {above:g}" if above is not None else ""
-    if most is not None and most < math.inf and least is not None:
-        return f"give {least:g} to {most:g}"
-    if below is not None and least is not None:
-        return f"give {least:g} up to, but not including, {below:g}"
-    return f"give {begin}"
+def _range_words(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
+    """`least=0, most=1` is "0 to 1", `above=0` is "more than 0"."""
+    bounded = most is not None and most < math.inf
+    if least is not None and least > -math.inf:
+        if bounded:
+            return f"{least:g} to {most:g}"
+        return f"{least:g} or more" if below is None else f"{least:g} up to, but not including, {below:g}"
+    if above is None:
+        return "a finite number"
+    if bounded:
+        return f"more than {above:g}, at most {most:g}"
+    return f"more than {above:g}" if below is None else f"more than {above:g}, less than {below:g}"
 
 
-def need_of(name: str, *values: Any, fix: str | None = None) -> Needs:
-    """The setting must have one of these values, or any if none is given."""
-    given = str(values[0]).lower() if values else None
-    return Needs(
-        name, values, fix or (f"set {name}={given}, or leave it out" if values else f"set {name}, or leave it out")
-    )
+def need_of(name: str, *values: Any, fix: str | None = None, about: str | None = None) -> Needs:
+    """The setting `name` must have one of `values`; without `values` it must be set."""
+    wanted = f"{name}={str(values[0]).lower()}" if values else name
+    return Needs(name, values, fix or f"set {wanted}, or leave it out", about)
 
 
 def rules_of(entry: Field[Any]) -> Rules:
@@ -127,7 +149,7 @@ def rules_of(entry: Field[Any]) -> Rules:
 
 
 def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> None:
-    """Refuse a value that the field `name` of a dataclass may not have."""
+    """Refuse a value that the field `name` of the dataclass `kind` does not accept; `setting` is its full name."""
     entry: Field[Any] = kind.__dataclass_fields__[name]
     rules, written = rules_of(entry), str(entry.type)
     if rules.filled is not None:
@@ -135,12 +157,15 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
     if rules.bounds is None or (value is None and "None" in written):
         return
     plain = written.removesuffix(" | None") in ("int", "float")
-    if plain or (isinstance(value, (int, float)) and not isinstance(value, bool)):  # else a word, such as auto
+    if plain or (isinstance(value, (int, float)) and not isinstance(value, bool)):  # not a word such as auto
         rules.bounds.check(setting, value)
 
 
 def check_table(table: Any, prefix: str) -> None:
-    """Refuse values out of their bounds, and settings that need others of the same table. `prefix` ends with a dot."""
+    """Refuse values outside their bounds, and settings whose `needs` in the same table are not met.
+
+    `prefix` is the name of the table with a dot at its end.
+    """
     for entry in fields(table):
         value = getattr(table, entry.name)
         check_bounds(type(table), entry.name, value, f"{prefix}{entry.name}")
@@ -150,7 +175,7 @@ def check_table(table: Any, prefix: str) -> None:
 
 
 def check_needs(config: Any) -> None:
-    """Refuse settings that need those of other tables."""
+    """Refuse settings whose `needs` in other tables are not met."""
     for name, entry, value in _settings(config):
         for one in rules_of(entry).needs:
             if "." in one.name:
@@ -167,7 +192,7 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 
 
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
-    """Whether each setting of a dataclass may change on resume, by its name; `hints` gives the types of a class."""
+    """Whether each setting of a dataclass may change on resume, by its name. `hints` is `typing.get_type_hints`."""
     found: dict[str, Resume] = {}
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):

@@ -15,16 +15,26 @@ ScheduleKind = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonSettings:
-    """Settings of Muon, for the hidden matrices of a run with `optimizer.name` "muon"."""
+    """The settings of Muon for hidden matrices, used with `optimizer.name=muon`."""
 
-    lr: float | None = setting(None, least=0, fix="give 0 or more, or leave it out")  # None: optimizer.lr
-    momentum: float = setting(0.95, least=0, below=1)
-    nesterov: bool = True
-    steps: int = setting(5, least=1, most=99)  # Newton-Schulz iterations
+    lr: float | None = setting(
+        None,
+        least=0,
+        about="Base learning rate of hidden matrices; none takes optimizer.lr.",
+        fix="give 0 or more, or leave it out",
+    )
+    momentum: float = setting(0.95, least=0, below=1, about="Momentum of Muon.")
+    nesterov: bool = setting(True, about="Use Nesterov momentum.")
+    steps: int = setting(5, least=1, most=99, about="Number of Newton-Schulz iterations.")
     weight_decay: float | None = setting(
-        None, least=0, fix="give 0 or more, or leave it out"
-    )  # None: optimizer.weight_decay
-    update_rms: float = setting(0.2, above=0)  # root mean square of an update divided by lr; 0.2 is about AdamW's
+        None,
+        least=0,
+        about="Weight decay of hidden matrices; none takes optimizer.weight_decay.",
+        fix="give 0 or more, or leave it out",
+    )
+    update_rms: float = setting(
+        0.2, above=0, about="Root mean square of an update before the learning rate; 0.2 is about that of AdamW."
+    )
 
     def __post_init__(self) -> None:
         check_table(self, "optimizer.muon.")
@@ -34,18 +44,26 @@ class MuonSettings:
 class OptimizerConfig:
     """AdamW for all parameters, or Muon for hidden matrices and AdamW for the others.
 
-    AdamW's weight decay applies to parameters with two or more dimensions, including embeddings, but not to norms and
+    AdamW's weight decay applies to parameters with two or more dimensions, embeddings included, and not to norms and
     biases.
     """
 
-    name: OptimizerName = setting("adamw", resume=STAYS)
-    lr: float = setting(1e-5, least=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = setting(1e-8, above=0)
-    weight_decay: float = setting(0.0, least=0)
+    name: OptimizerName = setting(
+        "adamw", about="The optimizer: AdamW, or Muon for hidden matrices with AdamW for the rest.", resume=STAYS
+    )
+    lr: float = setting(1e-5, least=0, about="Base learning rate, which the schedule multiplies.")
+    betas: tuple[float, float] = setting(
+        (0.9, 0.95), about="Decay rates of AdamW's two moments.", allowed="two numbers, 0 up to, but not including, 1"
+    )
+    eps: float = setting(1e-8, above=0, about="AdamW's epsilon.")
+    weight_decay: float = setting(0.0, least=0, about="Weight decay of matrices; norms and biases have none.")
     max_grad_norm: float | None = setting(
-        1.0, above=0, most=math.inf, fix='give more than 0, or "none"'
-    )  # None: no clipping
+        1.0,
+        above=0,
+        most=math.inf,
+        about="The gradient norm is clipped to this; none does not clip.",
+        fix='give more than 0, or "none"',
+    )
     muon: MuonSettings = field(default_factory=MuonSettings)
 
     def __post_init__(self) -> None:
@@ -72,11 +90,19 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Learning-rate schedule: `warmup` steps up, then `kind` down to the share `final` of the rate at `run.steps`."""
+    """The learning-rate schedule: `warmup` steps up, then `kind` down to `final` times the learning rate."""
 
-    kind: ScheduleKind = "constant"
-    warmup: int = setting(0, least=0, fix="give 0 or more steps")
-    final: float = setting(0.0, least=0, most=1, fix="give a share of the learning rate, 0 to 1")
+    kind: ScheduleKind = setting("constant", about="The decay after the warmup; linear and cosine need run.steps.")
+    warmup: int = setting(
+        0, least=0, about="Number of steps over which the learning rate rises linearly.", fix="give 0 or more steps"
+    )
+    final: float = setting(
+        0.0,
+        least=0,
+        most=1,
+        about="The learning rate at run.steps, as a share of the base learning rate.",
+        fix="give a share of the learning rate, 0 to 1",
+    )
 
     def __post_init__(self) -> None:
         check_table(self, "schedule.")

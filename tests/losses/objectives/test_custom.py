@@ -138,13 +138,13 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("mine = 3", "the module has a value but no function 'mine'; correct the name"),
+        ("mine = 3", "the module has 'mine', which is not a function; correct the name"),
         ("", "the module has no 'mine'; correct the name"),
         ("raise OSError('no')", "importing own_losses_.* raised OSError: no; correct the module"),
-        ("class mine: pass", r"is a class; write a function of \(tokens\) and name that"),
+        ("class mine: pass", r"is a class; write a function with the arguments \(tokens\), and name it"),
         ("def mine(): pass", r"cannot be called with \(tokens\): .*; take this argument"),
         ("async def mine(tokens): pass", "is async or a generator; make it a plain function that returns a tensor"),
-        ("from os import system as mine", "a function of posix, which is Python's own"),
+        ("from os import system as mine", "a function of posix in the standard library"),
     ],
 )
 def test_what_is_no_objective_is_refused_when_it_is_loaded(write: Write, body: str, message: str) -> None:
@@ -155,7 +155,7 @@ def test_what_is_no_objective_is_refused_when_it_is_loaded(write: Write, body: s
 def test_a_module_that_is_not_there_and_one_of_python() -> None:
     with refused("loss.kind", "'no_such:f': there is no module no_such"):
         load_objective("no_such:f")
-    with refused("loss.kind", "'os:system': os is Python's own, and none .* is a loss"):
+    with refused("loss.kind", "'os:system': os is part of Python's standard library, which has no loss"):
         load_objective("os:system")
 
 

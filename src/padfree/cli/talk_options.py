@@ -1,4 +1,4 @@
-"""What `padfree generate` and `padfree chat` have in common: their options, and text on a terminal."""
+"""Options and terminal output that `padfree generate` and `padfree chat` share."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 
 class OneLineHelp(argparse.HelpFormatter):
-    """A column for the options that is wide enough for the longest of them."""
+    """Help with an options column wide enough for the longest option."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Options of both commands."""
+    """Add the options of both commands."""
     command.add_argument("model", metavar="MODEL", help="model, run or adapter folder, or a Hub id")
     command.add_argument("--base", metavar="NAME", help="other base model for an adapter folder")
     command.add_argument("--system", metavar="TEXT", help="system message")
     command.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default %(default)s")
-    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: likeliest tokens")
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (default 0)")
+    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy decoding")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
     command.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's own")
     command.add_argument("--template-arguments", metavar="JSON", help='such as {"enable_thinking": false}')
     command.add_argument("--json", action="store_true", help="lines of JSON: text, end, tokens, logprobs")
@@ -42,12 +42,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def speaker_of(settings: argparse.Namespace) -> Speaker:
-    """The model that the options name."""
+    """Load the model that the options name."""
     arguments = _arguments(settings.template_arguments)
     files = find_model(settings.model, base=settings.base)
     plain = getattr(settings, "plain", False)
     if plain and (settings.chat_template is not None or arguments is not None):
-        raise UserError("--plain", "it uses no chat template", "leave --chat-template and --template-arguments out")
+        raise UserError("--plain", "uses no chat template", "remove --chat-template and --template-arguments")
     plain = plain or (files.plain and settings.chat_template is None)
 
     from transformers.utils import logging as untyped
@@ -81,16 +81,16 @@ def _arguments(text: str | None) -> dict[str, Any] | None:
 
 
 class Output:
-    """Standard output. On a terminal control characters are shown and not obeyed."""
+    """Standard output. On a terminal, control characters are printed as escapes."""
 
     def __init__(self) -> None:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="backslashreplace")  # a terminal may know fewer characters than a model
+                stream.reconfigure(errors="backslashreplace")  # for terminals with a limited character set
         self.is_terminal = sys.stdout.isatty()
 
     def write(self, text: str) -> None:
-        """At once, not when a line is full."""
+        """Write and flush."""
         sys.stdout.write(text.translate(CONTROLS) if self.is_terminal else text)
         sys.stdout.flush()
 
@@ -99,9 +99,9 @@ class Output:
 
 
 def read_lines(text: Any, name: str) -> Any:
-    """Lines of a stream; bytes that are not UTF-8 are one line of error."""
+    """The lines of a stream; input that is not UTF-8 is refused."""
     try:
         for line in text:
             yield line.rstrip("\n").removesuffix("\r")
     except UnicodeDecodeError:
-        raise UserError(name, "it is not UTF-8 text", "convert it") from None
+        raise UserError(name, "is not UTF-8 text", "convert it to UTF-8") from None

@@ -1,0 +1,170 @@
+"""Which causal language models of the installed transformers padfree can train packed.
+
+    python -m padfree.tools.architectures lfm2 rwkv     one line of the table for each of these
+
+Each architecture is built on the meta device from the default config of its class and attached, or refused with the
+reason. `COMPLETED` adds what is missing in default configs that do not give a model. `padfree.tools.reference_pages`
+writes the whole table to docs/reference/architectures.md.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from padfree.errors import UserError
+from padfree.model import TESTED, attach
+from padfree.model.interface import chunk_of
+from padfree.model.mixers import KINDS, installed
+
+PATIENCE = 120
+"""Maximum number of seconds for one architecture."""
+
+COMPLETED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv"] * 2},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+}
+"""Arguments that default configs need to give a model."""
+
+PACK_KERNELS = {
+    "gated_delta": "flash-linear-attention",
+    "mamba2": "flash-linear-attention",
+    "short_convolution": "on any device",
+}
+"""The package that a kind of mixer needs to run on a whole pack in one call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """One line of the table."""
+
+    model_type: str
+    class_name: str
+    attached: bool
+    mixers: tuple[str, ...] = ()
+    context: str = ""
+    reason: str = ""
+
+    @property
+    def varlen_kernel(self) -> str:
+        if not self.attached:
+            return ""
+        if not self.mixers:
+            return "attention backends"
+        kernels = {name: PACK_KERNELS[name] for name, kind in KINDS.items() if kind.functions is not None}
+        return ", ".join(dict.fromkeys(kernels.get(name, "none: one sample at a time") for name in self.mixers))
+
+    def line(self) -> str:
+        tested = " ✓" if self.class_name in TESTED else ""
+        cells = (
+            f"`{self.model_type}`",
+            f"{self.class_name}{tested}",
+            "yes" if self.attached else "no",
+            ", ".join(self.mixers),
+            self.varlen_kernel,
+            self.context,
+            self.reason.replace("|", "/"),
+        )
+        return f"| {' | '.join(cells)} |"
+
+
+def try_architecture(model_type: str) -> Architecture:
+    """Build and attach one architecture. If that fails, the result has the reason."""
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(PATIENCE)
+    try:
+        config = CONFIG_MAPPING[model_type](**COMPLETED.get(model_type, {}))
+        model_class = getattr(transformers, class_name)
+        if not isinstance(config, model_class.config_class):  # a model with several parts
+            config = config.get_text_config()
+        with torch.device("meta"):
+            model = model_class(config)
+    except Exception as error:
+        reason = f"its default config gives no model: {type(error).__name__}: {_short(str(error))}"
+        return Architecture(model_type=model_type, class_name=class_name, attached=False, reason=reason)
+    finally:
+        signal.alarm(0)
+    signal.alarm(PATIENCE)
+    try:
+        attach(model)
+    except UserError as error:
+        reason = error.problem.rpartition("cannot be trained packed: ")[2].removeprefix("UserError: ")
+        return Architecture(model_type=model_type, class_name=class_name, attached=False, reason=_short(reason))
+    finally:
+        signal.alarm(0)
+    kinds = sorted({mixer.kind for module in model.modules() if (mixer := installed(module)) is not None})
+    chunked = next((chunk for module in model.modules() if (chunk := chunk_of(module)) is not None), None)
+    context = "whole samples" if kinds else f"samples up to {chunked}" if chunked else "yes"
+    return Architecture(
+        model_type=model_type, class_name=class_name, attached=True, mixers=tuple(kinds), context=context
+    )
+
+
+def _too_long(*_: Any) -> None:
+    raise UserError("model", f"not decided within {PATIENCE} s", "raise PATIENCE")
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 160 else f"{line[:157]}..."
+
+
+def architectures_page(found: list[Architecture]) -> str:
+    """The Markdown page with the table."""
+    attached = sum(each.attached for each in found)
+    mixers = "\n".join(
+        f"- `{name}`: {(sys.modules[kind.matches.__module__].__doc__ or '').splitlines()[0]}"
+        for name, kind in KINDS.items()
+    )
+    return f"""# Architectures
+
+Every causal language model of transformers {transformers.__version__}: {attached} attached, \
+{len(found) - attached} refused, each with its reason. ✓ marks the {len(TESTED)} classes whose packed logits and \
+gradients the tests compare with one sample at a time. padfree attaches the others after it has compared a small copy \
+of the model.
+
+A mixer is a layer that mixes tokens along the sequence without softmax attention:
+
+{mixers}
+
+Mixers run on whole samples, with the code of the model, on any device. With context parallelism a whole sample moves \
+to one rank for the mixer and back; a sample that is longer than the share of a rank is refused. The column "pack \
+kernel" names what runs all samples of a pack in one call.
+
+| type | class | attached | mixers | pack kernel | context ranks | reason |
+| --- | --- | --- | --- | --- | --- | --- |
+{chr(10).join(each.line() for each in found)}
+"""
+
+
+def try_all() -> list[Architecture]:
+    """Every causal language model of transformers; this takes some minutes."""
+    _silence()
+    return [try_architecture(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+
+
+def _silence() -> None:
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+
+
+if __name__ == "__main__":
+    _silence()
+    for name in sys.argv[1:]:
+        sys.stdout.write(f"{try_architecture(name).line()}\n")
