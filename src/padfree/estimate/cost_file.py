@@ -20,7 +20,9 @@ def read_cost(path: str | Path) -> CostModel:
             "batch.cost", f"{path} cannot be read ({reason})", "create it with padfree plan --calibrate"
         ) from None
     except (ValueError, TypeError, RecursionError):
-        raise UserError("batch.cost", f"{path} is not a cost model", "create it with padfree plan --calibrate") from None
+        raise UserError(
+            "batch.cost", f"{path} is not a cost model", "create it with padfree plan --calibrate"
+        ) from None
     check_grows(cost, "batch.cost", path)
     return cost
 
