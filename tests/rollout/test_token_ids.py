@@ -99,7 +99,7 @@ def environment(given: Any) -> str | None:
         await policy.generate()
         return policy.trajectory(1.0)
 
-    first, second = play(episode, lambda *_: "x$", prompt("p"), prompt("q"), skips=True)
+    first, second = play(episode, lambda *_: "x$", prompt("p"), prompt("q"), skip_failures=True)
     assert second.failure is None
     return first.failure
 

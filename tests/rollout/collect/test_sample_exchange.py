@@ -23,7 +23,7 @@ from padfree.packing.prefixes import FREE, common_length
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.collect.sample_exchange import arrived, facts_of, stand_ins, whole
+from padfree.rollout.collect.sample_exchange import arrived, facts_of, placeholder_leaves, whole
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
 from padfree.train.microbatch import plan_samples
@@ -53,7 +53,7 @@ def stand_in_tokens(parts: Sequence[Sequence[Leaf]]) -> list[NDArray[Any]]:
     for part in parts:
         played = [Played(number=number, leaves=(one,)) for number, one in enumerate(part)]
         facts = [about for each in facts_of(played, PROMPT, shown=None) for about in each]
-        found += [one.tokens for one in stand_ins(facts, PROMPT, len(found))]
+        found += [one.tokens for one in placeholder_leaves(facts, PROMPT, len(found))]
     return found
 
 
@@ -87,7 +87,7 @@ def test_stand_ins_have_the_prefixes_of_the_tokens(first: Any, second: Any, kept
 def test_stand_ins_know_masks_and_versions() -> None:
     one = leaf([*PROMPT, 7, 8, 9, 7], versions=[0, 0, 0, 2, 2, 3, 3])
     ((facts,),) = facts_of([Played(number=5, leaves=(one,))], PROMPT, shown=5)
-    (found,) = stand_ins([facts], PROMPT, 0)
+    (found,) = placeholder_leaves([facts], PROMPT, 0)
     for name in ("sampled", "versions", "ended", "turns", "text", "reward"):
         assert np.array_equal(getattr(found, name), getattr(one, name)), name
 

@@ -119,7 +119,7 @@ def play(
 ) -> list[Played]:
     """Play an episode for each prompt on one rank."""
     reward_workers = None if reward is None else RewardWorkers(Reward("tests:reward", reward))
-    chosen = {"name": "tests:episode", "most": 8, "timeout": 60.0, "skips": False, **settings}
+    chosen = {"name": "tests:episode", "max_concurrent": 8, "timeout": 60.0, "skip_failures": False, **settings}
     runner = EpisodeRunner(
         episode, sampler or Scripted(script), chat_tokenizer(template), reward_workers, RunnerSettings(**chosen)
     )

@@ -136,7 +136,7 @@ async def episode(task: Prompt, policy: Policy) -> Trajectory:
 def test_whatever_an_episode_raises_is_its_failure(which: str) -> None:
     """The others are played to their end, and so is the next batch."""
     names = ["x", which, "y", "z"]
-    played = play(episode, lambda *_: "x$", *map(prompt, names), timeout=LIMIT, skips=True, most=2)
+    played = play(episode, lambda *_: "x$", *map(prompt, names), timeout=LIMIT, skip_failures=True, max_concurrent=2)
     failed = [one.failure for one in played]
     if which in UNHARMED:
         assert failed == [None] * 4
@@ -400,7 +400,7 @@ def test_programs_that_do_not_end_as_they_should(which: str) -> None:
         template=CHAT,
         reward=lambda answer, row: float(answer == "done\n"),
         timeout=1.5 if failure == "took more than" else 30.0,
-        skips=True,
+        skip_failures=True,
     )
     if failure is None:
         assert (played.failure, played.reward) == (None, 1.0)

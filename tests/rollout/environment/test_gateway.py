@@ -259,7 +259,7 @@ def test_episodes_have_addresses_of_their_own_and_lose_them() -> None:
     assert urls["p"] != urls["q"]
     urls.clear()
     script = lambda context, key: "x$"  # noqa: E731
-    played = play(late, script, prompt("p"), prompt("q"), template=CHAT, most=1, skips=True)
+    played = play(late, script, prompt("p"), prompt("q"), template=CHAT, max_concurrent=1, skip_failures=True)
     assert [one.failure for one in played] == [None, None]
 
 

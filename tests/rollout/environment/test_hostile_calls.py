@@ -27,7 +27,7 @@ from tests.rollout.environment.hostile_cases import UNSHOWN, Q, bodies, heads, o
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
-def attacked(attack: Callable[[str], Any], *, skips: bool = False, template: str = CHAT) -> tuple[Any, Played]:
+def attacked(attack: Callable[[str], Any], *, skip_failures: bool = False, template: str = CHAT) -> tuple[Any, Played]:
     """What an attack on an episode's address returns, and the episode, which makes one call of its own behind it."""
     found: list[Any] = []
 
@@ -50,7 +50,7 @@ def attacked(attack: Callable[[str], Any], *, skips: bool = False, template: str
         prompt("q", max_new_tokens=2000),
         template=template,
         sampler=Scripted(lambda *_: "x$"),
-        skips=skips,
+        skip_failures=skip_failures,
     )
     return found[0], played
 
@@ -144,7 +144,7 @@ def test_an_error_of_ours_is_a_500_and_fails_that_episode_only(monkeypatch: pyte
         finally:
             connection.close()
 
-    (status, answer), played = attacked(attack, skips=True)
+    (status, answer), played = attacked(attack, skip_failures=True)
     assert status == 500
     assert b"raised ZeroDivisionError: by zero" in answer
     assert played.failure is not None
@@ -184,7 +184,7 @@ def test_calls_that_wait_are_broken_off_when_their_episode_ends() -> None:
         await policy.generate()
         return await episode(task, policy)
 
-    played = play(started, lambda *_: "x$", prompt("p"), prompt("q"), template=CHAT, skips=True, timeout=20.0)
+    played = play(started, lambda *_: "x$", prompt("p"), prompt("q"), template=CHAT, skip_failures=True, timeout=20.0)
     assert [one.failure for one in played] == [None, None]
     assert closed == [b""]
     assert left == []

@@ -116,7 +116,7 @@ def test_a_round_waits_for_everybody_and_is_in_the_order_of_the_episodes() -> No
         return policy.trajectory(0.0)
 
     sampler = Scripted(lambda context, key: "a$")
-    play(episode, None, *map(prompt, "3122"), sampler=sampler, most=3)
+    play(episode, None, *map(prompt, "3122"), sampler=sampler, max_concurrent=3)
     assert sampler.rounds == [["3", "1", "2"], ["3a$", "2a$", "2"], ["3a$a$", "2a$"]], "the last begins in round two"
 
 
@@ -215,7 +215,7 @@ def test_failures(which: str) -> None:
 
 def test_failures_are_kept_where_they_are_skipped() -> None:
     names = "p" + "".join(FAILURES) + "q"
-    played = play(fails, lambda context, key: "a$", *map(prompt, names), timeout=LIMIT, skips=True, most=3)
+    played = play(fails, lambda context, key: "a$", *map(prompt, names), timeout=LIMIT, skip_failures=True, max_concurrent=3)
     assert [one.failure is None for one in played] == [name not in FAILURES for name in names]
     assert [bool(one.leaves) for one in played] == [name not in FAILURES for name in names]
     assert (played[1].reward, played[1].num_tokens, played[1].ended) == (0.0, 0, False)
@@ -279,7 +279,7 @@ def test_an_episode_that_keeps_the_loop_ends_the_run() -> None:
         return policy.trajectory(1.0)
 
     with pytest.raises(ValueError, match=r"has kept the event loop for more than 0.5 s without an await; await what"):
-        play(episode, {"p": "a$"}, prompt("p"), timeout=0.5, skips=True)
+        play(episode, {"p": "a$"}, prompt("p"), timeout=0.5, skip_failures=True)
 
 
 def test_tokens_after_the_end() -> None:

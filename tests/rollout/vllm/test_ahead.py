@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.rollout.base import Response
-from padfree.rollout.collect.collector import Collector, Queued
+from padfree.rollout.collect.collector import Collector, QueuedBatch
 from padfree.rollout.collect.queue_state import Stored
 from padfree.rollout.engines.servers import weight_sync
 from padfree.rollout.engines.vllm import VllmServer
@@ -59,7 +59,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[list[Sample], list
     take = Collector.take
 
     def record(collector: Collector, batch: int, *, version: int) -> list[Sample]:
-        queued: Queued = collector._batches[batch]
+        queued: QueuedBatch = collector._batches[batch]
         samples = take(collector, batch, version=version)
         found[batch] = samples, [queued.played[number] for number in sorted(queued.played)]
         return samples

@@ -40,7 +40,7 @@ def rehearse(
     """
     chat_tokenizer = ChatTokenizer(tokenizer, ChatRenderer(tokenizer) if chat else None, tokenizer_size(tokenizer))
     reward_workers = None if reward is None else RewardWorkers(load_reward(reward))
-    settings = RunnerSettings(name="the episode", most=1, timeout=60.0, skips=False)
+    settings = RunnerSettings(name="the episode", max_concurrent=1, timeout=60.0, skip_failures=False)
     runner = EpisodeRunner(
         episode, _Turns(turns, chat_tokenizer, tokenizer.eos_token_id), chat_tokenizer, reward_workers, settings
     )

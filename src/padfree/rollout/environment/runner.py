@@ -47,9 +47,9 @@ class RunnerSettings:
     """`name`: of the environment, for messages. `skips`: a failure is kept, and not raised."""
 
     name: str
-    most: int
+    max_concurrent: int
     timeout: float
-    skips: bool
+    skip_failures: bool
     temperature: float = 1.0
 
 
@@ -74,7 +74,7 @@ class EpisodeRunner:
         )
         self._settings = settings
         self._thread = LoopThread("episodes")
-        self._max_new_tokens = asyncio.Semaphore(settings.most)  # of episodes that were begun
+        self._max_new_tokens = asyncio.Semaphore(settings.max_concurrent)  # of episodes that were begun
         self._turn = asyncio.Lock()  # theirs, whose batch begins episodes
         self._gateway = Gateway(chat_tokenizer, settings.temperature)
 
@@ -88,7 +88,7 @@ class EpisodeRunner:
     ) -> list[Played]:
         """In the order of the plays. Every rank calls it with its own; `tell` lets all know what one says."""
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
-        max_new_tokens = asyncio.Semaphore(self._settings.most)
+        max_new_tokens = asyncio.Semaphore(self._settings.max_concurrent)
         playing = self._thread.submit(
             self._play_all(plays, source, reward_workers or self._reward_workers, max_new_tokens)
         )
@@ -219,7 +219,7 @@ class _Session:
             self._leave()
         failure = self._tree.failure or failure
         if failure is not None:
-            if not settings.skips:
+            if not settings.skip_failures:
                 raise self._error(failure)
             return Played(number=self._play.number, failure=str(failure), counts=dict(self._tree.counts))
         return Played(number=self._play.number, leaves=leaves, metrics=metrics, counts=dict(self._tree.counts))

@@ -244,7 +244,7 @@ class WorkInPool:
         if response.is_whole(request.max_new_tokens):
             del self._requests[number], self._told[number]
         else:
-            self._requests[number] = replace(request, begun=response)
+            self._requests[number] = replace(request, partial=response)
             self._queue.appendleft(number)
         on_response(place, response)
 

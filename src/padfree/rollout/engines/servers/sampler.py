@@ -281,10 +281,10 @@ class ServerSampler:
 
     async def _ask(self, server: ServerApi, request: SamplingRequest) -> Response:
         passed = await self._pool.gate.passed()
-        begun = request.begun
+        partial = request.partial
         try:
             response = await server.respond(
-                request if begun is None else rest_of(request, begun),
+                request if partial is None else rest_of(request, partial),
                 self.drawing,
                 model=self.sync.name(self._version),
                 version=self._version,
@@ -299,7 +299,7 @@ class ServerSampler:
             # The request may have come during the first pause, and the second one has cut what newer weights wrote.
             raise SupersededError
         self._count.tokens += len(response.tokens)
-        return response if begun is None else begun.followed_by(response)
+        return response if partial is None else partial.followed_by(response)
 
     async def _probe(self, server: ServerApi) -> None:
         if self.launcher is not None and self.launcher.hopeless is not None:
@@ -331,11 +331,11 @@ def end_servers(loop: LoopThread, launcher: Launcher | None) -> None:
     loop.close()
 
 
-def rest_of(request: SamplingRequest, begun: Response) -> SamplingRequest:
+def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
     """What is still to be written behind the tokens that are there, with noise of its own."""
-    done = len(begun.tokens)
+    done = len(partial.tokens)
     return SamplingRequest(
-        tokens=np.concatenate([request.tokens, begun.tokens]),
+        tokens=np.concatenate([request.tokens, partial.tokens]),
         max_new_tokens=request.max_new_tokens - done,
         key=key_behind(request.key, done),
     )
