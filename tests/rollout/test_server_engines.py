@@ -20,7 +20,7 @@ from padfree.config import Config, LoraConfig
 from padfree.config.choices import SAMPLING_ENGINES
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers import server_processes
-from padfree.rollout.engines.servers.server_api import Drawing, LateError, RestartedError, ServerLostError, VersionError
+from padfree.rollout.engines.servers.server_api import SamplingSettings, LateError, RestartedError, ServerLostError, VersionError
 from padfree.rollout.loop_thread import LoopThread
 from padfree.testing.line_server import LineServer, LineService
 from padfree.testing.models import save_with_tokenizer
@@ -143,9 +143,9 @@ def test_what_is_wrong_with_a_server_is_one_line(model_folder: Path) -> None:
     request = SamplingRequest(tokens=np.array([3, 4]), max_new_tokens=4, key=5)
 
     def respond(url: str, *, vocabulary: int = 46, timeout: float = 5.0) -> Any:
-        drawing = Drawing(temperature=1.0, stops=(), vocabulary=vocabulary)
+        sampling = SamplingSettings(temperature=1.0, stops=(), vocabulary=vocabulary)
         server = LineServer(url, timeout)
-        return asyncio.run(server.respond(request, drawing, model="policy", version=4, salt="run"))
+        return asyncio.run(server.respond(request, sampling, model="policy", version=4, salt="run"))
 
     service = service_of(model_folder)
     with serving(service) as (url,):

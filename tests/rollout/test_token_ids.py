@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.engines import CheckedAsyncSampler, CheckedSampler
-from padfree.rollout.engines.servers.server_api import Drawing, ServerLostError
+from padfree.rollout.engines.servers.server_api import SamplingSettings, ServerLostError
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.episode_policy import ChatTokenizer
@@ -208,9 +208,9 @@ def server(given: Any) -> str | None:
         "prompt_token_ids": [1],
     }
     asked = SamplingRequest(tokens=np.array([1]), max_new_tokens=len(given) if hasattr(given, "__len__") else 1, key=1)
-    drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=SIZE)
+    sampling = SamplingSettings(temperature=1.0, stops=(0,), vocabulary=SIZE)
     try:
-        asyncio.run(Answering(choice).respond(asked, drawing, model="policy", version=0, salt="run"))
+        asyncio.run(Answering(choice).respond(asked, sampling, model="policy", version=0, salt="run"))
     except (ServerLostError, ValueError) as error:
         return str(error)
     return None

@@ -12,7 +12,7 @@ import numpy as np
 
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.canary import Canary, CanaryScores
-from padfree.rollout.engines.servers.server_api import Drawing
+from padfree.rollout.engines.servers.server_api import SamplingSettings
 from padfree.rollout.engines.servers.start import check_servers
 from padfree.rollout.engines.servers.weight_sync import FilesTransport
 from padfree.rollout.engines.vllm import VllmServer
@@ -63,9 +63,9 @@ def response(vocabulary: int = 50, **changes: Any) -> Attempt:
         for name, value in changes.items():
             setattr(fake, name, value)
         request = SamplingRequest(tokens=np.array([3, 4, 5]), max_new_tokens=6, key=5)
-        drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=vocabulary)
+        sampling = SamplingSettings(temperature=1.0, stops=(0,), vocabulary=vocabulary)
         with serving(fake) as (url,):
-            asyncio.run(VllmServer(url, 20.0).respond(request, drawing, model="policy", version=4, salt="run"))
+            asyncio.run(VllmServer(url, 20.0).respond(request, sampling, model="policy", version=4, salt="run"))
 
     return attempt
 

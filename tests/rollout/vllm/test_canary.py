@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from padfree.rollout.engines.servers.canary import DRAWN, LENGTH, Canary, CanaryScores, canary_sequences
+from padfree.rollout.engines.servers.canary import NUM_SAMPLED, LENGTH, Canary, CanaryScores, canary_sequences
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.testing.tokenizers import tiny_tokenizer
 from tests.rollout.rollout_cases import letters_tokenizer
@@ -78,7 +78,7 @@ def test_sequences_are_text_where_the_tokenizer_can_make_it() -> None:
     assert "".join(tokenizer.decode(sequences[0])).startswith("The ferry leaves")
     assert len({tuple(sequence) for sequence in sequences}) == 4
     for letters in (canary_sequences(letters_tokenizer(), vocabulary=46, longest=12),):
-        assert [len(sequence) for sequence in letters] == [12 - DRAWN] * 4
+        assert [len(sequence) for sequence in letters] == [12 - NUM_SAMPLED] * 4
         assert all(0 <= token < 46 for sequence in letters for token in sequence)
     few = canary_sequences(letters_tokenizer(), vocabulary=10, longest=512)
     assert max(max(sequence) for sequence in few) < 10, "another vocabulary than the tokenizer's: any ids will do"

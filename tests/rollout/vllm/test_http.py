@@ -12,19 +12,19 @@ import pytest
 from padfree.config import ModelConfig
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.servers.canary import TEXT
-from padfree.rollout.engines.servers.server_api import Drawing, RestartedError, ServedModel, ServerLostError
+from padfree.rollout.engines.servers.server_api import SamplingSettings, RestartedError, ServedModel, ServerLostError
 from padfree.rollout.engines.servers.start import check_servers
 from padfree.rollout.engines.vllm import VllmServer
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 
-DRAWING = Drawing(temperature=0.7, stops=(0,), vocabulary=50)
+SAMPLING = SamplingSettings(temperature=0.7, stops=(0,), vocabulary=50)
 REQUEST = SamplingRequest(tokens=np.array([3, 4, 5]), max_new_tokens=6, key=-77)
 
 
 def complete(url: str, *, timeout: float = 5.0, request: SamplingRequest = REQUEST) -> Response:
     server = VllmServer(url, timeout)
-    return asyncio.run(server.respond(request, DRAWING, model="policy", version=4, salt="run"))
+    return asyncio.run(server.respond(request, SAMPLING, model="policy", version=4, salt="run"))
 
 
 def given(version: str = "4", **changes: Any) -> FakeVllm:
@@ -138,9 +138,9 @@ def test_choices_without_their_numbers() -> None:
 def test_a_route_that_answers_with_a_sentence() -> None:
     """As those for adapters do."""
     with serving(FakeVllm()) as (url,):
-        asyncio.run(VllmServer(url, 5.0).tell("/v1/unload_lora_adapter", {"lora_name": "policy"}, cure="enable it"))
+        asyncio.run(VllmServer(url, 5.0).tell("/v1/unload_lora_adapter", {"lora_name": "policy"}, fix="enable it"))
         with pytest.raises(ValueError, match="has no route /v1/load_lora_adapter; enable it"):
-            asyncio.run(VllmServer(url, 5.0).tell("/v1/load_lora_adapter", {}, cure="enable it"))
+            asyncio.run(VllmServer(url, 5.0).tell("/v1/load_lora_adapter", {}, fix="enable it"))
 
 
 def test_what_only_the_user_can_cure() -> None:
@@ -149,9 +149,9 @@ def test_what_only_the_user_can_cure() -> None:
         pytest.raises(ValueError, match="serves policy version '3', not 4; let no other"),
     ):
         complete(url)
-    drawing = Drawing(temperature=1.0, stops=(), vocabulary=1)
+    sampling = SamplingSettings(temperature=1.0, stops=(), vocabulary=1)
     with serving(given()) as (url,), pytest.raises(ValueError, match=r"drew token \d+ of a vocabulary of 1; start it"):
-        asyncio.run(VllmServer(url, 5.0).respond(REQUEST, drawing, model="policy", version=4, salt="run"))
+        asyncio.run(VllmServer(url, 5.0).respond(REQUEST, sampling, model="policy", version=4, salt="run"))
     line = r"ends responses at token \d+, .*; start it with --generation-config vllm"
     with serving(given(stops=tuple(range(1, 50)))) as (url,), pytest.raises(ValueError, match=line):
         complete(url, request=SamplingRequest(tokens=REQUEST.tokens, max_new_tokens=6, key=5))

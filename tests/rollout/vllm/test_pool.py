@@ -15,13 +15,13 @@ import pytest
 
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
 from padfree.rollout.engines.servers.pool import Ask, Gate, Pool, Probe
-from padfree.rollout.engines.servers.server_api import Drawing, RestartedError, ServerApi, ServerLostError
+from padfree.rollout.engines.servers.server_api import SamplingSettings, RestartedError, ServerApi, ServerLostError
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 from tests.waiting import wait_until
 
-DRAWING = Drawing(temperature=1.0, stops=(0,), vocabulary=50)
+SAMPLING = SamplingSettings(temperature=1.0, stops=(0,), vocabulary=50)
 REQUESTS = [SamplingRequest(tokens=np.array([number % 50]), max_new_tokens=3, key=1 + number) for number in range(40)]
 
 
@@ -30,7 +30,7 @@ async def probe(server: ServerApi) -> None:
 
 
 async def ask(server: ServerApi, request: SamplingRequest) -> Response:
-    return await server.respond(request, DRAWING, model="policy", version=4, salt="run")
+    return await server.respond(request, SAMPLING, model="policy", version=4, salt="run")
 
 
 @dataclass

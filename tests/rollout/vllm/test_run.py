@@ -32,7 +32,7 @@ from padfree.rollout.engines import make_async_sampler, make_sampler
 from padfree.rollout.engines.servers import pool, server_processes, start
 from padfree.rollout.engines.servers import sampler as sampler_module
 from padfree.rollout.engines.servers.server_api import LateError, RestartedError, VersionError
-from padfree.rollout.engines.servers.server_processes import Launched, Launcher
+from padfree.rollout.engines.servers.server_processes import LaunchedServer, Launcher
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.testing.models import save_with_tokenizer
@@ -329,7 +329,7 @@ class RecordedLauncher(Launcher):
 
     present: RecordedLauncher | None = None
 
-    def __init__(self, launched: Sequence[Launched]) -> None:
+    def __init__(self, launched: Sequence[LaunchedServer]) -> None:
         super().__init__(launched)
         RecordedLauncher.present = self
 
@@ -441,10 +441,10 @@ def test_a_server_that_does_not_come_back_ends_the_run_before_the_timeout(
 def test_a_server_that_cannot_be_started(
     launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(one: Launched) -> None:
+    def refuse(one: LaunchedServer) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(Launched, "_start", refuse)
+    monkeypatch.setattr(LaunchedServer, "_start", refuse)
     line = r"rollout.launch: http://127.0.0.1:\d+ cannot be started \(.* temporarily unavailable\); make room for it"
     with serving(fake_of(model_folder)) as urls, pytest.raises(ValueError, match=line) as caught:
         train(make_config(tmp_path / "run", model_folder, launch=launch_of(urls)))

@@ -28,7 +28,7 @@ from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.engines.servers import server_processes
-from padfree.rollout.engines.servers.canary import DRAWN, LIMITS, Canary, CanaryScores, canary_sequences
+from padfree.rollout.engines.servers.canary import NUM_SAMPLED, LIMITS, Canary, CanaryScores, canary_sequences
 from padfree.rollout.engines.servers.sampler import ServerSampler
 from padfree.rollout.engines.servers.server_api import ServerLostError
 from padfree.rollout.engines.servers.server_processes import Launcher, make_launcher
@@ -259,7 +259,7 @@ def trainer_scores(path: Path, rows: list[tuple[list[int], list[float]]]) -> Can
         for tokens, _ in rows:
             scores = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0].double(), -1)
             found.append([scores[place, token].item() for place, token in enumerate(tokens[1:])])
-    return CanaryScores.of(found, DRAWN)
+    return CanaryScores.of(found, NUM_SAMPLED)
 
 
 def test_the_canary_catches_vllms_own_reload_of_tied_embeddings(server: VllmServer, folder: Path) -> None:
@@ -269,8 +269,8 @@ def test_the_canary_catches_vllms_own_reload_of_tied_embeddings(server: VllmServ
     model = asyncio.run(server.models())[0]
     shutil.copy(folder / "other" / "model.safetensors", folder / "served" / "model.safetensors")
     asyncio.run(server.call("POST", "/collective_rpc", {"method": "reload_weights"}))
-    rows = asyncio.run(server.score(sequences, drawn=DRAWN, temperature=1.0, model=model, salt="reloaded"))
-    found = CanaryScores.of([logprobs for _, logprobs in rows], DRAWN)
+    rows = asyncio.run(server.score(sequences, drawn=NUM_SAMPLED, temperature=1.0, model=model, salt="reloaded"))
+    found = CanaryScores.of([logprobs for _, logprobs in rows], NUM_SAMPLED)
     with pytest.raises(ValueError, match="its log-probabilities differ from the trainer's by") as caught:
         Canary(LIMITS["float32"], VllmServer).reward_workers(
             server.url, found, trainer_scores(folder / "other", rows), 1
