@@ -85,7 +85,7 @@ def test_a_small_cache_takes_more_steps_and_draws_the_same(places: int) -> None:
     decoder = make_decoder(cached_model, num_slots=16, cache_bytes=places * token_bytes)
     assert_responses(decoder.sample(requests), [(one.tokens.tolist(), one.logprobs.tolist()) for one in expected])
     assert decoder._buffers is not None
-    assert decoder._buffers.cache.num_places <= places
+    assert decoder._buffers.cache.capacity <= places
     with refused("rollout.kv_cache_memory"):
         make_decoder(cached_model, cache_bytes=22 * token_bytes).sample(requests)
 

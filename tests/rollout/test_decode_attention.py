@@ -11,7 +11,7 @@ from torch import Tensor
 from padfree.attention import varlen_attention
 from padfree.batch import Segments
 from padfree.rollout.engines.in_process.decode_attention import decode_attention, reference
-from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, NUM_ATTENTION_FIELDS, OWN, PROMPT, STORED, WRITTEN
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 PLACES = 720
@@ -24,7 +24,7 @@ LONGEST = 140
 
 def lanes_of(device: str) -> Tensor:
     """Lanes 1 and 2 share a prompt; the last is not active. Own places are behind those of all prompts."""
-    rows = torch.zeros(NUM_ROWS, len(STORED_KEYS), dtype=torch.int64)
+    rows = torch.zeros(NUM_ATTENTION_FIELDS, len(STORED_KEYS), dtype=torch.int64)
     rows[PROMPT] = torch.tensor([0, 40, 40, 60, 130, 0, 0])
     rows[STORED], rows[WRITTEN] = torch.tensor(STORED_KEYS), torch.tensor(OWN_KEYS)
     rows[OWN] = torch.tensor([400, 405, 410, 420, 500, 510, 700])

@@ -85,7 +85,7 @@ def test_steps_do_not_wait_for_the_host() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         decoder.run_steps(50, 20)
-        look = decoder.look()
+        status = decoder.copy_status()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert look.read().shape == (2, 21)
