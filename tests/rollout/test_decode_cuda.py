@@ -88,7 +88,7 @@ def test_steps_do_not_wait_for_the_host() -> None:
         status = decoder.copy_status()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert look.read().shape == (2, 21)
+    assert status.read().shape == (2, 21)
 
 
 def test_weights_that_move_are_captured_again() -> None:
