@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from padfree.rollout.environment.command import LONGEST_WORD, check_command, check_row, column_names, filled
+from padfree.rollout.environment.command import LONGEST_ARGUMENT, check_command, check_row, column_names, filled
 from tests.refused import refused
 
 ROW = {"question": "2+2?", "answer": 4, "tags": ["a", "ü"], "empty": None}
@@ -30,9 +30,9 @@ def test_a_column_that_a_row_does_not_have(word: str, said: str) -> None:
 
 
 def test_values_that_no_argument_can_have() -> None:
-    check_row(["agent", "{q}"], {"q": "x" * LONGEST_WORD}, "d.jsonl:1")
+    check_row(["agent", "{q}"], {"q": "x" * LONGEST_ARGUMENT}, "d.jsonl:1")
     with pytest.raises(ValueError, match=r"has 131072 bytes in d.jsonl:1, an argument at most"):
-        check_row(["agent", "{q}"], {"q": "x" * (LONGEST_WORD + 1)}, "d.jsonl:1")
+        check_row(["agent", "{q}"], {"q": "x" * (LONGEST_ARGUMENT + 1)}, "d.jsonl:1")
     with pytest.raises(ValueError, match=r"zero character in d.jsonl:1"):
         check_row(["agent", "{q}"], {"q": "a\0b"}, "d.jsonl:1")
 

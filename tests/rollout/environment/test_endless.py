@@ -123,7 +123,7 @@ UNHARMED = "lm"
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("padfree.rollout.environment.runner.GRACE", 0.2)
-    monkeypatch.setattr("padfree.rollout.environment.runner.MOST_TURNS", 50)
+    monkeypatch.setattr("padfree.rollout.environment.runner.MAX_TURNS", 50)
     monkeypatch.setattr("padfree.rollout.loop_thread.CLOSING", 2.0)
 
 

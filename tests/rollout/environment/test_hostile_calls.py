@@ -197,7 +197,7 @@ TIGHT = ListenerLimits(
     body_seconds=0.5,
     idle_seconds=0.5,
     answer_seconds=0.5,
-    strangers=8,
+    unauthenticated=8,
     connections=16,
     bodies=1 << 20,
 )

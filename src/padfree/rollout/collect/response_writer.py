@@ -22,7 +22,7 @@ from padfree.rollout.environment.episode_policy import ChatTokenizer
 from padfree.rollout.environment.play import Play, Played, Watcher
 from padfree.rollout.environment.reward_workers import RewardWorkers
 from padfree.rollout.environment.runner import RunnerSettings
-from padfree.rollout.environment.tokens import Tell
+from padfree.rollout.environment.tokens import Gather
 from padfree.rollout.environment.trajectory import Leaf, leaf_of_response
 from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.time_limit import DaemonPool
@@ -49,7 +49,7 @@ class ResponseWriter:
     def play(
         self,
         plays: Sequence[Play],
-        tell: Tell,
+        gather: Gather,
         *,
         reward_workers: RewardWorkers | None = None,
         watch: Watcher | None = None,

@@ -78,7 +78,7 @@ class LaunchedServer:
         return None
 
     def begin_end(self) -> None:
-        """Tell the watchdog to end the server, without waiting."""
+        """Gather the watchdog to end the server, without waiting."""
         if self._watchdog is not None:
             assert self._watchdog.stdin is not None
             self._watchdog.stdin.close()
