@@ -205,8 +205,8 @@ class _CollectedPrompts:
         if self._settings.overlong == "error":
             raise UserError(
                 "data.max_length",
-                f"{limit}, but the prompt {file}:{line} has {length} tokens, which leaves fewer than "
-                f"rollout.max_new_tokens ({wanted})",
+                f"{limit}, but {file}:{line} has {length} tokens, which leaves less than the {wanted} tokens of "
+                "rollout.max_new_tokens",
                 "set data.overlong=drop, or data.overlong=truncate to shorten responses",
             )
         left = limit - length if self._settings.overlong == "truncate" else 0
@@ -217,12 +217,12 @@ class _CollectedPrompts:
     def prompts(self, notes: tuple[str, ...]) -> Prompts:
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
-            raise UserError("data", f"no rows in {', '.join(self.rows_per_file)}", "give a file with rows")
+            raise UserError("data", f"no rows in {', '.join(self.rows_per_file)}", "give a file that has some")
         if not self._found:
             first = (self._skipped or self._dropped)[0]
             raise UserError(
                 "data",
-                f"none of the {num_rows} rows can be used; the first ({first.file}:{first.line}): {first.reason}",
+                f"none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}",
                 "correct the rows",
             )
         report = DataReport(

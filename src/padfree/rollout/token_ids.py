@@ -68,7 +68,7 @@ def checked_response(response: Any, request: SamplingRequest, vocabulary: int, w
         if not right:
             raise UserError.of(f"{what} returned {problem}; {fix}")
 
-    need(isinstance(response, Response), f"a {type(response).__name__} as a response", "return a Response")
+    need(isinstance(response, Response), f"{type(response).__name__} as a response", "return a Response")
     tokens, logprobs = response.tokens, response.logprobs
     _need_array(what, "tokens", tokens, "iu", None)
     _need_array(what, "logprobs", logprobs, "f", len(tokens))

@@ -80,7 +80,7 @@ def _make(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
         needed = f" for rollout.staleness {config.rollout.staleness}" if config.rollout.staleness else ""
         raise UserError(
             "rollout.engine",
-            f"returned a {type(sampler).__name__}, which has no {missing[0]}",
+            f"returned an object of type {type(sampler).__name__}, which has no {missing[0]}",
             f"return a padfree.rollout.base.{kind}{needed}",
             value=name,
         )

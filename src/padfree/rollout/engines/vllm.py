@@ -56,7 +56,7 @@ class VllmServer(HttpServer):
     fix_route = START
     fix_stops = "start it with --generation-config vllm"
     fix_length = "start it with --max-model-len {length} or more"
-    fix_name = "start all with the same --served-model-name"
+    fix_name = "start all servers with the same --served-model-name"
     fix_weights = "use padfree's transfer on a vLLM that can reload this model, or raise rollout.canary"
     fix_temperature = "start it with --logprobs-mode processed_logprobs"
 

@@ -223,7 +223,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Convert messages for a chat template: the content becomes a string, and null keys are removed."""
-    found = []
+    converted = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, dict):
@@ -243,8 +243,8 @@ def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
         calls = kept.get("tool_calls", [])
         if not isinstance(calls, list) or not all(map(_is_tool_call, calls)):
             raise CallError(400, f'{where}.tool_calls: give a list of {{"function": {{"name", "arguments"}}}}')
-        found.append({**{key: kept[key] for key in kept if key in MESSAGE_KEYS}, "content": _content(kept, where)})
-    return found
+        converted.append({**{key: kept[key] for key in kept if key in MESSAGE_KEYS}, "content": _content(kept, where)})
+    return converted
 
 
 def _is_tool_call(call: Any) -> bool:

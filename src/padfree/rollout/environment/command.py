@@ -66,7 +66,7 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
             return f"{{{match[1]}}}"
         name = match[2]
         if row.get(name) is None:
-            has = f"has the columns {', '.join(map(str, row))}" if name not in row else "has no value in that column"
+            has = f"has {', '.join(map(str, row))}" if name not in row else "has no value in that column"
             near = closest(name, [str(column) for column in row]) if name not in row else None
             fix = f"did you mean {{{near}}}?" if near is not None else "name a column that every row has"
             raise UserError("rollout.agent", f"{{{name}}}, but {place} {has}", f"{fix} (write a literal brace twice)")
@@ -103,7 +103,7 @@ def check_command(arguments: Sequence[str]) -> None:
     if problem is not None:
         raise UserError(
             "rollout.agent",
-            f"{list(arguments)}: {problem}, so data would be run as code",
+            f"{list(arguments)}: {problem}, so that data would be run as code",
             "use a program or script that takes the column as a separate argument, or reads the row as JSON from "
             "standard input",
         )

@@ -70,11 +70,11 @@ class Gateway:
         async with self._starting:
             if self._port is None:
                 self._port = await self._listener.start()
-        found = next((one for one in self._episodes if one.tree is tree), None)
-        if found is None:
-            found = _Served(secrets.token_hex(16), tree, Calls(tree, host))
-            self._episodes.append(found)
-        return f"http://127.0.0.1:{self._port}/{found.key}/v1"
+        served = next((one for one in self._episodes if one.tree is tree), None)
+        if served is None:
+            served = _Served(secrets.token_hex(16), tree, Calls(tree, host))
+            self._episodes.append(served)
+        return f"http://127.0.0.1:{self._port}/{served.key}/v1"
 
     def forget(self, tree: Tree) -> None:
         """Remove the URL of an episode that has ended, and cancel its waiting calls."""
@@ -99,16 +99,16 @@ class Gateway:
         return lambda raw: self._replied(served, method, route, raw)
 
     def _replied(self, episode: _Served, method: str, route: str, raw: bytes) -> Coroutine[Any, Any, Reply]:
-        wrong = None
+        body_error = None
         body: dict[str, Any] = {}
         try:
             body = parsed(raw)
         except CallError as error:
-            wrong = error
-        return self._reply(episode, method, route, body, wrong)
+            body_error = error
+        return self._reply(episode, method, route, body, body_error)
 
     async def _reply(
-        self, episode: _Served, method: str, route: str, body: Mapping[str, Any], wrong: CallError | None
+        self, episode: _Served, method: str, route: str, body: Mapping[str, Any], body_error: CallError | None
     ) -> Reply:
         task = asyncio.current_task()
         assert task is not None
@@ -117,8 +117,8 @@ class Gateway:
             if ROUTES.get(route) != method:
                 known = ", ".join(f"{allowed} /{name}" for name, allowed in ROUTES.items())
                 raise CallError(405 if route in ROUTES else 404, f"no route {method} /{route}; the routes are {known}")
-            if wrong is not None:
-                raise wrong
+            if body_error is not None:
+                raise body_error
             return await self._route(episode, route.removeprefix("v1/"), body)
         except CallError as error:
             episode.tree.count("refused")

@@ -194,8 +194,8 @@ class Listener:
         first, *lines = raw[:-4].decode("latin-1").split("\r\n")
         if len(raw) > limits.head or len(lines) > limits.headers:
             raise CallError(431, f"the head has more than {limits.head} bytes or {limits.headers} headers")
-        found = _REQUEST_LINE.fullmatch(first)
-        if found is None:
+        request_line = _REQUEST_LINE.fullmatch(first)
+        if request_line is None:
             raise CallError(400, "the first line is not an HTTP/1.1 request line")
         headers: dict[str, str] = {}
         for line in lines:
@@ -206,8 +206,8 @@ class Listener:
             if name in headers and name in ("content-length", "transfer-encoding", "host"):
                 raise CallError(400, f"the header {name} occurs twice")
             headers[name] = header[2]
-        connection = headers.get("connection", "keep-alive" if found[3] == "1" else "close")
-        return _Head(found[1], found[2], headers, keep_alive="close" not in connection.lower())
+        connection = headers.get("connection", "keep-alive" if request_line[3] == "1" else "close")
+        return _Head(request_line[1], request_line[2], headers, keep_alive="close" not in connection.lower())
 
     def _length(self, head: _Head) -> int:
         if "transfer-encoding" in head.headers:

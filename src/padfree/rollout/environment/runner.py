@@ -234,11 +234,11 @@ class _Session:
     async def _leaves(self, trajectory: Trajectory, reward_workers: RewardWorkers | None) -> tuple[Leaf, ...]:
         branches = self._tree.leaves()
         texts = [self._text(branch.ids, branch.ended) for branch in branches]
-        found: list[Awaitable[float | None]] = []
+        pending: list[Awaitable[float | None]] = []
         for branch, text in zip(branches, texts, strict=True):
             own = trajectory.reward if branch.reward is None else branch.reward
-            found.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, reward_workers))
-        rewards = await asyncio.gather(*found)
+            pending.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, reward_workers))
+        rewards = await asyncio.gather(*pending)
         return tuple(leaf_of(*one, trajectory.answer) for one in zip(branches, texts, rewards, strict=True))
 
     async def _reward(self, own: Any, text: str, reward_workers: RewardWorkers | None) -> float | None:
