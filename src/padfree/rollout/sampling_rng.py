@@ -69,7 +69,7 @@ LARGE = 4096
 
 CANDIDATES = 20.0
 RARE = 2.0**-10
-"""`gumbel_argmax` ignores tokens with a probability below RARE / CANDIDATES whose hash is not in the highest RARE."""
+"""`gumbel_argmax` ignores tokens with a probability below RARE / CANDIDATES unless their hash is in the top RARE."""
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tensor:

@@ -575,7 +575,7 @@ def _make_writer(config: Config, sampler: Sampler, chat_tokenizer: ChatTokenizer
 
 
 def _owners(groups: Sequence[RolloutGroup], requested: range, world: int) -> list[list[int]]:
-    """Assign the episodes of the groups `asked` to ranks: the episode numbers of each rank."""
+    """Divide the episodes of the requested groups over ranks: the episode numbers of each rank."""
     first = groups[requested.start].first if requested else 0
     parts = divided([(len(groups[index]), len(groups[index].prompt.tokens)) for index in requested], world)
     return [[first + offset for offset in part] for part in parts]

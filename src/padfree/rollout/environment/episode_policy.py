@@ -53,7 +53,7 @@ class ChatTokenizer:
         self._prompts = Encoder(tokenizer, append_eos=False)
 
     def encode_prompt(self, text: str, *, begun: bool) -> list[int]:
-        """Encode like prompts of the data: with a bos token if the tokenizer adds one, unless the text is `begun`."""
+        """Encode like prompts of the data. `begun`: the text already starts with its bos token, so none is added."""
         (found,) = self._prompts.encode([Passage(pieces=(Piece(text, False),), begun=begun)])
         assert not isinstance(found, RowError)
         return self.checked(found.tokens, "model.tokenizer")

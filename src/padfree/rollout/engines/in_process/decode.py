@@ -77,7 +77,7 @@ class _Slot:
     prompt: _Prompt
     own: int  # its first cache index
     remaining: int  # steps until it reaches `max_new_tokens`
-    index: int | None = None  # of the slot on the device; None: not there yet
+    index: int | None = None  # its slot on the device; None: not assigned yet
 
 
 @dataclass(slots=True, eq=False)

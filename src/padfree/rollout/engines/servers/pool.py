@@ -170,9 +170,10 @@ class RequestQueue:
         return retried
 
     async def run(self) -> None:
-        """Run until all requests are answered or no server can answer. Waits for requests in flight unless one fails.
+        """Run until all requests are answered or no server has the weights; an endless queue runs until cancelled.
 
-        An error ends the queue: `run_all` raises it, and an endless queue keeps it in `error`.
+        An error cancels the requests in flight and ends the queue. `run_all` raises it; an endless queue keeps it in
+        `error`.
         """
         watching = [asyncio.create_task(self._watch(state)) for state in self._pool.states]
         try:
