@@ -421,7 +421,7 @@ class Collector:
         if not chosen:
             raise UserError(
                 "rollout.on_failure",
-                f"'skip', but every group of batch {queued.batch} failed; the first failure: {lines[0]['failure']}",
+                f"'skip', but every group of batch {queued.batch} failed (the first: {lines[0]['failure']})",
                 f"see {FAILURES} in the run folder",
             )
         failures = len(lines), len(failed)
