@@ -1,4 +1,4 @@
-"""A tokenizer of single letters that writes text back as it was, for the tests of rollouts."""
+"""A tokenizer of single letters whose decoded text equals the original, for the tests of rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and models for the tests of samplers, and responses by definition."""
+"""Requests and models for the tests of samplers, and a slow reference sampler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def group_requests(
     max_new_tokens_each: Sequence[int] = (9,),
     seed: int = 0,
 ) -> list[SamplingRequest]:
-    """`group` requests to each of the prompts of these lengths, side by side; rooms in turn."""
+    """`group` adjacent requests for each prompt of these lengths; the values of `max_new_tokens` alternate."""
     generator = np.random.default_rng(seed)
     prompts = [generator.integers(0, VOCABULARY, length) for length in lengths for _ in range(1)]
     keys = response_keys(1, 2, np.arange(len(prompts) * group))
@@ -43,8 +43,8 @@ def group_requests(
 def by_definition(
     model: PreTrainedModel, request: SamplingRequest, *, temperature: float = TEMPERATURE, stops: Sequence[int] = STOPS
 ) -> tuple[list[int], list[float]]:
-    """One token after the other, without a cache or a pad."""
-    model.set_attn_implementation("eager")  # sdpa of some versions leaves a soft cap out
+    """Sample one token after the other, without a cache and without padding."""
+    model.set_attn_implementation("eager")  # some versions of sdpa ignore the soft cap
     tokens, logprobs = [int(token) for token in request.tokens], []
     for position in range(request.max_new_tokens):
         logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()
@@ -60,7 +60,7 @@ def by_definition(
 def cached(
     model: PreTrainedModel, *, device: str = "cpu", dtype: torch.dtype = torch.float32, compiled: bool = False
 ) -> CachedModel:
-    """A model with our cache that has the weights of `model`."""
+    """A `CachedModel` with the weights of `model`."""
     policy = PolicyModel(model, dtype, torch.device(device))
     policy.update(model)
     return CachedModel(policy.model, compiled=compiled)

@@ -1,4 +1,4 @@
-"""Decoding in lanes draws what the definition draws, whatever is beside, refilled, shared or forgotten."""
+"""Decoding in slots samples the same tokens as the definition, with refilled slots, shared prompts and eviction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_decoder(model: CachedModel, **changes: Any) -> Decoder:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "opt", "gpt_oss", "deepseek_v3"])
 def test_responses_are_those_of_the_definition(name: str) -> None:
-    """Windows and soft caps in gemma2, sinks and experts in gpt_oss, values of another size in deepseek."""
+    """Windows and soft caps in gemma2, sinks and experts in gpt_oss, values of a different size in deepseek."""
     model = build(name).eval()
     requests = group_requests(max_new_tokens_each=(9, 4, 1))
     expected = [by_definition(model, request) for request in requests]
@@ -63,8 +63,8 @@ def test_a_prompt_is_prefilled_once() -> None:
     assert decoder.statistics.prefilled == 5 + 0 + 13
 
 
-def test_lanes_that_are_left_move_together() -> None:
-    """One long response beside short ones takes few lanes once they have ended."""
+def test_occupied_slots_are_compacted() -> None:
+    """One long response among short ones takes few slots once the short ones have ended."""
     requests = group_requests((3,) * 8, group=1, max_new_tokens_each=(40, 2, 2, 2))
     decoder = make_decoder(cached(build("qwen3")), num_slots=8, stops=(VOCABULARY,))
     lengths = [len(response.tokens) for response in decoder.sample(requests)]
@@ -74,18 +74,18 @@ def test_lanes_that_are_left_move_together() -> None:
     assert decoder.statistics.slot_steps == 8 * first + 2 * (40 - first)
 
 
-@pytest.mark.parametrize("places", [23, 30, 47, 200])
-def test_a_small_cache_takes_more_steps_and_draws_the_same(places: int) -> None:
-    """23 places are what the longest prompt with its response needs."""
+@pytest.mark.parametrize("capacity", [23, 30, 47, 200])
+def test_a_small_cache_takes_more_steps_and_samples_the_same(capacity: int) -> None:
+    """23 entries are what the longest prompt with its response needs."""
     model = build("llama")
     requests = group_requests((6, 1, 3, 14, 2, 9, 11, 13), group=3, max_new_tokens_each=(9, 10, 4))
     expected = make_decoder(cached(model), num_slots=16).sample(requests)
     cached_model = cached(model)
     token_bytes = sum(shape.token_bytes for shape in cached_model.layer_shapes())
-    decoder = make_decoder(cached_model, num_slots=16, cache_bytes=places * token_bytes)
+    decoder = make_decoder(cached_model, num_slots=16, cache_bytes=capacity * token_bytes)
     assert_responses(decoder.sample(requests), [(one.tokens.tolist(), one.logprobs.tolist()) for one in expected])
     assert decoder._buffers is not None
-    assert decoder._buffers.cache.num_places <= places
+    assert decoder._buffers.cache.capacity <= capacity
     with refused("rollout.kv_cache_memory"):
         make_decoder(cached_model, cache_bytes=22 * token_bytes).sample(requests)
 
@@ -117,7 +117,7 @@ def test_weights_that_change_in_place_are_seen() -> None:
     assert [one.tokens.tolist() for one in before] != [one.tokens.tolist() for one in after]
 
 
-def test_compiled_layers_draw_the_same() -> None:
+def test_compiled_layers_sample_the_same() -> None:
     model = build("qwen3").eval()
     requests = group_requests()
     decoder = make_decoder(cached(model, compiled=True), num_slots=6)
@@ -147,7 +147,7 @@ def test_what_cannot_be_decoded_or_captured() -> None:
     assert unsupported_reason(dynamic) == "its rotary frequencies depend on the longest response beside"
 
 
-def test_numbers_of_lanes() -> None:
+def test_slot_counts() -> None:
     assert slot_counts(256) == [256, 128, 64, 32, 16]
     assert slot_counts(40) == [40, 20]
     assert slot_counts(3) == [3]

@@ -1,4 +1,4 @@
-"""Attention of one token in each lane: the reference against attention over whole sequences, the kernel against it."""
+"""Decode attention: the reference against attention over whole sequences, and the kernel against the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from padfree.attention import varlen_attention
 from padfree.batch import Segments
 from padfree.rollout.engines.in_process.decode_attention import decode_attention, reference
-from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, NUM_ATTENTION_FIELDS, OWN, PROMPT, STORED, WRITTEN
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 PLACES = 720
@@ -19,17 +19,17 @@ STORED_KEYS = (0, 5, 5, 64, 130, 0, 3)
 OWN_KEYS = (0, 3, 0, 70, 1, 129, 9)
 INACTIVE = 6
 LONGEST = 140
-"""Keys of a lane at most: one split of 192, two of 128, three of 64."""
+"""Maximum number of keys of a slot: one split of 192, two of 128, three of 64."""
 
 
 def lanes_of(device: str) -> Tensor:
-    """Lanes 1 and 2 share a prompt; the last is not active. Own places are behind those of all prompts."""
-    rows = torch.zeros(NUM_ROWS, len(STORED_KEYS), dtype=torch.int64)
-    rows[PROMPT] = torch.tensor([0, 40, 40, 60, 130, 0, 0])
-    rows[STORED], rows[WRITTEN] = torch.tensor(STORED_KEYS), torch.tensor(OWN_KEYS)
-    rows[OWN] = torch.tensor([400, 405, 410, 420, 500, 510, 700])
-    rows[ACTIVE] = torch.arange(len(STORED_KEYS)) != INACTIVE
-    return rows.to(device)
+    """Slots 1 and 2 share a prompt; the last slot is inactive. Own cache ranges follow those of all prompts."""
+    slots = torch.zeros(NUM_ATTENTION_FIELDS, len(STORED_KEYS), dtype=torch.int64)
+    slots[PROMPT] = torch.tensor([0, 40, 40, 60, 130, 0, 0])
+    slots[STORED], slots[WRITTEN] = torch.tensor(STORED_KEYS), torch.tensor(OWN_KEYS)
+    slots[OWN] = torch.tensor([400, 405, 410, 420, 500, 510, 700])
+    slots[ACTIVE] = torch.arange(len(STORED_KEYS)) != INACTIVE
+    return slots.to(device)
 
 
 def case(
@@ -49,7 +49,7 @@ def case(
 
 
 TOLERANCES = [(torch.float32, 2e-5)]
-if not INTERPRETED:  # whose tl.dot takes the bits of bfloat16 for integers
+if not INTERPRETED:  # its tl.dot treats the bits of bfloat16 as integers
     TOLERANCES.append((torch.bfloat16, 2e-2))
 
 OPTIONS: list[dict[str, Any]] = [
@@ -63,7 +63,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 KERNEL_CASES = [(options, span) for span in (64, 128, 192) for options in OPTIONS]
 ODD_SPANS = (64, 192)
-if INTERPRETED:  # where a case takes a second
+if INTERPRETED:  # in which a case takes a second
     KERNEL_CASES = [*((options, 64) for options in OPTIONS), *((options, 128) for options in OPTIONS[::5])]
     KERNEL_CASES.append((OPTIONS[5], 192))
     ODD_SPANS = (64,)
@@ -75,7 +75,7 @@ def call_options(heads: int, device: str, **options: Any) -> tuple[Tensor | None
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_reference_is_attention_over_each_lane_by_itself(options: dict[str, Any]) -> None:
+def test_the_reference_is_attention_over_each_slot_by_itself(options: dict[str, Any]) -> None:
     q, k, v, keys, values, slots = case(torch.float64, "cpu", value_size=12)
     before = keys.clone(), values.clone()
     sinks, scale, window, softcap, _ = call_options(4, "cpu", **options)
@@ -84,9 +84,9 @@ def test_the_reference_is_attention_over_each_lane_by_itself(options: dict[str, 
         prompt, stored, own, written, active = slots[: ACTIVE + 1, slot].tolist()
         if not active:
             stored = written = 0
-        places = [*range(prompt, prompt + stored), *range(own, own + written)]
+        indices = [*range(prompt, prompt + stored), *range(own, own + written)]
         one_k, one_v = (
-            torch.cat([cached[places], new[slot : slot + 1]]) for cached, new in zip(before, (k, v), strict=True)
+            torch.cat([cached[indices], new[slot : slot + 1]]) for cached, new in zip(before, (k, v), strict=True)
         )
         expected = varlen_attention(
             q[slot : slot + 1],
@@ -105,11 +105,11 @@ def test_the_reference_is_attention_over_each_lane_by_itself(options: dict[str, 
             assert torch.equal(keys[own + written], k[slot])
             assert torch.equal(values[own + written], v[slot])
             before[0][own + written], before[1][own + written] = k[slot], v[slot]
-    assert torch.equal(keys, before[0]), "nothing else was stored"
+    assert torch.equal(keys, before[0]), "nothing else is stored"
     assert torch.equal(values, before[1])
 
 
-def test_the_operator_is_right_for_the_compiler() -> None:
+def test_the_operator_passes_opcheck() -> None:
     arguments = (*case(torch.float32, "cpu"), *call_options(4, "cpu", window=9, sinks=True))
     torch.library.opcheck(decode_attention, arguments)
 
@@ -117,7 +117,9 @@ def test_the_operator_is_right_for_the_compiler() -> None:
 @needs_kernels
 @pytest.mark.parametrize(("options", "span"), KERNEL_CASES, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
-def test_the_kernel_is_the_reference(options: dict[str, Any], span: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_the_kernel_equals_the_reference(
+    options: dict[str, Any], span: int, dtype: torch.dtype, tolerance: float
+) -> None:
     from padfree.rollout.engines.in_process.triton_decode_attention import attend
 
     inputs = case(dtype, DEVICE)
@@ -126,7 +128,7 @@ def test_the_kernel_is_the_reference(options: dict[str, Any], span: int, dtype: 
     found = attend(*again, *call_options(4, DEVICE, **options), span=span)
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     for one, other in zip(again, inputs, strict=True):
-        assert torch.equal(one, other), "the same keys and values are in the cache, and nothing else has changed"
+        assert torch.equal(one, other), "the cache has the same keys and values, and nothing else has changed"
 
 
 @needs_kernels

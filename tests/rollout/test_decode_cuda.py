@@ -1,4 +1,4 @@
-"""Decoding on a GPU: steps as CUDA graphs draw what the definition draws on the CPU, and never wait for the host."""
+"""Decoding on a GPU: CUDA graphs sample the same tokens as the definition on the CPU, and never synchronise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_gpu(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Pre
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "opt"])
-def test_graphs_draw_what_the_definition_draws(name: str, compiled: bool) -> None:
+def test_graphs_sample_what_the_definition_samples(name: str, compiled: bool) -> None:
     requests = group_requests((6, 1, 3, 14, 2, 9, 40), group=5, max_new_tokens_each=(30, 12, 1, 20))
     definition = build(name).eval()
     expected = [by_definition(definition, request) for request in requests]
@@ -43,7 +43,7 @@ def test_graphs_draw_what_the_definition_draws(name: str, compiled: bool) -> Non
     assert_responses(decoder.sample(requests), expected)
     assert decoder.statistics.captures > 0
     assert_responses(decoder.sample(requests), expected)
-    assert decoder.statistics.captures == 0, "the second time all graphs are there"
+    assert decoder.statistics.captures == 0, "the second call reuses all graphs"
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_steps_do_not_wait_for_the_host() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         decoder.run_steps(50, 20)
-        look = decoder.look()
+        status = decoder.copy_status()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert look.read().shape == (2, 21)
+    assert status.read().shape == (2, 21)
 
 
 def test_weights_that_move_are_captured_again() -> None:
@@ -112,7 +112,7 @@ def test_weights_that_move_are_captured_again() -> None:
 
 
 def in_the_pool(sampler: InProcessSampler) -> torch.Tensor:
-    """Memory of the graphs' pool that outlives them, as cuBLAS has some there for its workspace."""
+    """Memory of the graph pool that outlives the graphs, like the workspace of cuBLAS."""
     assert sampler._decoder is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=sampler._decoder._pool):
@@ -122,7 +122,7 @@ def in_the_pool(sampler: InProcessSampler) -> torch.Tensor:
 
 
 def trainer_logprobs(model: PreTrainedModel, request: SamplingRequest, response: Response) -> np.ndarray[Any, Any]:
-    """Of one response, by one forward pass of the stock model in its own dtype, head in float32."""
+    """Log-probabilities of one response by a forward pass of the stock model in its dtype, with the head in float32."""
     model.set_attn_implementation("eager")  # as in `by_definition`
     tokens = np.concatenate([request.tokens, response.tokens])
     row = torch.from_numpy(tokens).to(CUDA)[None]
@@ -136,7 +136,7 @@ def trainer_logprobs(model: PreTrainedModel, request: SamplingRequest, response:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_bfloat16_logprobs_are_near_those_of_a_forward_pass(name: str) -> None:
-    """Wider layers than the other tests', so that bfloat16 matters; the mean difference is that of its rounding."""
+    """Layers are wider than in other tests, so that bfloat16 matters; the mean difference is within its rounding."""
     model = on_gpu(name, torch.bfloat16, hidden_size=256, intermediate_size=256)
     requests = group_requests((6, 1, 3, 14), group=8, max_new_tokens_each=(60,))
     responses = make_decoder(model, stops=(VOCABULARY,)).sample(requests)

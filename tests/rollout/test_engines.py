@@ -1,4 +1,4 @@
-"""`rollout.engine`: padfree's own by name, the user's by import path, everything else refused in one line."""
+"""`rollout.engine`: built-in engines by name, a user's by import path; everything else is a UserError."""
 
 from __future__ import annotations
 
@@ -71,27 +71,27 @@ def test_a_function_of_the_user_makes_the_sampler(module: str) -> None:
 @pytest.mark.parametrize(
     ("function", "about"),
     [
-        ("half", "returned object, which has no update_weights"),
+        ("half", "returned an object of type object, which has no update_weights"),
         ("narrow", "cannot be called with"),
         ("absent", "the module has no 'absent'"),
         ("raising", "raised KeyError: 'no such key'"),
     ],
 )
-def test_what_is_no_sampler_is_refused(module: str, function: str, about: str) -> None:
+def test_an_object_that_is_not_a_sampler_is_rejected(module: str, function: str, about: str) -> None:
     with refused("rollout.engine", about):
         made(f"{module}:{function}")
 
 
-def test_an_exception_of_a_users_engine_is_no_bug_of_padfree(module: str) -> None:
+def test_an_exception_of_a_users_engine_is_a_user_error(module: str) -> None:
     with refused("rollout.engine", "raised TypeError: of the user"):
         made(f"{module}:late").sample([])
 
 
-def test_a_module_that_is_not_there_is_refused_before_anything_is_loaded() -> None:
+def test_a_missing_module_is_rejected_before_anything_is_loaded() -> None:
     with refused("rollout.engine", "'nowhere_at_all:f': there is no module nowhere_at_all"):
         check_engine_name("nowhere_at_all:f")
 
 
-def test_another_name_is_refused_with_the_nearest() -> None:
+def test_an_unknown_name_is_rejected_with_a_suggestion() -> None:
     with refused("rollout.engine", "'vlm'"):
         config_of("vlm")

@@ -1,4 +1,4 @@
-"""Sampling from HF models: the drawn tokens are those of the model's own softmax, whatever is written beside them."""
+"""Sampling from HF models: tokens follow the softmax of the model, independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(model: PreTrainedModel, requests: list[SamplingRequest], **changes: An
 def by_definition(
     model: PreTrainedModel, request: SamplingRequest, temperature: float
 ) -> tuple[list[int], list[float]]:
-    """One token after the other, without a cache or a pad."""
+    """Sample one token after the other, without a cache and without padding."""
     tokens, logprobs = [int(token) for token in request.tokens], []
     for position in range(request.max_new_tokens):
         logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()
@@ -58,7 +58,7 @@ def by_definition(
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "opt"])
 def test_responses_are_those_of_the_definition(name: str) -> None:
-    """Windows of 5 in gemma3, learned positions in gpt2 and opt; prompts of one token and more, beside each other."""
+    """Windows of 5 in gemma3, learned positions in gpt2 and opt; prompts of one or more tokens in one batch."""
     model = build(name).eval()
     requests = requests_of()
     expected = [by_definition(model, request, 0.7) for request in requests]
@@ -71,7 +71,7 @@ def test_responses_are_those_of_the_definition(name: str) -> None:
             assert response.ended or len(tokens) == MAX_NEW_TOKENS
 
 
-def test_rooms_of_their_own() -> None:
+def test_each_request_has_its_own_max_new_tokens() -> None:
     model = build("qwen3")
     max_new_tokens_each = (1, 4, MAX_NEW_TOKENS)
     requests = [
@@ -128,8 +128,8 @@ def test_what_ends_a_response() -> None:
         ("mamba", "none"),
     ],
 )
-def test_layers_with_a_state_draw_what_the_definition_draws(name: str, use: str) -> None:
-    """Pads may reach a state, and a cached step of it may differ from the whole row: then neither is used."""
+def test_layers_with_a_state_sample_what_the_definition_samples(name: str, use: str) -> None:
+    """If padding affects the state, or a cached step differs from a pass over the whole sequence, it is not used."""
     model = attach(build(name)).eval()
     sampler = InProcessSampler(
         PolicyModel(model, torch.float32, torch.device("cpu")), stops=STOPS, temperature=0.7, batch_size=4
@@ -142,13 +142,13 @@ def test_layers_with_a_state_draw_what_the_definition_draws(name: str, use: str)
     assert_responses(sampler.sample(requests), expected)
 
 
-def test_a_model_that_needs_no_cache_is_said_to_be_slow() -> None:
+def test_sampling_without_a_cache_warns() -> None:
     policy = PolicyModel(build("mamba"), torch.float32, torch.device("cpu"))
-    with pytest.warns(UserWarning, match="MambaForCausalLM is sampled very slowly, without a cache"):
+    with pytest.warns(UserWarning, match="MambaForCausalLM is sampled very slowly, without a KV cache"):
         InProcessSampler(policy, stops=STOPS, temperature=1.0, batch_size=2)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("lfm2", "carries a state"), ("llama4", "counts positions")])
-def test_decoding_with_keys_and_values_alone_is_not_done_where_there_is_more(name: str, reason: str) -> None:
+def test_models_with_another_state_are_not_decoded_with_a_kv_cache(name: str, reason: str) -> None:
     policy = PolicyModel(attach(build(name)), torch.float32, torch.device("cpu"))
     assert reason in (policy.state_obstacle or "")

@@ -1,4 +1,4 @@
-"""The sampler of the training process: whose weights it has, and what it says of itself."""
+"""The in-process sampler: shared and copied weights, and its metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_sampler(model: PreTrainedModel, dtype: torch.dtype = torch.float32, **c
 
 @pytest.mark.parametrize("decodes", [None, True], ids=["cache of transformers", "our cache"])
 @pytest.mark.parametrize("name", ["qwen3", "llama_tied", "gpt2"])
-def test_it_samples_from_the_trained_weights_themselves(name: str, decodes: bool | None) -> None:
+def test_sampling_shares_the_trained_weights(name: str, decodes: bool | None) -> None:
     model = build(name)
     sampler = make_sampler(model, decodes=decodes)
     requests = group_requests()
@@ -47,7 +47,7 @@ def test_it_samples_from_the_trained_weights_themselves(name: str, decodes: bool
     for tensor_name, tensor in named_tensors(sampler.policy.model).items():
         assert tensor.data_ptr() == theirs[tensor_name].data_ptr()
         assert not tensor.requires_grad
-    assert all(parameter.requires_grad for parameter in model.parameters()), "the trained model is as it was"
+    assert all(parameter.requires_grad for parameter in model.parameters()), "the trained model is unchanged"
     assert model.training
     assert sampler.metrics()["tokens_per_second"] > 0
     sampler.close()
@@ -98,7 +98,7 @@ def test_a_model_with_adapters_is_copied() -> None:
     assert [tensor.data_ptr() for tensor in copied.parameters()] == addresses
 
 
-def test_how_responses_are_divided() -> None:
+def test_responses_are_divided_over_ranks() -> None:
     assert divided([(2, 5), (2, 6), (2, 7)], 2) == [[0, 1, 4], [5, 2, 3]]
     groups = [(3, length) for length in (9, 2, 4, 4, 7)]
     for world in (1, 2, 4, 7, 20):

@@ -1,4 +1,4 @@
-"""Who has which places of the cache."""
+"""The allocator of the KV cache."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from padfree.rollout.engines.in_process.kv_cache import Extents, KVCache, LayerS
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
-def test_no_place_has_two_owners_and_none_is_lost(actions: list[tuple[bool, int]]) -> None:
+def test_ranges_never_overlap_and_none_is_lost(actions: list[tuple[bool, int]]) -> None:
     size = 24
     extents, taken = Extents(size), []
     for takes, number in actions:
         if takes:
-            start = extents.take(number)
+            start = extents.allocate(number)
             if start is not None:
                 taken.append((start, number))
             else:
-                owned = {place for first, length in taken for place in range(first, first + length)}
-                free = [all(place not in owned for place in range(at, at + number)) for at in range(size - number + 1)]
-                assert not any(free), "there was room"
+                owned = {index for first, length in taken for index in range(first, first + length)}
+                free = [all(index not in owned for index in range(at, at + number)) for at in range(size - number + 1)]
+                assert not any(free), "there is a free range"
         elif taken:
-            extents.give(*taken.pop(number % len(taken)))
-        places = [place for first, length in taken for place in range(first, first + length)]
-        assert len(set(places)) == len(places)
-        assert extents.num_free == size - len(places)
+            extents.free(*taken.pop(number % len(taken)))
+        indices = [index for first, length in taken for index in range(first, first + length)]
+        assert len(set(indices)) == len(indices)
+        assert extents.num_free == size - len(indices)
     for one in taken:
-        extents.give(*one)
-    assert extents.take(size) == 0
+        extents.free(*one)
+    assert extents.allocate(size) == 0
 
 
-def test_what_is_free_cannot_be_given_back() -> None:
+def test_a_free_range_cannot_be_freed() -> None:
     extents = Extents(10)
-    assert extents.take(4) == 0
-    extents.give(0, 4)
-    with pytest.raises(AssertionError, match="these places are free already"):
-        extents.give(2, 2)
+    assert extents.allocate(4) == 0
+    extents.free(0, 4)
+    with pytest.raises(AssertionError, match="this range is already free"):
+        extents.free(2, 2)
 
 
 def test_layers_of_different_shapes() -> None:

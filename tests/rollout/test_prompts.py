@@ -1,4 +1,4 @@
-"""Prompt files to prompts: what is kept, what is cut, and what is said of a row that cannot be used."""
+"""Reading prompts: columns that are kept, prompts that are too long, and errors in rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def texts(found: Prompts, template: str | None = None) -> list[str]:
     return [tokenizer.decode(prompt.tokens) for prompt in found.prompts]
 
 
-def test_text_stands_as_it_is_without_a_template(tmp_path: Path) -> None:
+def test_text_is_unchanged_without_a_template(tmp_path: Path) -> None:
     found = read(tmp_path, [{"prompt": "1+1", "answer": "2"}, {"prompt": "7", "answer": 7, "level": None}])
     assert texts(found) == ["1+1", "7"]
     assert [prompt.uid for prompt in found.prompts] == ["prompts.jsonl:1", "prompts.jsonl:2"]
@@ -106,7 +106,7 @@ def test_a_bad_row_is_named_or_skipped_and_listed(row: Any, reason: str, tmp_pat
     assert [(skipped.line, reason in skipped.reason) for skipped in found.report.skipped] == [(2, True)]
 
 
-def test_prompts_that_leave_too_little_room(tmp_path: Path) -> None:
+def test_prompts_that_leave_too_few_tokens(tmp_path: Path) -> None:
     rows = [{"prompt": "1" * length} for length in (2, 5, 8, 9)]
     with refused("data.max_length"):
         read(tmp_path, rows, max_length=8)
@@ -117,8 +117,8 @@ def test_prompts_that_leave_too_little_room(tmp_path: Path) -> None:
     dropped = read(tmp_path, rows, max_length=8, overlong="drop")
     assert [len(prompt.tokens) for prompt in dropped.prompts] == [2]
     assert [row.line for row in dropped.report.dropped] == [2, 3, 4]
-    assert dropped.report.dropped[0].reason == "5 tokens and 4 of a response, max_length 8"
-    with refused("data", r"none of 1 rows can be used, the first \(prompts.jsonl:1\): 9 tokens"):
+    assert dropped.report.dropped[0].reason == "5 prompt tokens and 4 response tokens exceed max_length 8"
+    with refused("data", r"none of 1 rows can be used, the first \(prompts.jsonl:1\): 9 prompt tokens"):
         read(tmp_path, rows[3:], max_length=8, overlong="drop")
 
 

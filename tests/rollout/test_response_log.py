@@ -1,4 +1,4 @@
-"""The journal of responses: what comes back, what does not belong to a run, and runs that were broken off."""
+"""The response log: reading it back, files of other runs, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def known(response_log: ResponseLog, batches: range = range(30), numbers: range 
 
 
 def test_responses_come_back_to_the_bit(tmp_path: Path) -> None:
-    """From the files of all ranks, also those of another number of them."""
+    """Read from the files of all ranks, also if their number has changed."""
     for rank in (0, 1):
         response_log = opened(tmp_path, rank=rank)
         response_log.keep(
@@ -73,7 +73,7 @@ def test_responses_come_back_to_the_bit(tmp_path: Path) -> None:
             assert np.array_equal(getattr(found, name), getattr(expected, name))
             assert getattr(found, name).dtype == getattr(expected, name).dtype
         assert (found.ended, found.version) == (expected.ended, expected.version)
-    assert again.find(4, 0, PROMPT[:1]) is None, "of another prompt"
+    assert again.find(4, 0, PROMPT[:1]) is None, "it belongs to another prompt"
     longer = response(0, length=5)
     again.keep(4, [(0, PROMPT, longer)])
     found = opened(tmp_path).find(4, 0, PROMPT)
@@ -82,8 +82,8 @@ def test_responses_come_back_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [2, 30, 1000])
-def test_a_line_that_was_cut_is_passed_over(cut: int, tmp_path: Path) -> None:
-    """All responses of a line, or none."""
+def test_a_truncated_line_is_skipped(cut: int, tmp_path: Path) -> None:
+    """All responses of a line are read, or none."""
     response_log = opened(tmp_path)
     keep(response_log, 1, 0)
     before = next(tmp_path.iterdir()).stat().st_size
@@ -98,7 +98,7 @@ def test_a_line_that_was_cut_is_passed_over(cut: int, tmp_path: Path) -> None:
     assert known(opened(tmp_path)) == [(1, 0), (1, 3)]
 
 
-def test_a_line_that_was_changed_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_line_is_skipped(tmp_path: Path) -> None:
     response_log = opened(tmp_path)
     keep(response_log, 1, 0)
     keep(response_log, 1, 1)
@@ -114,7 +114,7 @@ def test_responses_of_other_weights_or_settings_do_not_come_back(other: Origin, 
     assert known(opened(tmp_path)) == [], "they are removed"
 
 
-def test_a_checkpoint_takes_the_place_of_what_it_covers(tmp_path: Path) -> None:
+def test_parts_that_a_checkpoint_covers_are_removed(tmp_path: Path) -> None:
     response_log = opened(tmp_path)
     keep(response_log, 1, 0)
     response_log.turn(origin(10), after=1, highest=1)
@@ -128,11 +128,11 @@ def test_a_checkpoint_takes_the_place_of_what_it_covers(tmp_path: Path) -> None:
     response_log.turn(origin(20), after=2, highest=2)
     response_log.drop(20)
     response_log.close()
-    assert not tmp_path.exists() or not list(tmp_path.iterdir()), "nothing is left"
+    assert not tmp_path.exists() or not list(tmp_path.iterdir()), "no file is left"
 
 
 def test_responses_of_batches_that_a_checkpoint_does_not_cover_stay(tmp_path: Path) -> None:
-    """A run was killed late in batch 5, goes on from the start, and makes a checkpoint after batch 2."""
+    """A run is killed late in batch 5, starts again from the beginning, and makes a checkpoint after batch 2."""
     for batch in range(1, 6):
         keep(opened(tmp_path), batch, 0)
     response_log = opened(tmp_path)
@@ -145,7 +145,7 @@ def test_responses_of_batches_that_a_checkpoint_does_not_cover_stay(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005.rank-00000.jsonl"]
 
 
-def test_a_disk_that_is_full_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     response_log = opened(tmp_path)
 
     def full(file: int, content: bytes) -> None:
@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_is_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("padfree.rollout.response_log._write", full)
     keep(response_log, 1, 0)
     assert response_log.failure is not None
-    assert "cannot be written (No space left on device); free space or give another folder" in response_log.failure
+    assert "cannot be written (No space left on device); free disk space, or set another folder" in response_log.failure
 
 
 def test_settings_that_change_nothing_do_not_count(tmp_path: Path) -> None:
@@ -178,15 +178,15 @@ def numbers(folder: Path) -> list[tuple[Any, ...]]:
     return [tuple(line[name] for name in names) for line in lines(folder)]
 
 
-def test_a_run_in_the_process_goes_on_to_the_bit(
+def test_a_resumed_in_process_run_is_bit_identical(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Broken off in the middle of its third batch, without a checkpoint: what was written is not written again."""
+    """Interrupted in its third batch, without a checkpoint: stored responses are not sampled again."""
     chunk = 5
     calls = 0
     last: int | None = None
     write = hf_cache._write
-    monkeypatch.setattr(in_process, "cache_use", lambda model: "padded")  # which is tried by writing, too
+    monkeypatch.setattr(in_process, "cache_use", lambda model: "padded")  # which is also tested by writing
 
     def counted(*arguments: Any, **settings: Any) -> Any:
         nonlocal calls
@@ -214,8 +214,8 @@ def test_a_run_in_the_process_goes_on_to_the_bit(
     assert not (tmp_path / "run" / "response_log").exists()
 
 
-def test_other_weights_at_the_same_path_are_asked_anew(model_folder: Path, tmp_path: Path) -> None:
-    """The model was trained once more before the run was started again."""
+def test_other_weights_at_the_same_path_are_sampled_again(model_folder: Path, tmp_path: Path) -> None:
+    """The model is trained again before the run is restarted."""
     import shutil
 
     from safetensors.torch import load_file, save_file

@@ -1,4 +1,4 @@
-"""Draws: tokens follow from logits, key and position alone; the kernel draws what the reference draws.
+"""Sampling a token: it depends only on logits, key and position; the kernel samples the same as the reference.
 
 Triton's interpreter runs them in the process that `test_decode_attention` starts.
 """
@@ -47,24 +47,24 @@ def test_the_reference_is_the_definition(changes: dict[str, Any]) -> None:
     hidden = torch.randn(9, 8)
     _, keys, positions = logits_of(50)
     head = head_of(50, **changes)
-    drawn = reference(products(hidden, head), head, keys, positions, 0.7)
+    sampled = reference(products(hidden, head), head, keys, positions, 0.7)
     scores = torch.log_softmax(head.logits(hidden) / 0.7, dim=1)
     for slot in range(9):
         noise = gumbel_noise(keys[slot : slot + 1], int(positions[slot]), 50)[0]
-        assert int(drawn.tokens[slot]) == int((scores[slot] + noise).argmax())
-        assert float(drawn.logprobs[slot]) == pytest.approx(float(scores[slot, drawn.tokens[slot]]), abs=1e-5)
+        assert int(sampled.tokens[slot]) == int((scores[slot] + noise).argmax())
+        assert float(sampled.logprobs[slot]) == pytest.approx(float(scores[slot, sampled.tokens[slot]]), abs=1e-5)
 
 
 KERNEL_CASES = [(changes, vocabulary) for vocabulary in (1, 64, 130, 1000) for changes in HEADS]
 LANES = 9
-if INTERPRETED:  # which takes a second for what a GPU does in a microsecond
+if INTERPRETED:  # the interpreter takes a second for this
     KERNEL_CASES = [*((changes, 130) for changes in HEADS), (HEADS[3], 1), (HEADS[0], 64), (HEADS[0], 300)]
     LANES = 3
 
 
 @needs_kernels
 @pytest.mark.parametrize(("changes", "vocabulary"), KERNEL_CASES, ids=str)
-def test_the_kernel_draws_what_the_reference_draws(changes: dict[str, Any], vocabulary: int) -> None:
+def test_the_kernel_samples_what_the_reference_samples(changes: dict[str, Any], vocabulary: int) -> None:
     from padfree.rollout.engines.in_process.triton_sample_token import sample_token
 
     logits, keys, positions = logits_of(vocabulary, LANES, DEVICE)
@@ -94,8 +94,8 @@ def test_nan_and_infinite_logits_give_a_token_of_the_vocabulary() -> None:
     logits[0] = torch.nan
     logits[1] = -torch.inf
     logits[1, 150] = 0.0
-    drawn = sample_token(logits, head_of(200, DEVICE), keys, positions, 1.0, block=64)
-    assert ((drawn.tokens >= 0) & (drawn.tokens < 200)).all()
-    assert torch.isnan(drawn.logprobs[0])
-    assert int(drawn.tokens[1]) == 150
-    assert float(drawn.logprobs[1]) == 0.0
+    sampled = sample_token(logits, head_of(200, DEVICE), keys, positions, 1.0, block=64)
+    assert ((sampled.tokens >= 0) & (sampled.tokens < 200)).all()
+    assert torch.isnan(sampled.logprobs[0])
+    assert int(sampled.tokens[1]) == 150
+    assert float(sampled.logprobs[1]) == 0.0

@@ -1,4 +1,4 @@
-"""The noise depends on what it is for alone, and draws with it follow the softmax."""
+"""Counter-based noise: it depends only on its key, and sampling with it follows the softmax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def test_keys_depend_on_seed_batch_and_number_alone() -> None:
 
 def test_the_hash_is_splitmix64_and_stays_so() -> None:
     """A changed hash would change the rollouts of resumed runs."""
-    assert splitmix64(np.zeros(1, np.uint64)).tolist() == [0xE220A8397B1DCDAF], "what splitmix64 begins with from 0"
+    assert splitmix64(np.zeros(1, np.uint64)).tolist() == [0xE220A8397B1DCDAF], (
+        "the first values of splitmix64 with seed 0"
+    )
     values = np.array([0, 1, 2**63, 2**64 - 1, 123456789], np.uint64)
     on_device = _mixed_on_device(torch.from_numpy(values.view(np.int64).copy()))
     assert np.array_equal(on_device.numpy().view(np.uint64), splitmix64(values))
@@ -40,12 +42,12 @@ def test_noise_of_a_response_does_not_depend_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 5])
-def test_draws_follow_the_softmax(position: int) -> None:
+def test_samples_follow_the_softmax(position: int) -> None:
     number = 40_000
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01])
     keys = torch.from_numpy(response_keys(9, 4, np.arange(number)))
-    drawn = (probabilities.log() + gumbel_noise(keys, position, 5)).argmax(1)
-    found = torch.bincount(drawn, minlength=5) / number
+    sampled = (probabilities.log() + gumbel_noise(keys, position, 5)).argmax(1)
+    found = torch.bincount(sampled, minlength=5) / number
     deviation = (probabilities * (1 - probabilities) / number).sqrt()
     assert ((found - probabilities).abs() < 4 * deviation).all(), found
 
@@ -77,7 +79,7 @@ SCORES = {
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("scores_of", SCORES.values(), ids=SCORES)
 def test_candidates_hold_the_largest_sum(scores_of: Callable[[Tensor], Tensor], threads: int) -> None:
-    """`gumbel_argmax` looks at few tokens of a large vocabulary and finds the token that all of them would give."""
+    """`gumbel_argmax` checks few tokens of a large vocabulary and finds the same token as a full comparison."""
     number, vocabulary = 50, LARGE + 1
     logits = torch.randn(number, vocabulary, generator=torch.Generator().manual_seed(0))
     scores = torch.log_softmax(scores_of(logits), dim=1)
@@ -94,7 +96,7 @@ def test_candidates_hold_the_largest_sum(scores_of: Callable[[Tensor], Tensor], 
 
 
 def test_all_tokens_are_compared_if_no_candidate_is_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few candidates expected the bound often fails, which must not change what is drawn."""
+    """With a small CANDIDATES the bound often fails, which must not change the sampled token."""
     monkeypatch.setattr(module, "CANDIDATES", 0.7)
     number, vocabulary = 200, LARGE
     scores = torch.log_softmax(torch.randn(number, vocabulary, generator=torch.Generator().manual_seed(1)) * 3, dim=1)
@@ -108,6 +110,6 @@ def test_scores_that_are_not_numbers_give_a_token_of_the_vocabulary() -> None:
     scores = torch.log_softmax(torch.randn(3, LARGE, generator=torch.Generator().manual_seed(2)), dim=1)
     scores[1] = torch.nan
     keys = torch.from_numpy(response_keys(1, 1, np.arange(3)))
-    drawn = gumbel_argmax(scores, keys, 0)
-    assert ((drawn >= 0) & (drawn < LARGE)).all()
-    assert torch.equal(drawn, (scores + gumbel_noise(keys, 0, LARGE)).argmax(1))
+    sampled = gumbel_argmax(scores, keys, 0)
+    assert ((sampled >= 0) & (sampled < LARGE)).all()
+    assert torch.equal(sampled, (scores + gumbel_noise(keys, 0, LARGE)).argmax(1))

@@ -1,4 +1,4 @@
-"""A second server engine, which speaks another protocol than vLLM: what is generic works for it, unchanged."""
+"""A second server engine with a different protocol than vLLM: the generic code works for it unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from padfree.config import Config, LoraConfig
 from padfree.config.choices import SAMPLING_ENGINES
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers import server_processes
-from padfree.rollout.engines.servers.server_api import Drawing, LateError, RestartedError, ServerLostError, VersionError
+from padfree.rollout.engines.servers.server_api import (
+    LateError,
+    RestartedError,
+    SamplingSettings,
+    ServerLostError,
+    VersionError,
+)
 from padfree.rollout.loop_thread import LoopThread
 from padfree.testing.line_server import LineServer, LineService
 from padfree.testing.models import save_with_tokenizer
@@ -73,7 +79,7 @@ def test_a_run_on_a_server(transfer: str, staleness: int, model_folder: Path, tm
     assert not np.array_equal(before.detach().numpy(), service.model.get_input_embeddings().weight.detach().numpy())
 
 
-def test_adapters_are_merged_for_an_engine_that_takes_none(model_folder: Path, tmp_path: Path) -> None:
+def test_adapters_are_merged_for_an_engine_without_adapters(model_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     service = service_of(model_folder)
     with serving(service) as (url,):
@@ -109,7 +115,7 @@ def test_a_run_starts_its_server_and_starts_it_again_when_it_is_killed(
 
 
 class Stale(LineService):
-    """Says that it has loaded weights, and has not."""
+    """Reports success without loading the weights."""
 
     def load(self, form: Any) -> None:
         list(self._receiver.tensors(form))
@@ -126,7 +132,7 @@ class Refusing(LineService):
     [
         (
             Stale,
-            r"was given policy version 1, but its log-probabilities differ from the trainer's by .*; see that it",
+            r"was sent policy version 1, but its log-probabilities differ from the trainer's by .*; check that it",
         ),
         (Refusing, r"failed at bucket \(RuntimeError: another model\), 3 times; start it with the model of model.path"),
     ],
@@ -139,25 +145,25 @@ def test_weights_that_do_not_arrive_end_the_run(
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_wrong_with_a_server_is_one_line(model_folder: Path) -> None:
+def test_errors_of_a_server_are_one_line(model_folder: Path) -> None:
     request = SamplingRequest(tokens=np.array([3, 4]), max_new_tokens=4, key=5)
 
     def respond(url: str, *, vocabulary: int = 46, timeout: float = 5.0) -> Any:
-        drawing = Drawing(temperature=1.0, stops=(), vocabulary=vocabulary)
+        sampling = SamplingSettings(temperature=1.0, stops=(), vocabulary=vocabulary)
         server = LineServer(url, timeout)
-        return asyncio.run(server.respond(request, drawing, model="policy", version=4, salt="run"))
+        return asyncio.run(server.respond(request, sampling, model="policy", version=4, salt="run"))
 
     service = service_of(model_folder)
     with serving(service) as (url,):
-        with pytest.raises(RestartedError, match="has restarted, it has none of the run's weights"):
+        with pytest.raises(RestartedError, match="has restarted and lost the weights of the run"):
             respond(url)
         service.version = "3"
         with pytest.raises(VersionError, match="serves policy version '3', not 4"):
             respond(url)
         service.version = "4"
-        with pytest.raises(ValueError, match=r"drew token \d+ of a vocabulary of 1; start it with the model of"):
+        with pytest.raises(ValueError, match=r"sampled token \d+ with a vocabulary of 1; start it with the model of"):
             respond(url, vocabulary=1)
-        with pytest.raises(ValueError, match=r"has a vocabulary of .*, the model of this run has 7 tokens; start it"):
+        with pytest.raises(ValueError, match=r"has a vocabulary of .*, but the model of this run has 7; start it"):
             asyncio.run(LineServer(url, 5.0).check(served_of(vocabulary=7)))
         asyncio.run(LineServer(url, 5.0).pause())
         with pytest.raises(LateError, match=r"complete did not answer within 0.3 s"):
@@ -167,7 +173,7 @@ def test_what_is_wrong_with_a_server_is_one_line(model_folder: Path) -> None:
 
 
 def test_a_registered_engine_is_a_name(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line of the registry: settings know the name, and that it needs servers."""
+    """One line in the registry is enough: the settings accept the name, and know that it needs servers."""
     monkeypatch.setitem(SAMPLING_ENGINES, "lines", ENGINE)
 
     def config(**rollout: Any) -> Config:

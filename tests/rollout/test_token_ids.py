@@ -1,4 +1,4 @@
-"""Every door for token ids from outside, with the same wrong ids at each."""
+"""Every entry point for token ids, with the same invalid ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.engines import CheckedAsyncSampler, CheckedSampler
-from padfree.rollout.engines.servers.server_api import Drawing, ServerLostError
+from padfree.rollout.engines.servers.server_api import SamplingSettings, ServerLostError
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.episode_policy import ChatTokenizer
@@ -67,29 +67,29 @@ RIGHT: dict[str, Any] = {
 
 @pytest.mark.parametrize("which", WRONG)
 def test_wrong_ids_are_refused(which: str) -> None:
-    with refused("door") as caught:
-        checked_ids(WRONG[which], SIZE, "door")
+    with refused("entry_point") as caught:
+        checked_ids(WRONG[which], SIZE, "entry_point")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 160
 
 
 @pytest.mark.parametrize("which", RIGHT)
 def test_right_ids_are_integers_of_python(which: str) -> None:
-    found = checked_ids(RIGHT[which], SIZE, "door")
+    found = checked_ids(RIGHT[which], SIZE, "entry_point")
     assert all(type(token) is int for token in found)
     assert found == [int(token) for token in RIGHT[which]]
 
 
-def test_rows_that_no_token_has_are_allowed() -> None:
-    """An embedding matrix is often padded: the policy can sample these rows, and programs send back what it sampled."""
+def test_embeddings_without_a_token_are_allowed() -> None:
+    """An embedding matrix is often padded: the policy can sample the extra ids, and programs may send them back."""
     assert vocabulary_of(build("qwen3", vocab_size=128)) == 128
-    words = ChatTokenizer(tokenizer(), None, SIZE + 10)
-    assert words.checked([SIZE + 9], "door") == [SIZE + 9]
+    chat_tokenizer = ChatTokenizer(tokenizer(), None, SIZE + 10)
+    assert chat_tokenizer.checked([SIZE + 9], "entry_point") == [SIZE + 9]
     with pytest.raises(ValueError, match=f"token id {SIZE + 10} at index 0; give ids from 0 to {SIZE + 9}"):
-        words.checked([SIZE + 10], "door")
+        chat_tokenizer.checked([SIZE + 10], "entry_point")
 
 
-# The doors. Each is handed ids, and returns the line that refuses them; None: it took them.
+# The entry points. Each gets ids and returns the error message, or None if it accepts them.
 
 
 def environment(given: Any) -> str | None:
@@ -99,13 +99,13 @@ def environment(given: Any) -> str | None:
         await policy.generate()
         return policy.trajectory(1.0)
 
-    first, second = play(episode, lambda *_: "x$", prompt("p"), prompt("q"), skips=True)
+    first, second = play(episode, lambda *_: "x$", prompt("p"), prompt("q"), skip_failures=True)
     assert second.failure is None
     return first.failure
 
 
 class Knowing(Scripted):
-    """One that answers whatever it is asked."""
+    """A sampler that returns given responses."""
 
     def sample(self, requests: Sequence[SamplingRequest], *, on_progress: Any = None) -> list[Response]:
         return [self._response("", request) for request in requests]
@@ -128,7 +128,7 @@ def gateway(given: Any) -> str | None:
         return policy.trajectory(1.0)
 
     (played,) = play(episode, None, prompt("p"), sampler=Knowing(lambda *_: "x$"))
-    assert played.failure is None, "the episode goes on"
+    assert played.failure is None, "the episode continues"
     return answers[0]
 
 
@@ -168,7 +168,7 @@ def engine(given: Any) -> str | None:
     try:
         sampler.sample([REQUEST], on_finished=finished.extend)
     except ValueError as error:
-        assert not finished, "nobody sees it"
+        assert not finished, "the callback must not see it"
         return str(error)
     assert len(finished) == 1
     return None
@@ -184,7 +184,7 @@ def engine_ahead(given: Any) -> str | None:
 
 
 class Answering(VllmServer):
-    """Answers with one choice, and has the weights of version 0."""
+    """A server that answers with one choice and has the weights of version 0."""
 
     def __init__(self, choice: dict[str, Any]) -> None:
         super().__init__("http://127.0.0.1:1", 1.0)
@@ -208,15 +208,15 @@ def server(given: Any) -> str | None:
         "prompt_token_ids": [1],
     }
     asked = SamplingRequest(tokens=np.array([1]), max_new_tokens=len(given) if hasattr(given, "__len__") else 1, key=1)
-    drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=SIZE)
+    sampling = SamplingSettings(temperature=1.0, stops=(0,), vocabulary=SIZE)
     try:
-        asyncio.run(Answering(choice).respond(asked, drawing, model="policy", version=0, salt="run"))
+        asyncio.run(Answering(choice).respond(asked, sampling, model="policy", version=0, salt="run"))
     except (ServerLostError, ValueError) as error:
         return str(error)
     return None
 
 
-DOORS: dict[str, Callable[[Any], str | None]] = {
+ENTRY_POINTS: dict[str, Callable[[Any], str | None]] = {
     "environment": environment,
     "gateway": gateway,
     "engine": engine,
@@ -226,22 +226,22 @@ DOORS: dict[str, Callable[[Any], str | None]] = {
 AT_ALL_DOORS = ("above", "just above", "negative", "float", "nested", "true", "huge")
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_door_refuses_wrong_ids_and_takes_right_ones(door: str) -> None:
-    assert DOORS[door]([1, SIZE - 1]) is None
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_every_entry_point_rejects_wrong_ids_and_accepts_right_ones(entry_point: str) -> None:
+    assert ENTRY_POINTS[entry_point]([1, SIZE - 1]) is None
     for which in AT_ALL_DOORS:
-        line = DOORS[door](WRONG[which])
+        line = ENTRY_POINTS[entry_point](WRONG[which])
         assert line is not None, which
         assert "\n" not in line
 
 
-def test_text_is_a_door_too() -> None:
-    """A token that was added to the tokenizer and not to the model."""
+def test_text_is_checked_too() -> None:
+    """A token that was added to the tokenizer, but not to the model."""
     known = tokenizer()
     known.add_tokens([AddedToken("<tool>", special=True)])
-    words = ChatTokenizer(known, None, SIZE)
-    assert words.encode("ab") == ids("ab")
-    for encode in (words.encode, lambda said: words.encode_prompt(said, begun=True)):
+    chat_tokenizer = ChatTokenizer(known, None, SIZE)
+    assert chat_tokenizer.encode("ab") == ids("ab")
+    for encode in (chat_tokenizer.encode, lambda said: chat_tokenizer.encode_prompt(said, begun=True)):
         with refused("model.tokenizer"):
             encode("a<tool>")
 
@@ -256,12 +256,12 @@ def test_text_is_a_door_too() -> None:
         (_response([1], logprobs=[-1.0]), "returned logprobs as list"),
         (_response([1], versions=np.zeros(3, np.int64)), "returned versions as int64"),
         (_response([1], ended="yes"), "returned ended='yes'"),
-        (_response([1] * 9), "returned 9 tokens where 8 were asked for; return 1 to 8 tokens"),
+        (_response([1] * 9), "returned 9 tokens, more than the 8 that were requested; return 1 to 8 tokens"),
         (_response([1], ended=False), "a response of 1 tokens that has not ended"),
         (_response(np.zeros(0, np.int64)), "a response of 0 tokens"),
     ],
 )
-def test_other_things_that_an_engine_must_not_return(response: Any, line: str) -> None:
+def test_other_invalid_responses_of_an_engine(response: Any, line: str) -> None:
     sampler = CheckedSampler(Engine(response), "mine:engine")
     sampler.update_weights(build("qwen3", vocab_size=SIZE), 0)
     with refused("rollout.engine", f"'mine:engine' .*{line}"):

@@ -1,14 +1,17 @@
-"""Rollouts: prompts, and the responses that a policy writes to them.
+"""Rollouts: prompts, and the responses that the policy samples for them.
 
-prompts          read_prompts: files to prompts in tokens, each with its row for the reward
-base             Sampler: the protocol between rollouts and whoever samples them
-collect          Collector: groups of prompts to rewarded samples, in step with training or ahead of it
-environment      episodes of several turns
-engines          make_sampler: the sampler that `rollout.engine` names
-  in_process     the training process samples
-  servers        servers sample, whichever engine they run; vllm is one such engine
-loop_thread      an event loop in a thread of its own, for episodes and for servers
-noise            random numbers that follow from what they are for, on any device
+prompts          read_prompts: reads files and returns tokenised prompts, each with the data row its reward needs
+base             Sampler: the interface between rollouts and the engine that samples
+collect          Collector: turns groups of prompts into rewarded samples, synchronously or ahead of training
+environment      multi-turn episodes
+engines          make_sampler: the sampler named by `rollout.engine`
+  in_process     sampling in the training process
+  servers        sampling on inference servers, independent of the engine they run; vllm is one engine
+response_log     responses sampled since the last checkpoint, on disk
+sampling_rng     counter-based random numbers for sampling, identical on every device
+token_ids        checks of token ids and responses from user code and servers
+loop_thread      an asyncio event loop in its own thread, for episodes and for servers
+time_limit       time limits for calls of user functions
 """
 
 from padfree.rollout.base import Response, Sampler, SamplingRequest

@@ -1,17 +1,17 @@
-"""The seam between rollouts and whoever samples them: token ids in, responses out.
+"""The interface between rollouts and the engines that sample them: token ids in, responses out.
 
-    SamplingRequest   tokens 7 8      room 3      key 912…      a prompt, once for each response to it
+    SamplingRequest   tokens 7 8      max_new_tokens 3     key 912…      one request per response
     Response          tokens 5 6 0    logprobs -.1 -2.3 -.4     ended True      version 40      versions 40 40 41
 
-A sampler gets the weights of the policy, then requests. Rewards, groups, advantages, metrics and resuming are written
-on top of this protocol and do not know which engine answers (`rollout.engine`).
+A sampler first receives the weights of the policy, then requests. Rewards, groups, advantages, metrics and resuming are
+built on top of this interface and do not depend on the engine (`rollout.engine`).
 
-Requests of one prompt stand side by side and hold the same array object, so that `first.tokens is second.tokens` says
-that a prompt can be prefilled once for both.
+Requests for the same prompt are adjacent and hold the same array object. If `first.tokens is second.tokens`, the
+sampler can prefill the prompt once for both.
 
-A sampler that can go on while the policy is trained (`AsyncSampler`) is given requests ahead. An exchange of weights
-cuts the responses that are under way; what they have stays, and the new weights write the rest, so that every token and
-its log-probability are those of one version.
+An `AsyncSampler` keeps sampling while the policy is trained. A weight sync interrupts the responses in progress. The
+tokens sampled so far are kept and the new weights continue from there, so each token and its log-probability belong to
+exactly one policy version.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ if TYPE_CHECKING:
     from padfree.batch import Sample
 
 Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
-"""Samples and a temperature -> the trainer's own log-probability of every token [n]. A collective of all ranks."""
+"""(samples, temperature) -> the trainer's log-probability of every token, [n] for each sample. Collective."""
 
 OnResponse = Callable[[int, "Response"], None]
-"""Called with the number of a request and its response, whole or as far as it was written when weights came."""
+"""Called with the index of a request and its response, which is partial if a weight sync interrupted it."""
 
 OnProgress = Callable[[int], None]
-"""Called now and then with the number of responses that are finished so far."""
+"""Called from time to time with the number of responses finished so far."""
 
 OnFinished = Callable[["Sequence[tuple[int, Response]]"], None]
-"""Called with responses that are finished, each with the number of its request: as they come, or together."""
+"""Called with finished responses, each with the index of its request: one by one, or several at once."""
 
 OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
-"""Called with the index of a request and what was written to it since the last call: tokens and log-probabilities."""
+"""Called with the index of a request and its new tokens and log-probabilities since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingRequest:
-    """One response to sample: after `tokens`, at most `max_new_tokens` of them, drawn with the noise of `key`."""
+    """One response to sample: at most `max_new_tokens` tokens after `tokens`, with the random numbers of `key`."""
 
-    tokens: NDArray[np.integer[Any]]  # [n] of the prompt
+    tokens: NDArray[np.integer[Any]]  # [n] the prompt
     max_new_tokens: int
-    key: int  # of `noise.response_keys`; the seed where a server draws. 0 (`noise.GREEDY`): the likeliest tokens
-    begun: Response | None = None  # what was written already, by weights that were exchanged meanwhile
+    key: int  # from `sampling_rng.response_keys`; servers use it as their seed. 0 (`sampling_rng.GREEDY`): greedy
+    partial: Response | None = None  # the part sampled by earlier weights, to be continued
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Response:
-    """What was drawn. `ended`: the last token is one that ends a response; else there was no more room."""
+    """A sampled response. `ended`: the last token is a stop token; otherwise the response reached its token limit."""
 
     tokens: NDArray[np.int64]  # [m]
-    logprobs: NDArray[np.float32]  # [m] of the drawn tokens, at the sampling temperature
+    logprobs: NDArray[np.float32]  # [m] of the sampled tokens, at the sampling temperature
     ended: bool
-    version: int  # optimizer steps that were made when the weights that wrote it were handed over; the oldest of them
-    versions: NDArray[np.int64] | None = None  # [m] of each token; None: all are of `version`
+    version: int  # policy version (optimizer steps) of the oldest weights that sampled a token of it
+    versions: NDArray[np.int64] | None = None  # [m] policy version of each token; None: `version` for all
 
     @property
     def token_versions(self) -> NDArray[np.int64]:
-        """[m]"""
+        """[m] policy version of each token."""
         return np.full(len(self.tokens), self.version, np.int64) if self.versions is None else self.versions
 
     def is_whole(self, max_new_tokens: int) -> bool:
         return self.ended or len(self.tokens) >= max_new_tokens
 
     def followed_by(self, rest: Response) -> Response:
-        """Both as one response."""
+        """Concatenate this partial response and its continuation."""
         return Response(
             tokens=np.concatenate([self.tokens, rest.tokens]),
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
@@ -84,10 +84,10 @@ class Response:
 
 
 class Sampler(Protocol):
-    """Samples responses from a policy. Every rank calls the same methods in the same order."""
+    """Samples responses from a policy. All ranks call the same methods in the same order."""
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
-        """Sample from the present weights of `trained` from now on. A collective of all ranks."""
+        """Sample from the current weights of `trained` from now on. Collective."""
 
     def sample(
         self,
@@ -96,28 +96,28 @@ class Sampler(Protocol):
         on_progress: OnProgress | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Response]:
-        """The responses to this rank's requests, in their order; `on_finished` is told each of them once."""
+        """Return the responses to this rank's requests, in order. `on_finished` receives each response once."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the last exchange of weights and the last sampling."""
+        """Metrics of the last weight sync and the last sampling."""
 
     def close(self) -> None:
-        """Give back what the sampler holds; it is not used again."""
+        """Release all resources. The sampler cannot be used afterwards."""
 
 
 class AsyncSampler(Sampler, Protocol):
-    """A sampler that goes on while the policy is trained, and while weights are exchanged: `rollout.staleness`."""
+    """A sampler that keeps sampling during training and across weight syncs (`rollout.staleness` above 0)."""
 
     @property
     def failure(self) -> Exception | None:
-        """What has ended the sampling in its threads."""
+        """The error that stopped the sampling threads, if any."""
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait for weights that every sampler in reach has lost: see `renew`."""
+        """Whether requests are waiting and no reachable server has the weights any more; call `renew`."""
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
-        """Ask for these after all that were asked for before, and return. `on_response` is called by threads."""
+        """Queue these requests after the earlier ones and return. Other threads call `on_response`."""
 
     def renew(self) -> None:
-        """Hand the weights of the last `update_weights` over again. A collective of all ranks."""
+        """Send the weights of the last `update_weights` again. Collective."""

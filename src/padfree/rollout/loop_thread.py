@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own, for what goes on while other threads compute: episodes, requests to servers.
+"""An asyncio event loop in its own thread, for episodes and server requests that run while other threads compute.
 
-The thread and those that serve `asyncio.to_thread` are daemons: a call that never returns does not keep the process.
+The thread and those of `asyncio.to_thread` are daemons: a call that never returns does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Result = TypeVar("Result")
 
 
 CLOSING = 10.0
-"""Seconds that tasks get to end when they are cancelled."""
+"""Seconds that cancelled tasks have to end."""
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Every call has a thread of its own, which nobody waits for at the end of the process."""
+    """An executor that runs each call in a new daemon thread. The process does not wait for them at exit."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -31,7 +31,7 @@ class DaemonThreads(ThreadPoolExecutor):
                 return
             try:
                 result = function(*args, **named)
-            except BaseException as error:  # whoever waits for the future gets it
+            except BaseException as error:  # `future.result()` raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -41,13 +41,13 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class LoopThread:
-    """The loop, begun when it is first needed. `name` is that of its thread."""
+    """The event loop. It starts when it is first used. `name` is that of its thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._asked: float | None = None  # when the loop was asked to give a sign, if it has not yet
+        self._probe_sent: float | None = None  # time of a probe that the loop has not answered yet
         self._closing = False
 
     @property
@@ -61,10 +61,10 @@ class LoopThread:
         return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Until `close`: neither an episode that stops the loop nor `sys.exit()` in a task of its own ends it.
+        """Run until `close`. An episode that stops the loop, or a task that calls `sys.exit()`, does not end it.
 
-        asyncio lets SystemExit and KeyboardInterrupt of a task through to whoever runs the loop, and keeps them for
-        whoever awaits the task.
+        asyncio re-raises SystemExit and KeyboardInterrupt of a task from `run_forever`. Awaiting the task raises them
+        as well.
         """
         while not self._closing:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -75,29 +75,29 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """What the coroutine returns. An interrupt of the thread that waits cancels it."""
+        """Return the result of the coroutine. An interrupt of the waiting thread cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()
         finally:
-            future.cancel()  # which does nothing if it has ended
+            future.cancel()  # has no effect if it has ended
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         self.loop.call_soon_threadsafe(function, *args)
 
     def seconds_blocked(self) -> float:
-        """For how long the loop has not moved, at least. To be asked again and again."""
-        asked = self._asked
-        if asked is None:
-            self._asked = asked = time.monotonic()
-            self.call(self._moved)
-        return time.monotonic() - asked
+        """Seconds for which the loop has been blocked, at least. Call it repeatedly: each call may send a probe."""
+        sent = self._probe_sent
+        if sent is None:
+            self._probe_sent = sent = time.monotonic()
+            self.call(self._answer_probe)
+        return time.monotonic() - sent
 
-    def _moved(self) -> None:
-        self._asked = None
+    def _answer_probe(self) -> None:
+        self._probe_sent = None
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """End what is left on the loop, do what is to be done `last`, and end the loop, unless something keeps it."""
+        """Cancel all tasks, run `last`, and stop the loop. Does not wait longer than CLOSING seconds."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
             assert self._thread is not None
@@ -112,7 +112,7 @@ class LoopThread:
         if tasks:
             _, left = await asyncio.wait(tasks, timeout=CLOSING / 2)
             for task in left:
-                task._log_destroy_pending = False  # type: ignore[attr-defined]  # its episode's failure has told
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # the failure is already reported
         try:
             if last is not None:
                 await asyncio.wait_for(last(), CLOSING / 2)

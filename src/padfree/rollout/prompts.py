@@ -1,15 +1,15 @@
-"""Prompt files to prompts: tokens for the sampler, and the row for the reward.
+"""Read files of prompts: tokens for the sampler, and the data row for the reward.
 
     {"question": "What is 2+2?", "answer": "4"}
-    Prompt(tokens=[...], room=256, row={"question": ..., "answer": "4", "prompt": ...}, uid="train.jsonl:1")
+    Prompt(tokens=[...], max_new_tokens=256, row={"question": ..., "answer": "4", "prompt": ...}, uid="train.jsonl:1")
 
-A row has a `prompt` or `messages` that end before the assistant's turn, in one of the formats of
-`padfree.data.formats`. A prompt goes through the chat template, with the generation prompt, or is used as it is, as
-`prompt_format` says. All columns of a row are kept, under their own names and under those of their fields, because the
-reward may want any of them.
+A row has a `prompt`, or `messages` that end before the assistant's turn, in one of the formats of
+`padfree.data.formats`. Depending on `prompt_format`, a prompt is rendered by the chat template with the generation
+prompt, or used unchanged. All columns of a row are kept, under their column names and their field names, because the
+reward may need any of them.
 
-`max_new_tokens` of a prompt is the setting of that name, or what `max_length` leaves with `overlong` "truncate".
-A prompt that leaves room for none is dropped, and listed as dropped.
+`max_new_tokens` of a prompt is the setting of that name. With `overlong` "truncate" it is lowered to the number of
+tokens that `max_length` leaves; a prompt that leaves none is dropped and reported as dropped.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """What responses are written to. Its length is that of the longest sample it can become."""
+    """A prompt to sample responses for. Its length is that of the longest sample it can become."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
-    max_new_tokens: int  # tokens of a response, at most
+    max_new_tokens: int  # maximum length of a response
     row: Mapping[str, Any]
     uid: str
     source: str
-    asked: str | Conversation | None = None  # the prompt before it was rendered, for a judge with another template
+    asked: str | Conversation | None = None  # before rendering, for a reward model with another chat template
 
     def __len__(self) -> int:
         return len(self.tokens) + self.max_new_tokens
@@ -54,11 +54,11 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompts:
-    """The prompts of files, in the order of their rows, and what became of every row."""
+    """The prompts of files, in the order of the rows, with a report on all rows."""
 
     prompts: Sequence[Prompt]
     report: DataReport
-    notes: tuple[str, ...] = ()  # how the files are read
+    notes: tuple[str, ...] = ()  # how the files were read
 
 
 def read_prompts(
@@ -68,7 +68,7 @@ def read_prompts(
     *,
     max_new_tokens: int,
 ) -> Prompts:
-    """Read files of prompts, folders of them, or a data set of the Hub."""
+    """Read prompts from files, folders of files, or a data set of the Hub."""
     settings = settings or RolloutDataSettings()
     check_mapping(settings.columns, PROMPT_SCHEMA)
     reader = _Reader(tokenizer, settings)
@@ -84,14 +84,14 @@ def read_prompts(
         if fields is not None and fields.kind == "messages" and not reader.renders_chat:
             raise UserError(
                 "data.prompt_format",
-                f"without a chat template, but {source.name} holds {fields['messages']!r}",
-                "give a file as data.chat_template, and set data.prompt_format=chat",
+                f"uses no chat template, but the column {fields['messages']!r} of {source.name} needs one",
+                "set data.prompt_format=chat, and data.chat_template if the tokenizer has no template",
                 value=settings.prompt_format,
             )
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(tuple(first or ())):
             collected.rows_per_file[source.name] += len(chunk.numbers)
-            # Without a row that can be read there are no fields, and none is needed to say what is wrong with them.
+            # If no row can be parsed there are no fields, and reporting the errors needs none.
             results = reader.read(chunk, fields or Fields(kind="prompt", columns={}))
             for line, result in zip(chunk.numbers, results, strict=True):
                 collected.add(result, source.name, line, source.unit)
@@ -107,7 +107,7 @@ class _PromptRead:
 
 
 class _Reader:
-    """Rows to tokens."""
+    """Tokenises rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutDataSettings) -> None:
         self._encoder = Encoder(tokenizer, append_eos=False)
@@ -123,7 +123,7 @@ class _Reader:
         return self._rows.template_names
 
     def read(self, chunk: Chunk, fields: Fields) -> list[_PromptRead | RowError]:
-        """What each row of the chunk is, in order."""
+        """Read the rows of a chunk, in order."""
         rows = [attempt(record_of, record) for record in chunk.records]
         asked = [row if isinstance(row, RowError) else attempt(self._asked, row, fields) for row in rows]
         texts = [one if isinstance(one, RowError) else attempt(self._text, one) for one in asked]
@@ -166,7 +166,7 @@ def _check_last(messages: Sequence[Message], column: str) -> None:
 
 
 class _CollectedPrompts:
-    """Prompts, and rows that did not become one as they stand."""
+    """Collects prompts, and reports rows that were skipped, dropped or truncated."""
 
     def __init__(self, settings: RolloutDataSettings, max_new_tokens: int) -> None:
         self._settings, self._max_new_tokens = settings, max_new_tokens
@@ -197,17 +197,17 @@ class _CollectedPrompts:
             )
 
     def _tokens_left(self, length: int, file: str, line: int) -> int:
-        """How long a response may be; 0: the prompt is left out."""
+        """Maximum length of the response; 0 if the prompt is dropped."""
         limit, wanted = self._settings.max_length, self._max_new_tokens
         if limit is None or length + wanted <= limit:
             return wanted
-        reason = f"{length} tokens and {wanted} of a response, max_length {limit}"
+        reason = f"{length} prompt tokens and {wanted} response tokens exceed max_length {limit}"
         if self._settings.overlong == "error":
             raise UserError(
                 "data.max_length",
-                f"{limit}, but {file}:{line} has {length} tokens, which leaves less than the {wanted} of "
+                f"{limit}, but {file}:{line} has {length} tokens, which leaves less than the {wanted} tokens of "
                 "rollout.max_new_tokens",
-                "set data.overlong=drop, or data.overlong=truncate for shorter responses",
+                "set data.overlong=drop, or data.overlong=truncate to shorten responses",
             )
         left = limit - length if self._settings.overlong == "truncate" else 0
         note = SkippedRow(file=file, line=line, reason=reason)
@@ -223,7 +223,7 @@ class _CollectedPrompts:
             raise UserError(
                 "data",
                 f"none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}",
-                "give rows that can",
+                "correct the rows",
             )
         report = DataReport(
             num_rows=num_rows,

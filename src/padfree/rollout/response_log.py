@@ -1,21 +1,21 @@
-"""Responses that came after the last checkpoint, on the disk: a run that is killed does not sample them again.
+"""The response log: responses sampled since the last checkpoint, on disk. A killed run does not sample them again.
 
-    checkpoint     10                                20
-    training       |  11   12   13 ...               |  21 ...
-    journal/       step-00000010.rank-00000.jsonl    step-00000020.rank-00000.jsonl
-                   batches 11 12 13 ...              batches 21 ...
+    checkpoint       10                                20
+    training         |  11   12   13 ...               |  21 ...
+    response_log/    step-00000010.rank-00000.jsonl    step-00000020.rank-00000.jsonl
+                     batches 11 12 13 ...              batches 21 ...
 
-A part of the journal begins with every checkpoint: all before that is in the checkpoint, and is removed when it is
-complete. A part is only ever appended to, one line for each response, or for those that were finished together:
+A new part of the log starts with every checkpoint. Once the checkpoint is complete, earlier parts that it covers are
+removed. Parts are append-only, with one line per response, or per set of responses that finished together:
 
-    9f3ac01b {"step": 10, "weights": ..., "settings": ..., "before": [...]}       the first line: the part's origin
+    9f3ac01b {"step": 10, "weights": ..., "settings": ..., "before": [...]}       the first line: the origin of the part
     04d2e7aa {"batch": 12, "responses": [{"number": 7, "prompt": ..., "tokens": ..., ...}]}
 
-A line begins with its checksum; one that a kill has cut is passed over. Whatever is read comes from a part that began
-with the weights and the settings that the run goes on with (`Origin`), or from parts that this one follows or that
-follow it. The next steps are then made of the same responses, so that later versions of the policy are what they were.
+Each line starts with its checksum. A line that was cut off when the run was killed is skipped. A resumed run reads only
+parts that belong to it: the part whose origin has its weights and settings (`Origin`), the parts before it, and the
+parts after it. The next steps are then trained on the same responses as before, which gives the same weights.
 
-Rewards are not in it: they are asked for again, by whatever the function is then.
+Rewards are not stored. They are computed again.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ _CHECKSUM = 8
 
 Tokens = NDArray[np.integer[Any]]
 Kept = tuple[int, Tokens, Response]
-"""The number of a response in its batch, the tokens that it follows, and the response."""
+"""The number of a response in its batch, the tokens of its prompt, and the response."""
 
 _Key = tuple[int, int, int]  # batch, number, and a checksum of the prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """What a part of the journal began with."""
+    """The state of the run at the start of a part of the log."""
 
     step: int
     weights: str  # a fingerprint
-    settings: str  # a digest of all that decides what is sampled and trained
+    settings: str  # a digest of all settings that affect sampling and training
 
     @property
-    def place(self) -> tuple[int, str]:
+    def point(self) -> tuple[int, str]:
         return self.step, self.weights
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a response is: in which line of a file, and which of its responses."""
+class _Location:
+    """Location of a response: the offset of its line in a file, and its index in the line."""
 
     path: Path
     offset: int
@@ -74,37 +74,40 @@ class _Part:
     """A part that is still needed."""
 
     weights: str
-    highest: int = 0  # the last batch that it may have responses of
+    highest: int = 0  # the last batch of which it may have responses
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """The file that is written to."""
+    """The file that is being written."""
 
     origin: Origin
     path: Path
-    before: list[tuple[int, str]]  # parts that are still needed
-    file: int | None = None  # a descriptor, once there is something to write
+    before: list[tuple[int, str]]  # earlier parts that are still needed
+    file: int | None = None  # a file descriptor, opened by the first write
 
 
 @dataclass(slots=True, eq=False)
 class ResponseLog:
-    """The journal of a run, as one of its ranks sees it: it writes a file of its own, and reads those of all."""
+    """The response log of a run on one rank. Each rank writes its own file and reads the files of all ranks."""
 
     folder: Path
     rank: int
-    failure: str | None = None  # why it could not be written: whoever calls must say so
-    _index: dict[_Key, _Place] = field(default_factory=dict)
+    failure: str | None = None  # error message of a failed write; the caller must raise it
+    _index: dict[_Key, _Location] = field(default_factory=dict)
     _parts: dict[int, _Part] = field(default_factory=dict)  # by step
     _covered: dict[int, int] = field(default_factory=dict)  # by step of a checkpoint: the last batch that it covers
     _open: _Open | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _line: tuple[Path, int, dict[str, Any]] | None = None  # the one that was read last
+    _line: tuple[Path, int, dict[str, Any]] | None = None  # the last line that was read
 
     # Parts
 
     def purge(self, origin: Origin | None) -> int:
-        """Remove what does not belong to a run that goes on from there, all with None; how many files. One rank."""
+        """Remove the files that do not belong to a run resumed at `origin`; None: all files. Returns their number.
+
+        Only one rank calls it.
+        """
         kept = set() if origin is None else {path for path, _ in _belonging(self._files(), origin)}
         removed = [path for path in self._files() if path not in kept]
         for path in removed:
@@ -112,21 +115,24 @@ class ResponseLog:
         return len(removed)
 
     def begin(self, origin: Origin, *, after: int) -> int:
-        """Go on from there; how many responses there are of batches after this one. Every rank, after `purge`."""
+        """Resume at `origin`; return the number of stored responses of batches after `after`.
+
+        Every rank calls it, after `purge`.
+        """
         for path, head in _belonging(self._files(), origin):
             part = self._parts.setdefault(head["step"], _Part(head["weights"]))
             for offset, record in _records(path):
                 part.highest = max(part.highest, record["batch"])
                 for index, one in enumerate(record["responses"]):
                     if record["batch"] > after:
-                        self._index[record["batch"], one["number"], one["prompt"]] = _Place(path, offset, index)
+                        self._index[record["batch"], one["number"], one["prompt"]] = _Location(path, offset, index)
         self._start(origin, after=after)
         return len(self._index)
 
     def turn(self, origin: Origin, *, after: int, highest: int) -> None:
-        """A checkpoint is being made that covers all batches up to `after`; `highest` is the last that was asked for.
+        """Start a new part for a checkpoint that covers all batches up to `after`.
 
-        What comes from now on goes into a part of its own. The responses for the checkpoint are collected after this.
+        `highest` is the last batch requested so far. Call this before collecting the state of the checkpoint.
         """
         assert self._open is not None
         with self._lock:
@@ -136,7 +142,7 @@ class ResponseLog:
             self._start(origin, after=after)
 
     def drop(self, step: int) -> None:
-        """The checkpoint of this step is complete: remove what it covers. One rank calls it."""
+        """Remove the parts covered by the checkpoint of this step, which is complete. Only one rank calls it."""
         covered = self._covered.get(step)
         if covered is None:
             return
@@ -146,7 +152,7 @@ class ResponseLog:
             del self._parts[earlier]
 
     def close(self) -> None:
-        """No more is written; a file without a response is removed."""
+        """Stop writing. Removes a file without responses."""
         with self._lock:
             if self._open is None:
                 return
@@ -155,7 +161,7 @@ class ResponseLog:
                 self._open.path.unlink()
             self._open = None
         with suppress(OSError):
-            self.folder.rmdir()  # if nothing is left
+            self.folder.rmdir()  # if it is empty
 
     def _start(self, origin: Origin, *, after: int) -> None:
         self._covered[origin.step] = after
@@ -163,11 +169,11 @@ class ResponseLog:
         before = [(step, part.weights) for step, part in self._parts.items() if step < origin.step]
         self._open = _Open(origin, path, before)
         self._parts.setdefault(origin.step, _Part(origin.weights)).weights = origin.weights
-        if self.rank == 0:  # the others' files begin with their first response
+        if self.rank == 0:  # other ranks create their file with their first response
             self._create()
 
     def _create(self) -> None:
-        """Open the file; one that is there goes on if it has the same origin."""
+        """Open the file. An existing file is continued if it has the same origin, else replaced."""
         assert self._open is not None
         origin, path = self._open.origin, self._open.path
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +184,7 @@ class ResponseLog:
         size = os.fstat(file).st_size
         if not size:
             _write(file, _encoded_line({**asdict(origin), "before": self._open.before}))
-        elif os.pread(file, 1, size - 1) != b"\n":  # a line that a kill has cut
+        elif os.pread(file, 1, size - 1) != b"\n":  # the last line was cut off when the run was killed
             _write(file, b"\n")
 
     def _close(self) -> None:
@@ -187,21 +193,21 @@ class ResponseLog:
             self._open.file = None
 
     def _files(self, step: int | None = None) -> list[Path]:
-        """Those of a part, or of all."""
+        """The files of one part, or of all parts."""
         if not self.folder.is_dir():
             return []
-        found = sorted(path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
-        return [path for path in found if step is None or _step_of(path) == step]
+        files = sorted(path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
+        return [path for path in files if step is None or _step_of(path) == step]
 
     # Responses
 
     def keep(self, batch: int, responses: Sequence[Kept]) -> None:
-        """Note responses that were finished together: either all of them are there, or none. Threads may call it."""
-        rows = [
+        """Store responses that finished together, atomically: a reader finds all or none of them. Thread-safe."""
+        entries = [
             {"number": number, "prompt": _checksum(tokens), **_encoded(response)}
             for number, tokens, response in responses
         ]
-        line = _encoded_line({"batch": batch, "responses": rows})
+        line = _encoded_line({"batch": batch, "responses": entries})
         with self._lock:
             if self._open is None or self.failure is not None:
                 return
@@ -212,35 +218,35 @@ class ResponseLog:
                 _write(self._open.file, line)
             except OSError as error:
                 self.failure = (
-                    f"run.folder: {self._open.path} cannot be written ({error.strerror or error}); free space or give "
-                    "another folder"
+                    f"run.folder: {self._open.path} cannot be written ({error.strerror or error}); free disk space, or "
+                    "set another folder"
                 )
 
     def sync(self) -> None:
-        """See that what was kept outlives the machine's end, too."""
+        """Flush the file to disk, so that the responses survive a crash of the machine."""
         with self._lock:
             if self._open is not None and self._open.file is not None:
                 os.fsync(self._open.file)
 
     def find(self, batch: int, number: int, tokens: Tokens) -> Response | None:
-        """The response of this number that follows these tokens, whole or as far as it was written."""
-        place = self._index.get((batch, number, _checksum(tokens)))
-        if place is None:
+        """Find the response, complete or partial, with this number and these prompt tokens."""
+        location = self._index.get((batch, number, _checksum(tokens)))
+        if location is None:
             return None
-        record = self._read(place)
-        return None if record is None else _decoded(record["responses"][place.index])
+        record = self._read(location)
+        return None if record is None else _decoded(record["responses"][location.index])
 
-    def _read(self, place: _Place) -> dict[str, Any] | None:
-        if self._line is None or self._line[:2] != (place.path, place.offset):
+    def _read(self, location: _Location) -> dict[str, Any] | None:
+        if self._line is None or self._line[:2] != (location.path, location.offset):
             try:
-                with place.path.open("rb") as file:
-                    file.seek(place.offset)
+                with location.path.open("rb") as file:
+                    file.seek(location.offset)
                     record = _decoded_line(file.readline())
             except OSError:
                 return None
             if record is None:
                 return None
-            self._line = place.path, place.offset, record
+            self._line = location.path, location.offset, record
         return self._line[2]
 
 
@@ -254,9 +260,9 @@ def _step_of(path: Path) -> int:
 
 
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
-    """The files of parts that a run from there goes on with, and their heads; oldest first.
+    """The files, with their first lines, that belong to a run resumed at `origin`; oldest first.
 
-    The part that began there, those that it names as being before it, and those that name it.
+    These are the part with this origin, the parts that its first line lists, and the parts whose first line lists it.
     """
     heads = [(path, head) for path in files if (head := _head(path)) is not None]
     own = [head for _, head in heads if _origin_of(head) == origin]
@@ -267,14 +273,14 @@ def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[s
     def belongs(head: dict[str, Any]) -> bool:
         if head["settings"] != origin.settings:
             return False
-        place = head["step"], head["weights"]
-        return place == origin.place or place in before or list(origin.place) in head["before"]
+        point = head["step"], head["weights"]
+        return point == origin.point or point in before or list(origin.point) in head["before"]
 
     return [(path, head) for path, head in heads if belongs(head)]
 
 
 def _head(path: Path) -> dict[str, Any] | None:
-    """The first line of a file; None where that is none of ours."""
+    """The first line of a file; None if it is not a valid first line of a part."""
     try:
         with path.open("rb") as file:
             head = _decoded_line(file.readline())
@@ -288,7 +294,7 @@ def _origin_of(head: dict[str, Any]) -> Origin:
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Where each line with responses begins, and what it says."""
+    """Iterate over the lines with responses: offset and content."""
     with path.open("rb") as file:
         offset = 0
         for line in file:
@@ -313,7 +319,7 @@ def _encoded_line(values: dict[str, Any]) -> bytes:
 
 
 def _decoded_line(line: bytes) -> dict[str, Any] | None:
-    """None: the line is not whole."""
+    """Decode a line; None if it is incomplete or damaged."""
     text = line[_CHECKSUM + 1 :].rstrip(b"\n")
     try:
         whole = line.endswith(b"\n") and int(line[:_CHECKSUM], 16) == zlib.crc32(text)
@@ -327,22 +333,22 @@ def _checksum(tokens: Tokens) -> int:
 
 
 def _encoded(response: Response) -> dict[str, Any]:
-    """Every field; arrays [n] as their bytes, so that they come back to the bit."""
-    found: dict[str, Any] = {}
-    for about in fields(response):
-        value = getattr(response, about.name)
+    """All fields as JSON values. Arrays [n] are stored as bytes, so that they are restored exactly."""
+    entry: dict[str, Any] = {}
+    for item in fields(response):
+        value = getattr(response, item.name)
         if isinstance(value, np.ndarray):
             assert value.ndim == 1
             value = {"dtype": value.dtype.str, "bytes": b64encode(value.tobytes()).decode()}
-        found[about.name] = value
-    return found
+        entry[item.name] = value
+    return entry
 
 
-def _decoded(row: dict[str, Any]) -> Response:
-    found: dict[str, Any] = {}
-    for about in fields(Response):
-        value = row[about.name]
+def _decoded(entry: dict[str, Any]) -> Response:
+    values: dict[str, Any] = {}
+    for item in fields(Response):
+        value = entry[item.name]
         if isinstance(value, dict):
             value = np.frombuffer(b64decode(value["bytes"]), np.dtype(value["dtype"])).copy()
-        found[about.name] = value
-    return Response(**found)
+        values[item.name] = value
+    return Response(**values)

@@ -1,10 +1,10 @@
-"""Calls of a user's function that end in time, or in one line.
+"""Time limits for calls of user functions. A late call raises a UserError.
 
-    main thread       an alarm interrupts the function: sleeping, computing in Python, matching a regular expression
-    other threads     a daemon thread of its own runs it, and is left behind when it is late
+    main thread       SIGALRM interrupts the function: sleeping, computing in Python, matching a regular expression
+    other threads     a separate daemon thread runs the function, and is abandoned if it is late
 
-A reward stays in the main thread where it was called there: libraries that grade answers set alarms of their own
-(`signal.alarm`), which only the main thread can. One that does so has a limit of its own in place of this one.
+A reward that is called in the main thread stays there, because libraries that grade answers set alarms themselves
+(`signal.alarm`), which is possible in the main thread only. The alarm of such a library replaces this time limit.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from padfree.errors import UserError, shown_error
 Result = TypeVar("Result")
 
 AGAIN = 1.0
-"""Seconds between alarms, for a function that catches the first one."""
+"""Seconds between repeated alarms, in case the function catches the first one."""
 
 
 class _AlarmError(BaseException):
-    """Not an `Exception`: a reward that catches those must not take it for a wrong answer."""
+    """Not an `Exception`, so that a reward with `except Exception` does not take it for a wrong answer."""
 
 
-def call_within(seconds: float, line: str, function: Callable[..., Result], *args: Any) -> Result:
-    """What the function returns; a UserError with this line if it takes longer."""
+def call_within(seconds: float, message: str, function: Callable[..., Result], *args: Any) -> Result:
+    """Return the result of the function; raise a UserError with this message if it takes longer than `seconds`."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
-        return _with_alarm(seconds, line, function, *args)
-    return _in_thread(seconds, line, function, *args)
+        return _with_alarm(seconds, message, function, *args)
+    return _in_thread(seconds, message, function, *args)
 
 
-def _with_alarm(seconds: float, line: str, function: Callable[..., Result], *args: Any) -> Result:
-    found: list[Result] = []
+def _with_alarm(seconds: float, message: str, function: Callable[..., Result], *args: Any) -> Result:
+    results: list[Result] = []
     late = False
 
     def ring(*_: Any) -> None:
@@ -49,44 +49,44 @@ def _with_alarm(seconds: float, line: str, function: Callable[..., Result], *arg
     other, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
     try:
         try:
-            found.append(function(*args))
+            results.append(function(*args))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except BaseException:  # the alarm, or what the function has made of it
+    except BaseException:  # the alarm, or an exception that the function raised because of it
         signal.setitimer(signal.ITIMER_REAL, 0)
         if not late:
             raise
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-        if other:  # somebody else's alarm was set
+        if other:  # another alarm was set before: restore its remaining time
             signal.setitimer(signal.ITIMER_REAL, max(other - (time.monotonic() - begin), 1e-3), interval)
     if late:
-        raise UserError.of(line)
-    return found[0]
+        raise UserError.of(message)
+    return results[0]
 
 
-def _in_thread(seconds: float, line: str, function: Callable[..., Result], *args: Any) -> Result:
-    found: list[Result] = []
+def _in_thread(seconds: float, message: str, function: Callable[..., Result], *args: Any) -> Result:
+    results: list[Result] = []
     errors: list[BaseException] = []
     ended = threading.Event()
 
     def run() -> None:
         try:
-            found.append(function(*args))
+            results.append(function(*args))
         except BaseException as error:
             errors.append(error)
         ended.set()
 
     threading.Thread(target=run, name="reward", daemon=True).start()
     if not ended.wait(seconds):
-        raise UserError.of(line)
+        raise UserError.of(message)
     if errors:
         raise errors[0]
-    return found[0]
+    return results[0]
 
 
 def shown_safely(error: BaseException) -> str:
-    """As `shown_error`; the class alone for an error whose message cannot be had."""
+    """Like `shown_error`; only the name of the class if the message of the error cannot be computed."""
     try:
         return shown_error(error)
     except Exception:
@@ -94,23 +94,23 @@ def shown_safely(error: BaseException) -> str:
 
 
 class DaemonPool:
-    """Threads that take calls in their order, `most` at a time. The process does not wait for them at its end."""
+    """A pool of at most `max_threads` daemon threads. The process does not wait for them at exit."""
 
-    def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
+    def __init__(self, max_threads: int, name: str) -> None:
+        self._max_threads, self._name = max_threads, name
         self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
         self._num_threads = 0
         self._closed = False
 
     def submit(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call it soon; it must not raise."""
+        """Call the function in a thread. It must not raise."""
         self._calls.put((function, args))
-        if self._num_threads < self._most:
+        if self._num_threads < self._max_threads:
             self._num_threads += 1
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """What has not begun is not called."""
+        """Drop calls that have not started."""
         self._closed = True
         for _ in range(self._num_threads):
             self._calls.put((lambda: None, ()))

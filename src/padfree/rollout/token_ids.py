@@ -1,14 +1,14 @@
-"""Token ids and responses from outside, checked where they come in.
+"""Checks of token ids and responses from user code, agents and servers, at the point where they arrive.
 
-    an agent's call        prompt: [1, 2, 999999]          400, and the episode goes on       (environment.gateway)
-    an environment         policy.add([999999])            the episode fails                  (environment.policy)
-    text of either         a tokenizer may know more tokens than the model has embeddings     (environment.policy)
-    a user's engine        Response(tokens=[-1], ...)      the run ends with one line         (engines)
-    a server               "token_ids": [true]             the server is asked again          (engines.servers)
+    an agent's call    prompt: [1, 2, 999999]        status 400; the episode continues      (environment.gateway)
+    an environment     policy.add([999999])          the episode fails                      (environment.episode_policy)
+    text of either     a tokenizer may have more tokens than the model has embeddings       (environment.episode_policy)
+    a user's engine    Response(tokens=[-1], ...)    the run ends with a UserError          (engines)
+    a server           "token_ids": [true]           the request is retried                 (engines.servers)
 
-An id that is not an index of the embedding matrix ends a GPU process without a usable message, so no such id may get
-into a batch. Indices that no token of the tokenizer has (rows that pad the matrix) are allowed: the policy can sample
-them, and a program may send back what was sampled.
+A token id outside of the embedding matrix crashes a GPU process without a useful message, so no such id may enter a
+batch. Ids that the tokenizer does not have, but the padded embedding matrix has, are allowed: the policy can sample
+them, and a program may send them back.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROUNDING = 1e-3
-"""How far above 0 a log-probability may be: samplers compute them in low precision."""
+"""A log-probability may exceed 0 by this much, because samplers compute in low precision."""
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Rows of the embedding matrix."""
+    """Number of embeddings of the model."""
     embeddings = model.get_input_embeddings()
     return int(getattr(embeddings, "num_embeddings", None) or model.config.get_text_config().vocab_size)
 
 
 def tokenizer_size(tokenizer: Any) -> int:
-    """One more than the largest token id that a tokenizer can write."""
+    """One more than the largest token id of the tokenizer."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
-    """The ids as Python integers. Anything but a flat sequence of integers from 0 to `vocabulary - 1` is refused."""
+    """Return the ids as Python integers; a UserError unless they are a flat sequence of 0 to `vocabulary - 1`."""
     if isinstance(ids, np.ndarray) or type(ids).__module__ == "torch":
         ids = ids.tolist()
     if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray, memoryview)):
@@ -56,17 +56,17 @@ def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
             raise UserError(
                 f"{what}",
                 f"token id {shown(token)} at index {index}",
-                f"give ids from 0 to {vocabulary - 1}, which the model has embeddings for",
+                f"give ids from 0 to {vocabulary - 1}, for which the model has embeddings",
             )
     return found
 
 
 def checked_response(response: Any, request: SamplingRequest, vocabulary: int, what: str, *, whole: bool) -> Response:
-    """The response of an engine that is not padfree's own. `whole`: it has ended, or has filled its room."""
+    """Check a response of a user's engine. `whole`: it must be complete, not interrupted by a weight sync."""
 
-    def need(right: bool, fact: str, cure: str) -> None:
+    def need(right: bool, problem: str, fix: str) -> None:
         if not right:
-            raise UserError.of(f"{what} returned {fact}; {cure}")
+            raise UserError.of(f"{what} returned {problem}; {fix}")
 
     need(isinstance(response, Response), f"{type(response).__name__} as a response", "return a Response")
     tokens, logprobs = response.tokens, response.logprobs
@@ -79,18 +79,18 @@ def checked_response(response: Any, request: SamplingRequest, vocabulary: int, w
     if response.versions is not None:
         _need_array(what, "versions", response.versions, "iu", len(tokens))
     need(isinstance(response.ended, (bool, np.bool_)), f"ended={shown(response.ended)}", "return true or false")
-    cure = f"return 1 to {request.max_new_tokens} tokens"
+    fix = f"return 1 to {request.max_new_tokens} tokens"
     need(
         len(tokens) <= request.max_new_tokens,
-        f"{len(tokens)} tokens where {request.max_new_tokens} were asked for",
-        cure,
+        f"{len(tokens)} tokens, more than the {request.max_new_tokens} that were requested",
+        fix,
     )
     if whole:
         unfinished = f"a response of {len(tokens)} tokens that has not ended"
         need(
             len(tokens) > 0 and response.is_whole(request.max_new_tokens),
             unfinished,
-            f"{cure}, the last one a stop token",
+            f"{fix}, the last one a stop token",
         )
     assert isinstance(response, Response)
     return response

@@ -1,16 +1,16 @@
-"""A task that two CPU cores can learn: problems with answers that can be verified, a tokenizer, a model, two recipes.
+"""A task that two CPU cores can learn: problems with verifiable answers, a tokenizer, a model, two recipes.
 
-    prompt     Ann has 3 apples in January.     worked     February +4: 3+4=7     half of the responses: right, and
+    prompt     Ann has 3 apples in January.     worked     February +4: 3+4=7     half of the responses: correct, and
                February +4.                                March -2: 7-2=5        as long as the problem
                March -2.                                   #### 5
                How many?                        guessed    #### 6                 the others: short, and mostly wrong
 
-A model that is fine-tuned on both learns to do both. What the reward (the number behind the hashes) then teaches it is
-to do the work.
+A model that is fine-tuned on both kinds of responses learns both. The reward (the number after the hashes) then teaches
+it to work the answer out.
 
     write_task(folder, sizes)                   data/train.jsonl, data/prompts.jsonl, model/
     train(sft_config(folder, sizes))            sft/
-    train(rl_config(folder, sizes))             rl/, beginning with the fine-tuned model
+    train(rl_config(folder, sizes))             rl/, starting from the fine-tuned model
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Tom")
 THINGS = ("apples", "books", "coins", "pens", "stones")
 MONTHS: tuple[str, ...] = ("January", "February", "March", "April", "May", "June", "July")
 MONTHS += ("August", "September", "October", "November", "December")
-MOST, MOST_AT_ONCE = 9, 3
+LARGEST, LARGEST_CHANGE = 9, 3
 GUESSED = 0.5
 VOCABULARY = 200
 EOS = "<eos>"
@@ -37,21 +37,21 @@ EOS = "<eos>"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How much is made and trained."""
+    """Sizes of the data, the model and the training runs."""
 
     rows: int = 4000
     prompts: int = 512
     hidden: int = 64
-    samples: int = 40  # of a step of SFT
+    samples: int = 40  # per step of SFT
     sft_steps: int = 200
-    responses: int = 128  # of a step of RL
+    responses: int = 128  # per step of RL
     group: int = 8
     rl_steps: int = 20
     max_new_tokens: int = 64
 
 
 def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, str]]:
-    """Rows with `prompt`, `response` and `answer`; how many steps a problem has is log-normal, up to `most_steps`."""
+    """Rows with `prompt`, `response` and `answer`. The number of steps is log-normal, at most `most_steps`."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         prompt, work, answer = _problem(rng, most_steps)
@@ -63,13 +63,13 @@ def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, 
 
 
 def _problem(rng: np.random.Generator, most_steps: int) -> tuple[str, list[str], int]:
-    """The text, the lines that work it out, and the answer."""
-    total = int(rng.integers(0, MOST + 1))
+    """The text, the lines of the solution, and the answer."""
+    total = int(rng.integers(0, LARGEST + 1))
     sentences = [f"{rng.choice(NAMES)} has {total} {rng.choice(THINGS)} in {MONTHS[0]}."]
     work = []
     for month in MONTHS[1 : 1 + int(np.clip(round(rng.lognormal(0.7, 0.8)), 1, most_steps))]:
-        change = int(rng.integers(1, MOST_AT_ONCE + 1))
-        if total < change or (total + change <= MOST and rng.random() < 0.5):
+        change = int(rng.integers(1, LARGEST_CHANGE + 1))
+        if total < change or (total + change <= LARGEST and rng.random() < 0.5):
             sign, after = "+", total + change
         else:
             sign, after = "-", total - change
@@ -80,7 +80,7 @@ def _problem(rng: np.random.Generator, most_steps: int) -> tuple[str, list[str],
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """The rows as JSON Lines; returns them."""
+    """Write the rows as JSON Lines and return them."""
     written = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in written), encoding="utf-8")
@@ -88,7 +88,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> list[dict[str, str
 
 
 def train_tokenizer(rows: list[dict[str, str]]) -> Any:
-    """Byte-level BPE on the rows; every digit is a token."""
+    """Train byte-level BPE on the rows; every digit is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -104,9 +104,9 @@ def train_tokenizer(rows: list[dict[str, str]]) -> Any:
 
 
 def write_model(folder: Path, tokenizer: Any, hidden: int, *, layers: int = 2, head: int | None = None) -> int:
-    """A random Qwen3 and its tokenizer, as transformers stores them; returns the number of parameters.
+    """Save a random Qwen3 and its tokenizer in the format of transformers; return the number of parameters.
 
-    `head` is the size of a head; None: there are four.
+    `head` is the size of an attention head; None: a quarter of `hidden`.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -122,7 +122,7 @@ def write_model(folder: Path, tokenizer: Any, hidden: int, *, layers: int = 2, h
         head_dim=head or hidden // 4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        initializer_range=0.1 if hidden < 256 else 0.02,  # so small a model learns faster from larger weights
+        initializer_range=0.1 if hidden < 256 else 0.02,  # a very small model learns faster with larger weights
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         pad_token_id=None,
@@ -135,17 +135,17 @@ def write_model(folder: Path, tokenizer: Any, hidden: int, *, layers: int = 2, h
 
 
 def write_task(folder: Path, sizes: Sizes, *, head: int | None = None) -> tuple[list[dict[str, str]], Any, int]:
-    """The data and the model of both recipes; returns the rows, the tokenizer and the number of parameters."""
+    """Write the data and the model of both recipes; return the rows, the tokenizer and the number of parameters."""
     rows = write_rows(folder / "data" / "train.jsonl", problems(sizes.rows, seed=0))
     short = problems(sizes.prompts, seed=1, most_steps=3)
-    asked = ({"prompt": row["prompt"], "answer": row["answer"]} for row in short)
-    write_rows(folder / "data" / "prompts.jsonl", asked)
+    prompts = ({"prompt": row["prompt"], "answer": row["answer"]} for row in short)
+    write_rows(folder / "data" / "prompts.jsonl", prompts)
     tokenizer = train_tokenizer(rows)
     return rows, tokenizer, write_model(folder / "model", tokenizer, sizes.hidden, head=head)
 
 
 def sft_config(folder: Path, sizes: Sizes) -> Config:
-    """The settings of the fine-tuning run."""
+    """Settings of the fine-tuning run."""
     return config_from_dict(
         {
             "model": {"path": str(folder / "model")},
@@ -160,7 +160,7 @@ def sft_config(folder: Path, sizes: Sizes) -> Config:
 
 
 def rl_config(folder: Path, sizes: Sizes) -> Config:
-    """The settings of the run with rewards; it begins with the fine-tuned model."""
+    """Settings of the RL run, which starts from the fine-tuned model."""
     return config_from_dict(
         {
             "model": {"path": str(folder / "sft" / "model")},

@@ -1,14 +1,14 @@
-"""A small server engine: an HF model on the CPU that answers JSON lines over TCP. For tests, and to copy from.
+"""A small server engine: an HF model on the CPU that answers JSON lines over TCP. For tests, and as an example.
 
     python -m padfree.testing.line_server --model FOLDER --port 4000 --name policy
 
     rollout.engine = "padfree.testing.line_server:make_line_sampler"
     rollout.servers = ["tcp://127.0.0.1:4000"]
 
-A connection has one call: a line in, `{"call": "complete", "tokens": [7, 8], ...}`, and a line out, `{"ok": ...}`,
-`{"failed": "why"}` for an error of the server, or `{"refused": "why"}` for what it will not do later either. Every
-answer to `complete` names the version of the weights. Without a KV cache each token is a forward pass of the whole
-sequence, so this is for tiny models.
+Each connection carries one call. The request is a line, `{"call": "complete", "tokens": [7, 8], ...}`. The answer is a
+line, `{"ok": ...}`, `{"failed": "why"}` if the server failed, or `{"refused": "why"}` if it would reject the same call
+again. Every answer to `complete` contains the version of the weights. There is no KV cache: each token is a forward
+pass over the whole sequence, so the engine suits tiny models only.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from padfree.rollout.engines.servers.buckets import BucketForm, Receiver
 from padfree.rollout.engines.servers.sampler import ServerSampler
 from padfree.rollout.engines.servers.server_api import (
     Completion,
-    Drawing,
     FailedError,
     LateError,
+    SamplingSettings,
     ServedModel,
     ServerApi,
     checked_tokens,
@@ -44,21 +44,21 @@ LONGEST_LINE = 1 << 28
 
 
 def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> ServerSampler:
-    """For `rollout.engine`."""
+    """Make the sampler, for `rollout.engine`."""
     return make_server_sampler(LineServer, config, mesh, trained, tokenizer, score)
 
 
 class LineServer(ServerApi):
-    """The trainer's side."""
+    """The side of the trainer."""
 
     async def check(self, served: ServedModel) -> str:
         about = await self.call("about")
-        with self.reading("about answered something else"):
+        with self.reading("about did not answer a name and a vocabulary"):
             name, vocabulary = str(about["name"]), int(about["vocabulary"])
         if vocabulary != served.vocabulary:
             raise UserError(
                 "rollout.servers",
-                f"{self.url} has a vocabulary of {vocabulary}, the model of this run has {served.vocabulary} tokens",
+                f"{self.url} has a vocabulary of {vocabulary}, but the model of this run has {served.vocabulary}",
                 "start it with the model of model.path",
             )
         await self.resume()  # a killed run may have left it paused
@@ -70,15 +70,15 @@ class LineServer(ServerApi):
             return None if about["version"] is None else str(about["version"])
 
     async def complete(
-        self, request: SamplingRequest, drawing: Drawing, *, model: str, version: int, salt: str
+        self, request: SamplingRequest, sampling: SamplingSettings, *, model: str, version: int, salt: str
     ) -> Completion:
         found = await self.call(
             "complete",
             tokens=request.tokens.tolist(),
             max_new_tokens=request.max_new_tokens,
             seed=request.key,
-            temperature=0.0 if request.key == GREEDY else drawing.temperature,
-            stops=list(drawing.stops),
+            temperature=0.0 if request.key == GREEDY else sampling.temperature,
+            stops=list(sampling.stops),
             version=str(version),
         )
         with self.reading("complete answered without tokens"):
@@ -88,11 +88,13 @@ class LineServer(ServerApi):
         return Completion(tokens=tokens, logprobs=logprobs, reason=reason)
 
     async def score(
-        self, sequences: Sequence[Sequence[int]], *, drawn: int, temperature: float, model: str, salt: str
+        self, sequences: Sequence[Sequence[int]], *, num_sampled: int, temperature: float, model: str, salt: str
     ) -> list[tuple[list[int], list[float]]]:
-        rows = await self.call("score", sequences=list(map(list, sequences)), drawn=drawn, temperature=temperature)
+        scored = await self.call(
+            "score", sequences=list(map(list, sequences)), num_sampled=num_sampled, temperature=temperature
+        )
         with self.reading("score answered without log-probabilities"):
-            return [(list(tokens), [float(value) for value in logprobs]) for tokens, logprobs in rows]
+            return [(list(tokens), [float(value) for value in logprobs]) for tokens, logprobs in scored]
 
     async def pause(self) -> None:
         await self.call("pause")
@@ -107,7 +109,7 @@ class LineServer(ServerApi):
         await self.call("join", transfer_info=dict(transfer_info))
 
     async def begin(self) -> None:
-        pass  # buckets are loaded as they come
+        pass  # buckets are loaded as they arrive
 
     async def bucket(self, form: BucketForm) -> None:
         await self.call("bucket", form=form.transfer_info)
@@ -116,11 +118,12 @@ class LineServer(ServerApi):
         await self.call("finish", version=str(version))
 
     @classmethod
-    def command(cls, words: Sequence[str], served: ServedModel, *, name: str, port: int) -> list[str]:
-        return [*words, "--model", served.path, "--dtype", served.model.dtype, "--name", name, "--port", str(port)]
+    def command(cls, arguments: Sequence[str], served: ServedModel, *, name: str, port: int) -> list[str]:
+        options = ["--model", served.path, "--dtype", served.model.dtype, "--name", name, "--port", str(port)]
+        return [*arguments, *options]
 
     async def call(self, name: str, *, timeout: float | None = None, **arguments: Any) -> Any:
-        """What the server answers to one call."""
+        """Send one call and return the answer."""
         seconds = timeout or self.timeout
         try:
             async with asyncio.timeout(seconds):
@@ -135,24 +138,26 @@ class LineServer(ServerApi):
         except ConnectionRefusedError:
             raise self.lost("refused the connection") from None
         except OSError as error:
-            raise self.lost(f"{name} broke off ({error})") from None
-        with self.reading(f"{name} answered what is no line of JSON"):
+            raise self.lost(f"{name} broke the connection ({error})") from None
+        with self.reading(f"{name} did not answer with a line of JSON"):
             answer = dict(json.loads(line))
         if "refused" in answer:
             raise UserError(
-                "rollout.servers", f"{self.url} refused {name} ({answer['refused']})", "start it for this run"
+                "rollout.servers",
+                f"{self.url} rejected {name} ({answer['refused']})",
+                "start it with the model of model.path",
             )
         if "ok" not in answer:
-            raise FailedError(f"rollout.servers: {self.url} failed at {name} ({answer.get('failed')})")
+            raise FailedError(f"rollout.servers: {self.url} failed in {name} ({answer.get('failed')})")
         return answer["ok"]
 
 
 class RefusedError(Exception):
-    """Of the server: it would refuse the same call again."""
+    """Raised in the server for a call that it would reject again."""
 
 
 class LineService:
-    """The server's side. Its coroutines are the calls."""
+    """The side of the server. Each `answer_...` coroutine handles one kind of call."""
 
     def __init__(self, model: Any, name: str) -> None:
         self.model, self.name = model, name
@@ -170,11 +175,11 @@ class LineService:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answer: dict[str, Any]
         try:
-            asked = json.loads(await reader.readline())
-            answer = {"ok": await getattr(self, "answer_" + asked.pop("call"))(**asked)}
+            request = json.loads(await reader.readline())
+            answer = {"ok": await getattr(self, "answer_" + request.pop("call"))(**request)}
         except RefusedError as error:
             answer = {"refused": str(error)}
-        except Exception as error:  # whoever asks must know
+        except Exception as error:  # report it to the trainer
             answer = {"failed": f"{type(error).__name__}: {error}"}
         writer.write(json.dumps(answer).encode() + b"\n")
         writer.close()
@@ -194,7 +199,7 @@ class LineService:
 
     async def answer_bucket(self, form: dict[str, Any]) -> None:
         async with self._compute:
-            self.version = None  # until all buckets are there
+            self.version = None  # until the last bucket has arrived
             await asyncio.to_thread(self.load, BucketForm(**form))
 
     @torch.no_grad()
@@ -209,30 +214,30 @@ class LineService:
         self.version = version
 
     async def answer_score(
-        self, sequences: list[list[int]], drawn: int, temperature: float
+        self, sequences: list[list[int]], num_sampled: int, temperature: float
     ) -> list[tuple[list[int], list[float]]]:
-        found = []
+        scored = []
         for number, sequence in enumerate(sequences):
             given = torch.log_softmax(await self._logits(sequence), -1)
-            scores = [given[place, token].item() for place, token in enumerate(sequence[1:])]
-            tokens, logprobs, _ = await self._draw(sequence, drawn, number, temperature, stops=[])
-            found.append(([*sequence, *tokens], [*scores, *logprobs]))
-        return found
+            scores = [given[position, token].item() for position, token in enumerate(sequence[1:])]
+            tokens, logprobs, _ = await self._sample(sequence, num_sampled, number, temperature, stops=[])
+            scored.append(([*sequence, *tokens], [*scores, *logprobs]))
+        return scored
 
     async def answer_complete(
         self, tokens: list[int], max_new_tokens: int, seed: int, temperature: float, stops: list[int], version: str
     ) -> dict[str, Any]:
         await self._running.wait()
-        found: tuple[list[int], list[float], str] = [], [], "length"
+        sampled: tuple[list[int], list[float], str] = [], [], "length"
         own = self.version
         if own == version:
-            found = await self._draw(tokens, max_new_tokens, seed, temperature, stops)
-        return dict(zip(("tokens", "logprobs", "reason"), found, strict=True)) | {"version": own}
+            sampled = await self._sample(tokens, max_new_tokens, seed, temperature, stops)
+        return dict(zip(("tokens", "logprobs", "reason"), sampled, strict=True)) | {"version": own}
 
-    async def _draw(
+    async def _sample(
         self, prompt: list[int], max_new_tokens: int, seed: int, temperature: float, stops: list[int]
     ) -> tuple[list[int], list[float], str]:
-        """Tokens, log-probabilities, and why they end."""
+        """Sample tokens; return them, their log-probabilities, and the reason for the end."""
         generator, pauses = torch.Generator().manual_seed(seed), self._pauses
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -241,8 +246,8 @@ class LineService:
             if self._pauses != pauses:
                 return tokens, logprobs, "cut"
             scores = torch.log_softmax(logits[-1] / (temperature or 1.0), -1)
-            drawn = torch.multinomial(scores.exp(), 1, generator=generator) if temperature else scores.argmax()
-            tokens.append(int(drawn))
+            token = torch.multinomial(scores.exp(), 1, generator=generator) if temperature else scores.argmax()
+            tokens.append(int(token))
             logprobs.append(scores[tokens[-1]].item())
             if tokens[-1] in stops:
                 return tokens, logprobs, "stop"

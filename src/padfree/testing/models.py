@@ -1,9 +1,10 @@
 """Tiny models of many architectures with random weights: stock transformers classes made from a config.
 
     model = build("gemma3")             two layers (one with a window of 5, one without), float32, on the CPU
-    batch = row([17, 1, 9], pad=4)      a PackedBatch of random tokens, token id 0 among them
+    batch = row([17, 1, 9], pad=4)      a PackedBatch of random tokens, including token id 0
 
-Weights are larger than a fresh model's, so that who attends to whom shows in the first digits of every logit.
+Weights are larger than those of a newly initialised model, so that a wrong attention mask changes the first digits of
+every logit.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ _YARN: dict[str, Any] = {
     "original_max_position_embeddings": 16,
 }
 
-# name: (model class, what its config has beyond the basic sizes; None takes a basic entry away)
+# name: (model class, config values in addition to the basic ones; None removes a basic value)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -129,7 +130,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4ForCausalLM", {}),
     "gpt2": ("GPT2LMHeadModel", _GPT),
     "gpt_oss": ("GptOssForCausalLM", {**_WINDOWED, **_FOUR_LOCAL_EXPERTS, "rope_parameters": _YARN}),
-    # beyond the required ones
+    # further architectures
     "afmoe": ("AfmoeForCausalLM", {**_WINDOWED, **_FOUR_EXPERTS, "num_dense_layers": 1}),
     "apertus": ("ApertusForCausalLM", {"head_dim": None, "rope_parameters": _LLAMA3}),
     "arcee": ("ArceeForCausalLM", {}),
@@ -212,7 +213,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# layers with mixers, and chunks of attention
+# architectures with mixer layers, or with chunked attention
 ARCHITECTURES |= {
     "bailing_hybrid": (
         "BailingHybridForCausalLM",
@@ -360,14 +361,14 @@ MIXERS = (
     "lfm2_moe", "mamba", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zamba",
     "zamba2",
 )  # fmt: skip
-"""Architectures with layers that carry a state along the sequence."""
+"""Architectures with layers that have a recurrent state."""
 
 EXPERTS = tuple(name for name, (_, extra) in ARCHITECTURES.items() if any("expert" in key for key in extra))
-"""Mixtures of experts: a changed token changes the shapes of other tokens' products, and so their rounding."""
+"""Mixtures of experts: one changed token changes the matmul shapes of other tokens, and so their rounding."""
 
 
 def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A small model of this architecture, in training mode, with `changes` to its config."""
+    """Make a small model of this architecture in training mode, with `changes` to its config."""
     class_name, extra = ARCHITECTURES[name]
     model_class = getattr(transformers, class_name, None)
     if model_class is None:
@@ -394,9 +395,9 @@ def randomise(model: nn.Module) -> None:
 
 
 def row(lengths: Sequence[int], *, pad: int = 0, seed: int = 0, vocabulary: int = VOCABULARY) -> PackedBatch:
-    """Random samples of these lengths in one pack, the first token of each being id 0, and a pad behind them."""
-    generator = np.random.default_rng(seed)
-    tokens = [generator.integers(0, vocabulary, length) for length in lengths]
+    """A pack of random samples of these lengths, followed by `pad` padding tokens. Each sample starts with id 0."""
+    rng = np.random.default_rng(seed)
+    tokens = [rng.integers(0, vocabulary, length) for length in lengths]
     for sample in tokens:
         sample[:1] = 0
     batch = collate([Sample(tokens=sample) for sample in tokens])
@@ -407,9 +408,9 @@ LETTERS = "0123456789+-*/=# abcdefghijklmnopqrstuvwxyz"
 
 
 def save_with_tokenizer(folder: Path, *, writes_back: bool = False, **changes: Any) -> Path:
-    """A folder that transformers loads: a small Qwen3 with tied embeddings, and a tokenizer of single letters.
+    """Save a small Qwen3 with tied embeddings and a tokenizer of single letters in the format of transformers.
 
-    With `writes_back` it decodes text as it was, else with spaces between letters.
+    With `writes_back`, decoded text equals the original; otherwise it has spaces between letters.
     """
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))

@@ -1,9 +1,9 @@
-"""Tokenizers of a few hundred tokens, trained on the spot, and chat templates of the kinds that are met in the wild.
+"""Tokenizers of a few hundred tokens, trained on demand, and chat templates of the kinds found in practice.
 
-chatml            a header, the message, a closing control token, a newline
-chatml_marked     the same text, with {% generation %} round what the assistant writes
-forgetful         drops the reasoning of all but the last turn and trims white space: prefixes break
-no_system         refuses a system message, knows no generation prompt, and names the assistant `model`
+chatml            a header, the message, an end token, a newline
+chatml_marked     the same text, with {% generation %} around the assistant's messages
+forgetful         drops the reasoning of all but the last turn and trims white space, so that prefixes change
+no_system         rejects a system message, has no generation prompt and no name for the assistant
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TEXTS = [
 def _backend(kind: str) -> str:
     tokenizer = Tokenizer(models.BPE())
     if kind == "metaspace":
-        # Like SentencePiece: every text begins with a space of its own.
+        # Like SentencePiece: every text gets a leading space.
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
         alphabet = list(string.printable)
@@ -72,7 +72,7 @@ def _backend(kind: str) -> str:
 
 
 def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **changes: Any) -> PreTrainedTokenizerFast:
-    """A fresh tokenizer; `template` is a name in TEMPLATES, `kind` one of bytes, trimmed, bos, metaspace."""
+    """Make a new tokenizer. `template` is a name in TEMPLATES; `kind` is one of bytes, trimmed, bos, metaspace."""
     make: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=Tokenizer.from_str(_backend(kind)),
@@ -85,7 +85,7 @@ def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **change
 
 
 class CharacterTokenizer(PreTrainedTokenizer):
-    """One token a character, in Python: the kind of tokenizer that knows no offsets."""
+    """One token per character, in Python: the kind of tokenizer that has no offsets."""
 
     vocab_files_names: ClassVar[dict[str, str]] = {}  # type: ignore[misc]
 

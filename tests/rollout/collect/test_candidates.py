@@ -1,4 +1,4 @@
-"""Groups with equal rewards are replaced, and long responses lose some reward: the same way whoever asks."""
+"""`rollout.filter` replaces groups with equal rewards, and the overlong penalty lowers the reward of long responses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def resolved(asked: Candidates, differs: Any) -> dict[int, bool]:
 
 
 @pytest.mark.parametrize("oversample", [1.0, 1.5, 3.0])
-def test_the_first_groups_that_differ_are_chosen_however_many_are_asked_for_at_once(oversample: float) -> None:
+def test_the_first_groups_that_differ_are_chosen_for_any_oversampling(oversample: float) -> None:
     def differs(prompt: Prompt) -> bool:
         return int(prompt.uid[1:]) % 3 != 1
 
@@ -92,7 +92,7 @@ def test_without_a_filter_the_groups_are_those_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize(("length", "lost"), [(1, 0.0), (4, 0.0), (5, 0.25), (6, 0.5), (8, 1.0)])
-def test_a_response_loses_more_the_nearer_it_comes_to_the_end_of_its_room(length: int, lost: float) -> None:
+def test_the_overlong_penalty_grows_towards_max_new_tokens(length: int, lost: float) -> None:
     settings = RolloutConfig(max_new_tokens=8, overlong_buffer=4)
     assert overlong_penalty(length, 8, settings) == lost
     assert overlong_penalty(length, 8, RolloutConfig(max_new_tokens=8)) == 0.0
@@ -103,7 +103,7 @@ def rarely(response: str, row: Mapping[str, Any]) -> float:
 
 
 def test_a_filtered_run_in_the_process(model_folder: Path, tmp_path: Path) -> None:
-    """Batches stay whole, counts are in the metrics, and a run that was stopped makes the same steps."""
+    """Batches stay full, the metrics have the counts, and a resumed run makes the same steps."""
     settings: dict[str, Any] = {
         "engine": "in_process",
         "reward": f"{HERE}:rarely",

@@ -1,7 +1,7 @@
-"""Every way of collecting rollouts with every other: who samples, what an episode is, when, who judges, penalties.
+"""All combinations of collecting rollouts: engine, kind of episode, staleness, kind of reward, penalties.
 
-All of them filter and oversample groups, leave groups with a failure out, write the response log, and are broken off
-after a checkpoint and resumed. In step with training a resumed run is the undisturbed one to the bit.
+All of them filter and oversample groups, leave out failed groups, write the response log, and are interrupted after a
+checkpoint and resumed. With staleness 0, a resumed run is bit-identical to an undisturbed one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BY_RESUMING = ("responses_from_log",)
 
 
 async def two_turns(prompt: Prompt, policy: Policy) -> Trajectory:
-    """A turn, a word of the tool, and another turn; `rollout.reward` judges what was written."""
+    """A turn, a reply of the tool, and another turn; the reward is `rollout.reward`."""
     await policy.generate(max_tokens=3)
     policy.add("=")
     if prompt.row["answer"] == "2":
@@ -105,7 +105,7 @@ def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
         {
             name: value
             for name, value in line.items()
-            if name not in (*TIMES, *BY_RESUMING) and not name.startswith("sampler/")  # of what this start has sampled
+            if name not in (*TIMES, *BY_RESUMING) and not name.startswith("sampler/")  # sampled since this start
         }
         for line in found
     ]
@@ -116,7 +116,7 @@ class StopError(Exception):
 
 
 def stop(metrics: Mapping[str, Any]) -> None:
-    """Break the run off in its second step, as a kill would: before it is in a checkpoint."""
+    """Interrupt the run in its second step, as a kill would: before the checkpoint of that step."""
     if metrics["step"] == 1:
         raise StopError
 
@@ -149,7 +149,7 @@ def test_every_combination(
 def check_run(
     folder: Path, found: list[dict[str, Any]], *, engine: str, episode: str, staleness: int, reward: str, overlong: bool
 ) -> None:
-    """What a run must show, whatever it is a combination of."""
+    """Checks that hold for every combination."""
     assert [line["step"] for line in found] == list(range(STEPS))
     fails = reward != "model" or episode == "episode"
     for line in found:

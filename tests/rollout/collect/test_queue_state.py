@@ -1,4 +1,4 @@
-"""What a checkpoint holds of batches ahead comes back, and is dropped if it is of no use."""
+"""The queue in a checkpoint is restored, or dropped if it cannot be used."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_episodes_and_parts_of_responses_come_back() -> None:
     assert stored_in({}) == []
 
 
-def test_what_is_of_no_use_is_dropped_for_a_reason() -> None:
+def test_an_unusable_queue_is_dropped_for_a_reason() -> None:
     there = queue_state([(3, 0, Played(number=0, failure="raised"))], "mine:one")
     assert dropped_reason(there, "mine:one", 1) is None
     assert dropped_reason({}, "mine:one", 0) is None

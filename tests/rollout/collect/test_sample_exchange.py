@@ -1,4 +1,4 @@
-"""Tokens stay on the rank that wrote them: plans without them, and how many bytes a rank receives."""
+"""Tokens stay on the rank that sampled them: plans without tokens, and the number of bytes that a rank receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from padfree.packing.prefixes import FREE, common_length
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.collect.sample_exchange import arrived, facts_of, stand_ins, whole
+from padfree.rollout.collect.sample_exchange import arrived, facts_of, placeholder_leaves, whole
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
 from padfree.train.microbatch import plan_samples
@@ -48,12 +48,12 @@ def leaf(tokens: Sequence[int], versions: Sequence[int] = ()) -> Leaf:
 
 
 def stand_in_tokens(parts: Sequence[Sequence[Leaf]]) -> list[NDArray[Any]]:
-    """Of leaves of one group that several ranks wrote."""
+    """Placeholders for the leaves of one group that several ranks sampled."""
     found: list[NDArray[Any]] = []
     for part in parts:
         played = [Played(number=number, leaves=(one,)) for number, one in enumerate(part)]
         facts = [about for each in facts_of(played, PROMPT, shown=None) for about in each]
-        found += [one.tokens for one in stand_ins(facts, PROMPT, len(found))]
+        found += [one.tokens for one in placeholder_leaves(facts, PROMPT, len(found))]
     return found
 
 
@@ -62,9 +62,9 @@ responses = st.lists(st.lists(st.integers(4, 6), min_size=1, max_size=5), min_si
 
 @settings(max_examples=150, deadline=None)
 @given(responses, responses, st.integers(0, 3))
-def test_stand_ins_have_the_prefixes_of_the_tokens(first: Any, second: Any, kept: int) -> None:
-    """All of them on one rank; on two, what they share behind the prompt is not seen, and nothing else is made up."""
-    begin = PROMPT[:kept].tolist()  # a leaf of an agent need not begin with the prompt
+def test_placeholders_have_the_prefixes_of_the_tokens(first: Any, second: Any, kept: int) -> None:
+    """One rank finds all shared prefixes. Two ranks find only the prompt, and never a prefix that is not shared."""
+    begin = PROMPT[:kept].tolist()  # a leaf of an agent need not start with the prompt
     parts = [[leaf([*PROMPT, *each]) for each in first], [leaf([*begin, *each]) for each in second]]
     real = [one.tokens for part in parts for one in part]
     found = stand_in_tokens(parts)
@@ -84,16 +84,16 @@ def test_stand_ins_have_the_prefixes_of_the_tokens(first: Any, second: Any, kept
     assert trees[0].roots.tolist() == trees[1].roots.tolist()
 
 
-def test_stand_ins_know_masks_and_versions() -> None:
+def test_placeholders_have_masks_and_versions() -> None:
     one = leaf([*PROMPT, 7, 8, 9, 7], versions=[0, 0, 0, 2, 2, 3, 3])
     ((facts,),) = facts_of([Played(number=5, leaves=(one,))], PROMPT, shown=5)
-    (found,) = stand_ins([facts], PROMPT, 0)
+    (found,) = placeholder_leaves([facts], PROMPT, 0)
     for name in ("sampled", "versions", "ended", "turns", "text", "reward"):
         assert np.array_equal(getattr(found, name), getattr(one, name)), name
 
 
 class KeySampler:
-    """Draws a response of some length from the key of its request."""
+    """Samples a response whose length and tokens depend on the key of the request."""
 
     def update_weights(self, trained: Any, version: int) -> None:
         pass
@@ -114,7 +114,7 @@ class KeySampler:
 
 
 def collected(rank: int, world: int, config: Config) -> dict[str, Any]:
-    """What a rank receives until it has its share of a batch, and that share."""
+    """The number of bytes that a rank receives for its share of a batch, and that share."""
     mesh = make_mesh("cpu")
     if rank == 0:
         mark_run_folder(config)
@@ -123,15 +123,15 @@ def collected(rank: int, world: int, config: Config) -> dict[str, Any]:
     groups: Any = next(make_batcher(config, load_training_data(config, tokenizer).samples))
     collector = Collector(config, mesh, KeySampler(), tokenizer, vocabulary=50)
     received: dict[str, int] = {"facts": 0, "tokens": 0}
-    gather, sync_weights = distributed_c10d.all_gather, dist.all_to_all_single
+    gather, all_to_all = distributed_c10d.all_gather, dist.all_to_all_single
 
     def counted_gather(outputs: Any, own: Any, *args: Any, **options: Any) -> Any:
-        received["facts"] += sum(one.nbytes for place, one in enumerate(outputs) if place != rank)
+        received["facts"] += sum(one.nbytes for source, one in enumerate(outputs) if source != rank)
         return gather(outputs, own, *args, **options)
 
     def counted_exchange(output: Any, rows: Any, *args: Any, **options: Any) -> Any:
         received["tokens"] += output.nbytes
-        return sync_weights(output, rows, *args, **options)
+        return all_to_all(output, rows, *args, **options)
 
     with (
         mock.patch.object(distributed_c10d, "all_gather", counted_gather),
@@ -144,7 +144,7 @@ def collected(rank: int, world: int, config: Config) -> dict[str, Any]:
         assert arrived(samples, plan.micro_batches) is not here
         first = dict(received)
         own = np.concatenate(plan.micro_batches[rank])
-    assert received == first, "nothing comes twice"
+    assert received == first, "nothing is received twice"
     return {
         **received,
         "own": {here[index].uid: here[index].tokens.tolist() for index in own},
@@ -154,8 +154,8 @@ def collected(rank: int, world: int, config: Config) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("per_rank", [False, True], ids=["one batch", "a batch that grows with the ranks"])
-def test_bytes_that_a_rank_receives(per_rank: bool, model_folder: Path, tmp_path: Path) -> None:
-    """With more ranks it receives less of one batch; of a batch that grows with them at most what it trains on."""
+def test_number_of_bytes_that_a_rank_receives(per_rank: bool, model_folder: Path, tmp_path: Path) -> None:
+    """With more ranks, each receives fewer bytes of a batch, and never more than the samples that it trains on."""
     found: dict[int, list[dict[str, Any]]] = {}
     for world in (2, 4, 8):
         samples = 6 * world if per_rank else 48
@@ -188,7 +188,7 @@ def trained(rank: int, world: int, configs: Sequence[Config]) -> None:
 
 
 def test_two_ranks_resume_inside_a_batch(model_folder: Path, tmp_path: Path) -> None:
-    """Every update of a batch may divide its samples anew, and a checkpoint in between has them all."""
+    """Each update of a batch may distribute its samples differently; a checkpoint in between has all of them."""
 
     def config(name: str, steps: int) -> Config:
         loss = {"kind": "clip", "epochs": 2, "mini_batches": 2, "old_policy": "trainer"}

@@ -1,4 +1,4 @@
-"""An agent that knows nothing of padfree: asks a chat model at OPENAI_BASE_URL, calculates, and prints the answer."""
+"""An agent that does not know padfree: it calls a chat model at OPENAI_BASE_URL, calculates, and prints the answer."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A tokenizer of single letters, a sampler that says what it was told to say, and episodes played with both."""
+"""A tokenizer of single letters, a scripted sampler, and episodes played with both."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def chat_tokenizer(template: str | None = None) -> ChatTokenizer:
 
 
 def ids(text: str) -> list[int]:
-    """A letter a token; `$` is the end of a response."""
+    """Encode one letter per token; `$` ends a response."""
     return [EOS if letter == "$" else VOCABULARY[letter] for letter in text]
 
 
 def text(tokens: Sequence[int]) -> str:
-    """The other way round."""
+    """Decode."""
     letters = {index: letter for letter, index in VOCABULARY.items()}
     return "".join("$" if token == EOS else letters[int(token)] for token in tokens)
 
@@ -73,7 +73,7 @@ def prompt(question: str, *, max_new_tokens: int = 60, **row: Any) -> Prompt:
 
 
 class Scripted:
-    """Answers each context as the script says: by its text, or by a function of that and of the key."""
+    """Answers each context by a script: a dictionary of texts, or a function of the text and the key."""
 
     def __init__(self, script: Mapping[str, str] | Callable[[str, int], str]) -> None:
         self.script = script
@@ -119,7 +119,7 @@ def play(
 ) -> list[Played]:
     """Play an episode for each prompt on one rank."""
     reward_workers = None if reward is None else RewardWorkers(Reward("tests:reward", reward))
-    chosen = {"name": "tests:episode", "most": 8, "timeout": 60.0, "skips": False, **settings}
+    chosen = {"name": "tests:episode", "max_concurrent": 8, "timeout": 60.0, "skip_failures": False, **settings}
     runner = EpisodeRunner(
         episode, sampler or Scripted(script), chat_tokenizer(template), reward_workers, RunnerSettings(**chosen)
     )

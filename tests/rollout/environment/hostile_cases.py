@@ -1,7 +1,7 @@
-"""Requests of a program that means no good, or is broken: bytes on a socket, and what must come back.
+"""Requests of a malicious or broken program: bytes on a socket, and the expected outcome.
 
-An outcome is `right` (200, where the request can be followed), `refused` (4xx with a reason), `closed` (without an
-answer, where none is due), and never `failed` (5xx), `hangs` or `wrong` (200, where it cannot be followed).
+An outcome is `right` (200 for a valid request), `refused` (4xx with a reason) or `closed` (no answer, if none is due),
+and never `failed` (5xx), `hangs` or `wrong` (200 for an invalid request).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _prompts() -> Iterator[tuple[str, Any, str]]:
 
 
 def _fields() -> Iterator[tuple[str, str, Any, str]]:
-    """Field, route, value, due."""
+    """Field, route, value, expected outcome."""
     other: list[Any] = [0.37, 3, "x", ["x"], {"x": 1}, True, False, -7]
     chat_only = {"parallel_tool_calls", "functions", "function_call"}
     for name, values in NEUTRAL.items():
@@ -183,7 +183,7 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
 
 
 def bodies() -> Iterator[Case]:
-    """Bodies of calls with a right key."""
+    """Bodies of calls with a valid key."""
     chat, plain = "chat/completions", "completions"
     for name, value, due in _messages():
         yield _case(f"messages: {name}", chat, {"messages": value}, due)
@@ -256,7 +256,7 @@ def bodies() -> Iterator[Case]:
 
 
 def heads(path: str) -> Iterator[tuple[str, bytes, tuple[str, ...]]]:
-    """Bytes on a socket, and the statuses that may come back; "closed": none. `path` has a right key."""
+    """Bytes on a socket, and the allowed statuses; "closed": no answer. `path` has a valid key."""
     body = json.dumps(Q).encode()
     chat = f"{path}/chat/completions"
     key = path.split("/")[1]
@@ -329,7 +329,7 @@ def heads(path: str) -> Iterator[tuple[str, bytes, tuple[str, ...]]]:
 
 
 def statuses(url: str, raw: bytes) -> tuple[str, ...]:
-    """Send bytes, close the sending side, and read what comes: statuses, or what became of the connection."""
+    """Send bytes, close the sending side, and read the answer: statuses, or the state of the connection."""
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), timeout=WAIT) as connection:  # type: ignore[arg-type]
         found = bytearray()
@@ -337,7 +337,7 @@ def statuses(url: str, raw: bytes) -> tuple[str, ...]:
             connection.sendall(raw)
             connection.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # it was answered before it was read
+            pass  # the answer came before the request was read
         try:
             while piece := connection.recv(1 << 16):
                 found += piece

@@ -1,4 +1,4 @@
-"""Rewards that a process can import in a moment."""
+"""Rewards in a module that a process imports quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes that are played while earlier batches are trained: what is trained, by which weights, and resuming."""
+"""Episodes played while earlier batches are trained: the trained samples, their policy versions, and resuming."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.train.trainer_cases import TIMES
 
 HERE = "tests.rollout.environment.test_ahead"
 BY_CHANCE = ("version_age", "version_age_max", "queue_finished", "queue_unfinished", "groups_dropped")
-played: Counter[str] = Counter()  # episodes of this process, by prompt
+played: Counter[str] = Counter()  # episodes played in this process, by prompt
 
 
 class KeySampler:
-    """Draws from the key of a request alone, in threads: whatever weights there are, and whoever asks."""
+    """An async sampler whose tokens depend only on the key of the request, not on the weights."""
 
     failure: ValueError | None = None
     stuck = False
@@ -55,12 +55,12 @@ class KeySampler:
     def _answer(self, number: int, request: SamplingRequest, on_response: OnResponse) -> None:
         version = self._version
         time.sleep(0.002)
-        drawn = np.random.default_rng(request.key & 0xFFFFFFFF).integers(1, self._vocabulary, request.max_new_tokens)
+        tokens = np.random.default_rng(request.key & 0xFFFFFFFF).integers(1, self._vocabulary, request.max_new_tokens)
         logprobs = np.full(request.max_new_tokens, -np.log(self._vocabulary), np.float32)
-        on_response(number, Response(tokens=drawn, logprobs=logprobs, ended=False, version=version))
+        on_response(number, Response(tokens=tokens, logprobs=logprobs, ended=False, version=version))
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Response]:
-        raise AssertionError("ahead of training requests are begun")
+        raise AssertionError("a queued batch must use `begin`")
 
     def metrics(self) -> Mapping[str, float]:
         return {}
@@ -74,7 +74,7 @@ def key_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any
 
 
 async def two_turns(prompt: Prompt, policy: Policy) -> Trajectory:
-    """A turn, a word of the tool, and two branches."""
+    """A turn, a reply of the tool, and two branches."""
     played[prompt.uid] += 1
     await policy.generate(max_tokens=3)
     policy.add("=7 ")
@@ -130,7 +130,7 @@ def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed run of one process."""
+    """The folder of an undisturbed run with one process."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     train(make_config(folder, model_folder))
     return folder
@@ -143,7 +143,7 @@ class StopError(Exception):
 def test_a_resumed_run_goes_on_with_the_episodes_that_have_ended(
     whole: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is drawn does not depend on the weights here, so that the run is the undisturbed one to the bit."""
+    """The sampled tokens do not depend on the weights, so the resumed run is bit-identical to an undisturbed one."""
     restored: list[dict[tuple[int, int], Any]] = []
     restore = Collector.restore
 
@@ -153,7 +153,7 @@ def test_a_resumed_run_goes_on_with_the_episodes_that_have_ended(
 
     def stop(metrics: Mapping[str, Any]) -> None:
         if metrics["step"] == 0:
-            time.sleep(0.3)  # for the episodes of the next batches to end before the checkpoint
+            time.sleep(0.3)  # wait until the episodes of the next batches end, before the checkpoint
         if metrics["step"] == 1:
             raise StopError
 
@@ -168,7 +168,7 @@ def test_a_resumed_run_goes_on_with_the_episodes_that_have_ended(
     (kept,) = restored
     assert kept, "the checkpoint of the first step has episodes of the second and third batch"
     assert {batch for batch, _ in kept} <= {2, 3}
-    assert sum(played.values()) == 3 * 6 - len(kept), "which are not played again"
+    assert sum(played.values()) == 3 * 6 - len(kept), "they are not played again"
     first = json.loads((whole / "metrics.jsonl").read_text().splitlines()[0])
     assert (first["samples"], first["turns"], first["version_age"]) == (12, 2, 0)
 
@@ -186,7 +186,7 @@ def test_two_ranks_and_failures(whole: Path, model_folder: Path, tmp_path: Path)
     errors = run_ranks(2, ranks, make_config(tmp_path / "two", model_folder), failing)
     for line, other in zip(lines(tmp_path / "two"), lines(whole), strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
-    assert errors[0] == errors[1], "both ranks end with the error of the one that had it"
+    assert errors[0] == errors[1], "both ranks raise the error of one rank"
     assert "sometimes raised RuntimeError: the tool is broken for 'prompts.jsonl:" in errors[0]
     assert lines(tmp_path / "failing", "failures.jsonl")[-1]["failure"] == errors[0]
     train(make_config(tmp_path / "skipped", model_folder, environment=environment, on_failure="skip"))
@@ -198,7 +198,7 @@ def test_two_ranks_and_failures(whole: Path, model_folder: Path, tmp_path: Path)
 def test_every_token_is_of_the_version_it_says(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Episodes go on while weights are exchanged; log-probabilities are those of the weights that wrote each token."""
+    """Episodes continue during weight syncs; log-probabilities are those of the policy version of each token."""
     leaves: list[Leaf] = []
     take = Collector.take
 
@@ -227,6 +227,6 @@ def test_every_token_is_of_the_version_it_says(
             plain.load_state_dict(fake.__dict__["weights"][version], strict=False)
             with torch.no_grad():
                 scores = torch.log_softmax(plain(input_ids=tokens[None]).logits[0].double() / 0.8, -1)
-            for place in np.flatnonzero(leaf.sampled & (leaf.versions == version)):
-                expected = float(scores[place - 1, tokens[place]])
-                assert leaf.logprobs[place] == pytest.approx(expected, abs=1e-4)
+            for position in np.flatnonzero(leaf.sampled & (leaf.versions == version)):
+                expected = float(scores[position - 1, tokens[position]])
+                assert leaf.logprobs[position] == pytest.approx(expected, abs=1e-4)

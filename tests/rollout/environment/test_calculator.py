@@ -1,4 +1,4 @@
-"""The calculator: token ids and masks equal what is written by hand, and nothing but arithmetic is answered."""
+"""The calculator: token ids and masks equal those written by hand, and only arithmetic is evaluated."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_ids_masks_and_logprobs_equal_what_is_written_by_hand() -> None:
     ]
     assert leaf.tokens.tolist() == ids("".join(said for said, _ in turns))
     assert leaf.sampled.tolist() == [bool(mask) for said, mask in turns for _ in said]
-    expected = [-(place + 1) / 8 if mask else 0.0 for said, mask in turns for place in range(len(said))]
+    expected = [-(position + 1) / 8 if mask else 0.0 for said, mask in turns for position in range(len(said))]
     assert leaf.logprobs.tolist() == expected
     assert (leaf.reward, leaf.ended, leaf.turns) == (1.0, True, 3)
     assert leaf.text == "".join(said for said, _ in turns[1:])[:-1].replace("$", "<eos>")
     assert played.metrics == {"calls": 2, "wrong_calls": 0}
 
 
-def test_small_enough_to_write_every_number() -> None:
+def test_an_episode_written_out_by_hand() -> None:
     (played,) = play(episode, {"2?": "<<1/4=$", "2?<<1/4=$0.25>>": "x"}, prompt("2?", max_new_tokens=15), reward=right)
     (leaf,) = played.leaves
     v = VOCABULARY
@@ -67,10 +67,10 @@ def test_with_a_chat_template_the_answer_is_a_message() -> None:
     ("said", "max_new_tokens", "calls"),
     [
         ("#### 3$", 60, 0),  # no question
-        ("<<1+1=", 6, 0),  # cut before its turn ends
-        ("<<1+1=$", 9, 1),  # no room for the answer
-        ("<<1+1=$", 10, 1),  # room for the answer and for nothing behind it
-        ("<<import=$", 400, 16),  # asks for what is no arithmetic, again and again
+        ("<<1+1=", 6, 0),  # truncated before the turn ends
+        ("<<1+1=$", 9, 1),  # too few tokens left for the answer
+        ("<<1+1=$", 10, 1),  # tokens left for the answer only
+        ("<<import=$", 400, 16),  # questions that are not arithmetic, repeatedly
     ],
 )
 def test_ends(said: str, max_new_tokens: int, calls: int) -> None:

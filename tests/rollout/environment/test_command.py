@@ -1,39 +1,39 @@
-"""The words of `rollout.agent`: which columns they name, and which of them would run data as code."""
+"""The arguments of `rollout.agent`: the columns they name, and commands that would run data as code."""
 
 from __future__ import annotations
 
 import pytest
 
-from padfree.rollout.environment.command import LONGEST_WORD, check_command, check_row, column_names, filled
+from padfree.rollout.environment.command import LONGEST_ARGUMENT, check_command, check_row, column_names, filled
 from tests.refused import refused
 
 ROW = {"question": "2+2?", "answer": 4, "tags": ["a", "ü"], "empty": None}
 
 
-def test_columns_take_the_place_of_their_names() -> None:
-    words = ["agent", "{question}", "n={answer}", "{tags}", "{{question}}", "{not a name}", "{}"]
-    assert column_names(words) == ["question", "answer", "tags"]
-    assert filled(words, ROW) == ["agent", "2+2?", "n=4", '["a", "ü"]', "{question}", "{not a name}", "{}"]
+def test_placeholders_are_replaced_by_columns() -> None:
+    arguments = ["agent", "{question}", "n={answer}", "{tags}", "{{question}}", "{not a name}", "{}"]
+    assert column_names(arguments) == ["question", "answer", "tags"]
+    assert filled(arguments, ROW) == ["agent", "2+2?", "n=4", '["a", "ü"]', "{question}", "{not a name}", "{}"]
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("argument", "message"),
     [
         ("{qestion}", r"rollout.agent: \{qestion\}, but d.jsonl:3 has question, .*; did you mean \{question\}\?"),
         ("x{xyz}", r"rollout.agent: \{xyz\}, but d.jsonl:3 has .*; name a column that every row has"),
-        ("{empty}", r"rollout.agent: \{empty\}, but d.jsonl:3 has no value there"),
+        ("{empty}", r"rollout.agent: \{empty\}, but d.jsonl:3 has no value in that column"),
     ],
 )
-def test_a_column_that_a_row_does_not_have(word: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        check_row(["agent", word], ROW, "d.jsonl:3")
+def test_a_column_that_a_row_does_not_have(argument: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_row(["agent", argument], ROW, "d.jsonl:3")
 
 
-def test_values_that_no_argument_can_have() -> None:
-    check_row(["agent", "{q}"], {"q": "x" * LONGEST_WORD}, "d.jsonl:1")
-    with pytest.raises(ValueError, match=r"has 131072 bytes in d.jsonl:1, an argument at most"):
-        check_row(["agent", "{q}"], {"q": "x" * (LONGEST_WORD + 1)}, "d.jsonl:1")
-    with pytest.raises(ValueError, match=r"zero character in d.jsonl:1"):
+def test_values_that_cannot_be_arguments() -> None:
+    check_row(["agent", "{q}"], {"q": "x" * LONGEST_ARGUMENT}, "d.jsonl:1")
+    with pytest.raises(ValueError, match=r"has 131072 bytes in d.jsonl:1, but an argument can have at most"):
+        check_row(["agent", "{q}"], {"q": "x" * (LONGEST_ARGUMENT + 1)}, "d.jsonl:1")
+    with pytest.raises(ValueError, match=r"null character in d.jsonl:1"):
         check_row(["agent", "{q}"], {"q": "a\0b"}, "d.jsonl:1")
 
 
@@ -45,7 +45,7 @@ RUN_AS_CODE = [
     ["bash", "-e", "-c", "agent {question}"],
     ["bash", "-o", "pipefail", "-c", "agent {question} | tail -1"],
     ["bash", "-c{question}"],
-    ["newsh", "-c", "agent {question}"],  # a shell that no list has
+    ["newsh", "-c", "agent {question}"],  # a shell that is not in the list
     ["pwsh", "-Command", "agent {question}"],
     ["cmd.exe", "/c", "agent {question}"],
     ["env", "sh", "-c", "agent {question}"],
@@ -71,7 +71,7 @@ RUN_AS_CODE = [
     ["eval", "agent {question}"],
     ["{question}", "x"],
     ["tools/{question}", "x"],
-    ["bash"],  # the row is its standard input
+    ["bash"],  # its standard input is the row
     ["sh", "-s"],
     ["python", "-"],
     ["env", "python3"],
@@ -98,12 +98,12 @@ SAFE = [
 ]
 
 
-@pytest.mark.parametrize("words", RUN_AS_CODE, ids=" ".join)
-def test_data_is_not_run_as_code(words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", RUN_AS_CODE, ids=" ".join)
+def test_data_is_not_run_as_code(arguments: list[str]) -> None:
     with refused("rollout.agent", ".* data would be run as code"):
-        check_command(words)
+        check_command(arguments)
 
 
-@pytest.mark.parametrize("words", SAFE, ids=" ".join)
-def test_arguments_of_a_program_are_safe(words: list[str]) -> None:
-    check_command(words)
+@pytest.mark.parametrize("arguments", SAFE, ids=" ".join)
+def test_arguments_of_a_program_are_safe(arguments: list[str]) -> None:
+    check_command(arguments)

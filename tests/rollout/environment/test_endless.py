@@ -1,4 +1,4 @@
-"""Episodes, rewards and programs that exit, never return, or do not want to end: one line, as `on_failure` says."""
+"""Episodes, rewards and programs that exit, never return, or ignore cancellation: `rollout.on_failure` handles them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HERE = "tests.rollout.environment.rewards"
 
 class UnspeakableError(Exception):
     def __str__(self) -> str:
-        raise RuntimeError("no words")
+        raise RuntimeError("no message")
 
 
 class OwnExit(BaseException):
@@ -109,9 +109,9 @@ FAILURES = {
     "j": "raised CancelledError",
     "k": r"took more than 0.7 s \(rollout.episode_timeout\)",
     "n": "raised ValueError: could not convert string to float: 'x'",
-    "o": "7 as an answer; give a text",
+    "o": "returned the answer 7 for",
     "p": "generate with max_tokens 1.5; give an integer",
-    "r": "has asked for tokens 50 times",
+    "r": "has requested tokens 50 times",
     "s": "raised StopAsyncIteration",
     "t": "raised ",
     "u": "raised ValueError: two",
@@ -123,7 +123,7 @@ UNHARMED = "lm"
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("padfree.rollout.environment.runner.GRACE", 0.2)
-    monkeypatch.setattr("padfree.rollout.environment.runner.MOST_TURNS", 50)
+    monkeypatch.setattr("padfree.rollout.environment.runner.MAX_TURNS", 50)
     monkeypatch.setattr("padfree.rollout.loop_thread.CLOSING", 2.0)
 
 
@@ -134,9 +134,9 @@ async def episode(task: Prompt, policy: Policy) -> Trajectory:
 
 @pytest.mark.parametrize("which", [*FAILURES, *UNHARMED])
 def test_whatever_an_episode_raises_is_its_failure(which: str) -> None:
-    """The others are played to their end, and so is the next batch."""
+    """The other episodes and the next batch are played to their end."""
     names = ["x", which, "y", "z"]
-    played = play(episode, lambda *_: "x$", *map(prompt, names), timeout=LIMIT, skips=True, most=2)
+    played = play(episode, lambda *_: "x$", *map(prompt, names), timeout=LIMIT, skip_failures=True, max_concurrent=2)
     failed = [one.failure for one in played]
     if which in UNHARMED:
         assert failed == [None] * 4
@@ -147,11 +147,12 @@ def test_whatever_an_episode_raises_is_its_failure(which: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["a", "c", "i", "k"])
-def test_without_skipping_it_ends_the_run_with_a_line(which: str) -> None:
+def test_without_skipping_a_failure_ends_the_run(which: str) -> None:
     with pytest.raises(ValueError, match=FAILURES[which]) as caught:
         play(episode, lambda *_: "x$", *map(prompt, ("x", which)), timeout=LIMIT)
     assert re.match(
-        r"rollout.environment: tests:episode .*; correct it, or set rollout.on_failure=skip$", str(caught.value)
+        r"rollout.environment: tests:episode .*; correct the environment, or set rollout.on_failure=skip$",
+        str(caught.value),
     )
 
 
@@ -215,11 +216,11 @@ LATE = {
     one.__name__: one
     for one in (sleeps, computes, backtracks, catches_errors, catches_all, makes_it_another, waits, reads)
 }
-LINE = r"^reward: mine:late took more than 0.3 s \(rollout.episode_timeout\) for sample 'rows.jsonl:p'; correct"
+LINE = r"^reward: mine:late took more than 0.3 s \(rollout.episode_timeout\) for sample 'rows.jsonl:p'; make"
 
 
 @pytest.mark.parametrize("which", LATE)
-def test_a_reward_that_does_not_return_ends_in_a_line(which: str) -> None:
+def test_a_reward_that_does_not_return_raises_a_user_error(which: str) -> None:
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(ValueError, match=LINE):
         RewardWorkers(Reward("mine:late", LATE[which])).within(0.3, "", {}, "rows.jsonl:p")
@@ -228,7 +229,7 @@ def test_a_reward_that_does_not_return_ends_in_a_line(which: str) -> None:
 
 
 @pytest.mark.parametrize("which", ["sleeps", "waits"])
-def test_the_same_in_another_thread(which: str) -> None:
+def test_a_late_reward_in_another_thread(which: str) -> None:
     found: list[str] = []
 
     def run() -> None:
@@ -243,8 +244,8 @@ def test_the_same_in_another_thread(which: str) -> None:
     assert re.match(LINE, found[0])
 
 
-def test_a_reward_may_set_alarms_of_its_own() -> None:
-    """As libraries that grade mathematics do; they need the main thread."""
+def test_a_reward_may_set_its_own_alarms() -> None:
+    """Libraries that grade mathematics do so, which needs the main thread."""
 
     def grades(response: str, row: Any) -> float:
         def ring(*_: Any) -> None:
@@ -301,7 +302,7 @@ def test_what_a_function_raises_is_raised_either_way() -> None:
 
 
 def test_a_process_does_not_wait_for_a_pool_of_daemons() -> None:
-    """One that is full of rewards that never return ends when the run does."""
+    """A process whose pool is full of rewards that never return still exits."""
     code = (
         "import time\nfrom padfree.rollout.time_limit import DaemonPool\npool = DaemonPool(2, 'reward')\n"
         "for _ in range(5): pool.submit(time.sleep, 6000)\npool.close()\nprint('ended')"
@@ -310,7 +311,7 @@ def test_a_process_does_not_wait_for_a_pool_of_daemons() -> None:
     assert found.stdout == "ended\n"
 
 
-def test_a_pool_calls_all_that_it_is_given() -> None:
+def test_a_pool_runs_all_calls() -> None:
     found: list[int] = []
     done = threading.Semaphore(0)
 
@@ -348,7 +349,7 @@ def rewarded(name: str, *texts: str, seconds: float = 30.0) -> list[Any]:
     return asyncio.run(run())
 
 
-def test_a_reward_that_reads_its_input_does_not_read_the_questions() -> None:
+def test_a_reward_that_reads_stdin_does_not_read_the_requests() -> None:
     assert rewarded(f"{HERE}:reads_input", "12", "1") == [0.25, 0.125]
 
 
@@ -380,13 +381,13 @@ PROGRAMS = {
         "import subprocess; subprocess.Popen(['sleep', '600']); print('done')",
         None,
     ),
-    "is killed": ("import os; os.kill(os.getpid(), 9)", "ended with code -9"),
-    "exits by a code": ("import sys; sys.exit('why')", "ended with code 1: why"),
+    "is killed": ("import os; os.kill(os.getpid(), 9)", "exited with code -9"),
+    "exits by a code": ("import sys; sys.exit('why')", "exited with code 1: why"),
 }
 
 
 @pytest.mark.parametrize("which", PROGRAMS)
-def test_programs_that_do_not_end_as_they_should(which: str) -> None:
+def test_programs_that_end_abnormally(which: str) -> None:
     code, failure = PROGRAMS[which]
     call = (
         "import json, os, urllib.request as u\n"
@@ -400,7 +401,7 @@ def test_programs_that_do_not_end_as_they_should(which: str) -> None:
         template=CHAT,
         reward=lambda answer, row: float(answer == "done\n"),
         timeout=1.5 if failure == "took more than" else 30.0,
-        skips=True,
+        skip_failures=True,
     )
     if failure is None:
         assert (played.failure, played.reward) == (None, 1.0)

@@ -1,4 +1,4 @@
-"""Programs through `base_url`: their calls become trajectories token for token, and changed turns are noticed."""
+"""Programs that use `base_url`: their calls become trajectories token by token, and changed turns are detected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AGENT = str(Path(__file__).with_name("agent.py"))
 
 
 def shown(played: Any) -> list[tuple[str, str]]:
-    """Tokens and masks of the leaves, as text."""
+    """Tokens and masks of the leaves as text."""
     return [
         (text(leaf.tokens.tolist()), "".join("1" if own else "." for own in leaf.sampled)) for leaf in played.leaves
     ]
@@ -40,7 +40,7 @@ def call(url: str, body: Any, route: str = "chat/completions") -> Any:
 
 
 def episode_of(*calls: Any, found: list[Any]) -> Any:
-    """An episode that makes these calls, one after the other."""
+    """An episode that makes these calls in order."""
 
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
         url = await policy.base_url()
@@ -52,9 +52,9 @@ def episode_of(*calls: Any, found: list[Any]) -> Any:
 
 
 def chat(*said: str, **more: Any) -> tuple[dict[str, Any], str]:
-    """User and assistant in turn."""
+    """Messages of user and assistant, alternating."""
     messages = [
-        {"role": "assistant" if place % 2 else "user", "content": content} for place, content in enumerate(said)
+        {"role": "assistant" if index % 2 else "user", "content": content} for index, content in enumerate(said)
     ]
     return {"model": "m", "messages": messages, **more}, "chat/completions"
 
@@ -62,8 +62,8 @@ def chat(*said: str, **more: Any) -> tuple[dict[str, Any], str]:
 # Programs
 
 
-def test_an_unchanged_program_is_the_environment() -> None:
-    """Two turns with its own calculator: ids go on, only what is new is encoded, and its output is judged."""
+def test_an_unmodified_program_as_the_environment() -> None:
+    """Two turns with its own calculator: ids continue, only new text is encoded, and its output is rewarded."""
     script = {"[u]2 and 3?[a]": "so 2+3=$", "[u]2 and 3?[a]so 2+3=$[u]5[a]": "#### 5$"}
     episode = agent_episode([sys.executable, AGENT, "{prompt}"])
     task = prompt("2 and 3?", max_new_tokens=80)
@@ -75,8 +75,8 @@ def test_an_unchanged_program_is_the_environment() -> None:
     assert played.counts == {"calls": 2, "drawn_otherwise": 2}
 
 
-def test_ids_that_were_sampled_are_kept_where_text_would_be_encoded_otherwise() -> None:
-    """The model wrote `<`, `e`, `o`, `s`, `>` letter by letter; as text it is the token that ends a response."""
+def test_sampled_ids_are_kept_if_their_text_encodes_differently() -> None:
+    """The model sampled `<`, `e`, `o`, `s`, `>` as letters; encoded as text this would be the stop token."""
     question = "[u]q[a]"
     script = {question: "<eos>1+1=$", question + "<eos>1+1=$[u]2[a]": "x$"}
     episode = agent_episode([sys.executable, AGENT, "{prompt}"])
@@ -85,8 +85,8 @@ def test_ids_that_were_sampled_are_kept_where_text_would_be_encoded_otherwise() 
     assert "cuts" not in played.counts
 
 
-def test_a_template_that_leaves_thoughts_out_cuts_the_trajectory() -> None:
-    """Each sample is what the model saw: the thought is in the first one, and not in the second one's prompt."""
+def test_a_template_that_drops_thoughts_starts_a_new_branch() -> None:
+    """Each sample is what the model saw: the thought is in the first sample, but not in the prompt of the second."""
     script = {"[u]2 and 3?[a]": "hm!2+3=$", "[u]2 and 3?[a]2+3=$[u]5[a]": "#### 5$"}
     episode = agent_episode([sys.executable, AGENT, "{prompt}"])
     task = prompt("2 and 3?", max_new_tokens=80)
@@ -100,9 +100,7 @@ def test_a_template_that_leaves_thoughts_out_cuts_the_trajectory() -> None:
 
 def test_programs_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     boom = [sys.executable, AGENT, "{prompt}"]
-    with pytest.raises(
-        ValueError, match=r"ended with code 1: RuntimeError: boom for 'rows.jsonl:q'; correct it, or set"
-    ):
+    with pytest.raises(ValueError, match=r"exited with code 1: RuntimeError: boom for 'rows.jsonl:q'; correct the"):
         play(
             agent_episode(boom),
             {"[u]q[a]": "boom$"},
@@ -117,16 +115,16 @@ def test_programs_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     left: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", left.append)
-    monkeypatch.setattr("padfree.rollout.environment.agent.GRACE", 0.5)  # which the other program outlives
+    monkeypatch.setattr("padfree.rollout.environment.agent.GRACE", 0.5)  # the child outlives it
     with pytest.raises(ValueError, match=r"took more than 1 s \(rollout.episode_timeout\) for 'rows.jsonl:q'"):
         play(agent_episode(hangs), {}, prompt("q"), template=CHAT, reward=lambda answer, row: 0.0, timeout=1.0)
     gc.collect()
-    assert left == [], "its pipes are closed, though another program still has them, as the loop is that they need"
-    with pytest.raises(ValueError, match=r"had the policy write nothing for 'rows.jsonl:q'"):
+    assert left == [], "its pipes are closed although another program holds them"
+    with pytest.raises(ValueError, match=r"sampled no tokens for 'rows.jsonl:q'"):
         play(agent_episode([sys.executable, "-c", ""]), {}, prompt("q"), reward=lambda answer, row: 0.0)
 
 
-def test_columns_in_the_words_of_a_command() -> None:
+def test_columns_in_the_arguments_of_a_command() -> None:
     assert filled(["a {prompt}", "{x}", "{}", '{"k": 1}'], {"prompt": "1 {x}", "x": 2}) == [
         "a 1 {x}",
         "2",
@@ -138,7 +136,7 @@ def test_columns_in_the_words_of_a_command() -> None:
 # Calls
 
 
-def test_answers_have_the_form_of_the_interface() -> None:
+def test_answers_have_the_format_of_the_api() -> None:
     found: list[Any] = []
     calls = [chat("q"), chat("r", max_tokens=2), ({"prompt": "ab"}, "completions"), (None, "models")]
     script = {"[u]q[a]": "x$", "[u]r[a]": "long$", "ab": "c$"}
@@ -156,8 +154,8 @@ def test_answers_have_the_form_of_the_interface() -> None:
     assert played.counts["conversations"] == 1
 
 
-def test_a_response_that_was_cut_goes_on_too() -> None:
-    """What ends the turn then is the template's, and is not trained on."""
+def test_a_truncated_response_can_be_continued() -> None:
+    """The tokens that end the turn then come from the template and are not trained on."""
     found: list[Any] = []
     script = {"[u]q[a]": "long$", "[u]q[a]lo$[u]r[a]": "x$"}
     (played,) = play(
@@ -166,7 +164,7 @@ def test_a_response_that_was_cut_goes_on_too() -> None:
     assert shown(played) == [("[u]q[a]lo$[u]r[a]x$", ".......11........11")]
 
 
-def test_two_calls_from_one_place_are_branches() -> None:
+def test_two_calls_with_the_same_context_are_branches() -> None:
     found: list[Any] = []
     script = {"[u]q[a]": "x$", "[u]q[a]x$[u]r[a]": "y$", "[u]q[a]x$[u]s[a]": "z$"}
     calls = [chat("q"), chat("q", "x", "r"), chat("q", "x", "s")]
@@ -175,7 +173,7 @@ def test_two_calls_from_one_place_are_branches() -> None:
     assert "cuts" not in played.counts
 
 
-def test_ids_as_a_prompt_and_several_draws() -> None:
+def test_ids_as_a_prompt_and_several_choices() -> None:
     found: list[Any] = []
     sampler = Scripted(lambda context, key: f"{key % 7}$")
     calls = [({"prompt": ids("ab"), "n": 3}, "completions"), ({"prompt": [*ids("ab"), 99]}, "completions")]
@@ -186,7 +184,7 @@ def test_ids_as_a_prompt_and_several_draws() -> None:
     assert sampler.rounds == [["ab"] * 3], "in one round"
 
 
-def test_draws_follow_from_what_was_asked_and_not_from_when() -> None:
+def test_random_keys_depend_on_the_context_and_not_on_time() -> None:
     orders: list[dict[str, list[int]]] = []
     for calls in ([chat("q"), chat("r"), chat("q")], [chat("r"), chat("q"), chat("q")]):
         sampler = Scripted(lambda context, key: "x$")
@@ -216,24 +214,24 @@ def test_a_stream() -> None:
         (chat("q", response_format={"type": "json_object"})[0], "chat/completions", 400, "response_format is not"),
         (chat("q", max_tokens=0.5)[0], "chat/completions", 400, "max_tokens: 0.5; give 1 or more"),
         (chat("q", n=1000)[0], "chat/completions", 400, "n: 1000; give an integer from 1 to 128"),
-        (chat("q" * 90)[0], "chat/completions", 400, "the context is longer than a sample of the run may be"),
+        (chat("q" * 90)[0], "chat/completions", 400, "the context exceeds the maximum length of a sample"),
         ({"messages": []}, "chat/completions", 400, "messages: a list of 0; give a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat/completions", 400, "no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat/completions", 400, "is not text"),
         ([1], "chat/completions", 400, "the body is not a JSON object"),
         ({"prompt": ["a", "b"]}, "completions", 400, "prompt: 'a' at index 0; give token ids, which are integers"),
         ({}, "embeddings", 404, "no route POST /v1/embeddings"),
     ],
 )
-def test_refusals(body: Any, route: str, status: int, message: str) -> None:
+def test_rejected_calls(body: Any, route: str, status: int, message: str) -> None:
     found: list[Any] = []
     last = chat("q")
     (played,) = play(episode_of((body, route), last, found=found), {"[u]q[a]": "x$"}, prompt("q"), template=CHAT)
     assert found[0][0] == status
     assert message in found[0][1]
-    assert [leaf for leaf, _ in shown(played)] == ["[u]q[a]x$"], "the episode goes on"
+    assert [leaf for leaf, _ in shown(played)] == ["[u]q[a]x$"], "the episode continues"
 
 
-def test_episodes_have_addresses_of_their_own_and_lose_them() -> None:
+def test_each_episode_has_its_own_url_until_it_ends() -> None:
     urls: dict[str, str] = {}
 
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
@@ -259,11 +257,11 @@ def test_episodes_have_addresses_of_their_own_and_lose_them() -> None:
     assert urls["p"] != urls["q"]
     urls.clear()
     script = lambda context, key: "x$"  # noqa: E731
-    played = play(late, script, prompt("p"), prompt("q"), template=CHAT, most=1, skips=True)
+    played = play(late, script, prompt("p"), prompt("q"), template=CHAT, max_concurrent=1, skip_failures=True)
     assert [one.failure for one in played] == [None, None]
 
 
 def test_without_a_template_there_are_completions_only() -> None:
     found: list[Any] = []
     play(episode_of(chat("q"), ({"prompt": "ab"}, "completions"), found=found), {"ab": "c$"}, prompt("q"))
-    assert found[0] == (400, "the run has no chat template; ask for completions, or set data.prompt_format=chat")
+    assert found[0] == (400, "the run has no chat template; call completions, or set data.prompt_format=chat")

@@ -1,4 +1,4 @@
-"""The gateway against programs that mean no good: every request is answered rightly or refused, and the run goes on."""
+"""The gateway against malicious programs: every request is answered correctly or rejected, and the run continues."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.rollout.environment.hostile_cases import UNSHOWN, Q, bodies, heads, o
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
-def attacked(attack: Callable[[str], Any], *, skips: bool = False, template: str = CHAT) -> tuple[Any, Played]:
-    """What an attack on an episode's address returns, and the episode, which makes one call of its own behind it."""
+def attacked(attack: Callable[[str], Any], *, skip_failures: bool = False, template: str = CHAT) -> tuple[Any, Played]:
+    """Run an attack on the URL of an episode; return its result and the episode, which makes one call afterwards."""
     found: list[Any] = []
 
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
@@ -36,7 +36,7 @@ def attacked(attack: Callable[[str], Any], *, skips: bool = False, template: str
         tasks = asyncio.all_tasks()
         found.append(await asyncio.to_thread(attack, url))
         await policy.generate()
-        for _ in range(100):  # connections end a moment later
+        for _ in range(100):  # connections end slightly later
             left = [task for task in asyncio.all_tasks() - tasks if "_connection" in repr(task)]
             if not left:
                 break
@@ -50,13 +50,13 @@ def attacked(attack: Callable[[str], Any], *, skips: bool = False, template: str
         prompt("q", max_new_tokens=2000),
         template=template,
         sampler=Scripted(lambda *_: "x$"),
-        skips=skips,
+        skip_failures=skip_failures,
     )
     return found[0], played
 
 
-def test_every_body_is_followed_or_refused() -> None:
-    """One connection for all of them: nothing of a body is left behind for the next request."""
+def test_every_body_is_answered_or_rejected() -> None:
+    """All use one connection: no part of a body is read as the next request."""
 
     def attack(url: str) -> dict[str, tuple[str, str]]:
         parts = urlsplit(url)
@@ -81,7 +81,7 @@ def test_every_body_is_followed_or_refused() -> None:
             assert 0 < len(json.loads(answer)["error"]["message"]) < 400
 
 
-def test_what_the_template_does_not_show_is_refused() -> None:
+def test_fields_that_the_template_ignores_are_rejected() -> None:
     def attack(url: str) -> dict[str, tuple[int, str]]:
         parts = urlsplit(url)
         connection = http.client.HTTPConnection(parts.netloc, timeout=60)
@@ -130,7 +130,7 @@ def test_only_the_loopback_address_is_bound(monkeypatch: pytest.MonkeyPatch) -> 
     assert bound == ["127.0.0.1"]
 
 
-def test_an_error_of_ours_is_a_500_and_fails_that_episode_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_the_gateway_gives_a_500_and_fails_only_that_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, *_: Any) -> Any:
         raise ZeroDivisionError("by zero")
 
@@ -144,7 +144,7 @@ def test_an_error_of_ours_is_a_500_and_fails_that_episode_only(monkeypatch: pyte
         finally:
             connection.close()
 
-    (status, answer), played = attacked(attack, skips=True)
+    (status, answer), played = attacked(attack, skip_failures=True)
     assert status == 500
     assert b"raised ZeroDivisionError: by zero" in answer
     assert played.failure is not None
@@ -153,8 +153,8 @@ def test_an_error_of_ours_is_a_500_and_fails_that_episode_only(monkeypatch: pyte
         attacked(attack)
 
 
-def test_calls_that_wait_are_broken_off_when_their_episode_ends() -> None:
-    """Whoever still waits for tokens is told, and no task is left on the loop."""
+def test_waiting_calls_are_cancelled_when_their_episode_ends() -> None:
+    """Waiting calls end, and no task is left on the loop."""
     closed: list[bytes] = []
     left: list[Any] = []
 
@@ -168,7 +168,7 @@ def test_calls_that_wait_are_broken_off_when_their_episode_ends() -> None:
             await asyncio.sleep(0.1)
             waiting.append((reader, writer))
             return policy.trajectory(1.0)
-        while not waiting:  # as long as this one does not ask, there is no round
+        while not waiting:  # no round starts until this episode requests tokens
             await asyncio.sleep(0.01)
         reader, writer = waiting[0]
         closed.append(await reader.read())
@@ -184,7 +184,7 @@ def test_calls_that_wait_are_broken_off_when_their_episode_ends() -> None:
         await policy.generate()
         return await episode(task, policy)
 
-    played = play(started, lambda *_: "x$", prompt("p"), prompt("q"), template=CHAT, skips=True, timeout=20.0)
+    played = play(started, lambda *_: "x$", prompt("p"), prompt("q"), template=CHAT, skip_failures=True, timeout=20.0)
     assert [one.failure for one in played] == [None, None]
     assert closed == [b""]
     assert left == []
@@ -197,7 +197,7 @@ TIGHT = ListenerLimits(
     body_seconds=0.5,
     idle_seconds=0.5,
     answer_seconds=0.5,
-    strangers=8,
+    unauthenticated=8,
     connections=16,
     bodies=1 << 20,
 )
@@ -216,7 +216,7 @@ def _opened(url: str, raw: bytes = b"") -> socket.socket:
 
 
 def _end_of(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """Read until the other side closes."""
     found = b""
     try:
         while piece := connection.recv(1 << 16):
@@ -228,7 +228,7 @@ def _end_of(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.usefixtures("tight")
-def test_slow_and_silent_peers_are_closed() -> None:
+def test_connections_of_slow_and_silent_clients_are_closed() -> None:
     def attack(url: str) -> dict[str, bytes]:
         path = urlsplit(url).path
         models = f"GET {path}/models HTTP/1.1\r\n\r\n".encode()
@@ -248,7 +248,7 @@ def test_slow_and_silent_peers_are_closed() -> None:
 
 
 @pytest.mark.usefixtures("tight")
-def test_a_program_is_served_however_many_others_wait() -> None:
+def test_a_program_is_served_despite_many_silent_connections() -> None:
     def attack(url: str) -> tuple[list[int], int]:
         parts = urlsplit(url)
         served, opened = [], []
@@ -267,7 +267,7 @@ def test_a_program_is_served_however_many_others_wait() -> None:
 
 @pytest.mark.usefixtures("tight")
 def test_bodies_of_all_requests_share_a_budget() -> None:
-    """Two slow bodies hold all of it, so that a third one waits, and is served when they are given up."""
+    """Two slow bodies use the whole budget; a third waits, and is served when they time out."""
 
     def attack(url: str) -> tuple[list[bytes], int]:
         parts = urlsplit(url)
@@ -281,11 +281,11 @@ def test_bodies_of_all_requests_share_a_budget() -> None:
 
     (slow, status), _ = attacked(attack)
     assert slow == [b"HTTP/1.1 408"] * 2
-    assert status in (200, 503), "the time-out of the slow bodies is also that of the wait"
+    assert status in (200, 503), "the timeout of the slow bodies is also that of the wait"
 
 
 @pytest.mark.usefixtures("tight")
-def test_a_program_that_does_not_read_its_answer_is_closed() -> None:
+def test_the_connection_of_a_program_that_does_not_read_is_closed() -> None:
     def attack(url: str) -> bytes:
         parts = urlsplit(url)
         made = socket.socket()
@@ -294,7 +294,7 @@ def test_a_program_that_does_not_read_its_answer_is_closed() -> None:
         made.connect((parts.hostname, parts.port))
         models = f"GET {parts.path}/models HTTP/1.1\r\n\r\n".encode()
         try:
-            while True:  # until nobody reads them any more
+            while True:  # until the buffers are full
                 made.sendall(models * 100)
         except (ConnectionError, TimeoutError) as error:
             return type(error).__name__.encode()

@@ -1,4 +1,4 @@
-"""Rewards in processes: what they return, and what becomes of one that ends or hangs."""
+"""Rewards in processes: results, and processes that end or hang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.refused import refused
 HERE = "tests.rollout.environment.rewards"
 
 
-def test_processes_judge_and_are_replaced() -> None:
+def test_processes_compute_rewards_and_are_replaced() -> None:
     async def rewarded() -> list[float]:
         reward_workers = RewardWorkers(load_reward(f"{HERE}:sometimes_ends"), processes=1)
         try:
@@ -26,7 +26,7 @@ def test_processes_judge_and_are_replaced() -> None:
     assert asyncio.run(rewarded()) == [0.25, 0.0]
 
 
-def test_one_that_hangs_is_ended() -> None:
+def test_a_process_that_hangs_is_ended() -> None:
     async def rewarded() -> float:
         reward_workers = RewardWorkers(load_reward(f"{HERE}:hangs"), processes=1)
         try:
@@ -41,7 +41,7 @@ def test_one_that_hangs_is_ended() -> None:
     assert asyncio.run(rewarded()) == 0.25
 
 
-def test_what_a_reward_raises_is_what_is_raised() -> None:
+def test_an_exception_of_a_reward_is_raised() -> None:
     async def rewarded() -> None:
         reward_workers = RewardWorkers(load_reward("exact_match"), processes=1)
         try:

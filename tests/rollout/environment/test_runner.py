@@ -1,4 +1,4 @@
-"""Episodes: branches, order, draws, rounds, time-outs and failures."""
+"""Episodes: branches, order, random keys, rounds, timeouts and failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def one_turn(task: Prompt, policy: Policy) -> Trajectory:
 
 
 async def branching(task: Prompt, policy: Policy) -> Trajectory:
-    """A first turn, then two branches behind it, one of which branches again; one is begun and left."""
+    """A first turn, then two branches, one of which branches again; one branch stays empty."""
     await policy.generate()
     first, second = policy.branch(), policy.branch()
     policy.branch().add("never")
@@ -62,7 +62,7 @@ def test_a_tree_becomes_its_leaves() -> None:
     assert played.rewards == (0.25, 0.75, -1.0)
 
 
-def test_a_parent_that_goes_on_is_a_leaf_of_its_own() -> None:
+def test_a_parent_that_continues_is_a_leaf() -> None:
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
         await policy.generate()
         other = policy.branch()
@@ -75,7 +75,7 @@ def test_a_parent_that_goes_on_is_a_leaf_of_its_own() -> None:
     assert [text(leaf.tokens.tolist()) for leaf in played.leaves] == ["pa$b$", "pa$c$"]
 
 
-def test_draws_follow_from_the_place_in_the_tree_and_not_from_who_is_fast() -> None:
+def test_random_keys_depend_on_the_tree_and_not_on_speed() -> None:
     def episode(slow: str) -> Any:
         async def run(task: Prompt, policy: Policy) -> Trajectory:
             async def go_on(name: str, branch: Policy) -> None:
@@ -101,14 +101,14 @@ def test_draws_follow_from_the_place_in_the_tree_and_not_from_who_is_fast() -> N
 
 
 def test_keys_of_turns() -> None:
-    places = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (-1, 0), (2**63 - 1, 1)]
-    assert turn_key(77, (0,)) == 77, "one turn draws what a rollout without an environment does"
-    assert len({turn_key(77, place) for place in places}) == len(places)
-    assert {turn_key(GREEDY, place) for place in places} == {GREEDY}
+    paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (-1, 0), (2**63 - 1, 1)]
+    assert turn_key(77, (0,)) == 77, "the first turn has the key of a rollout without an environment"
+    assert len({turn_key(77, path) for path in paths}) == len(paths)
+    assert {turn_key(GREEDY, path) for path in paths} == {GREEDY}
     assert turn_key(-5, (1, 2)) != turn_key(5, (1, 2))
 
 
-def test_a_round_waits_for_everybody_and_is_in_the_order_of_the_episodes() -> None:
+def test_a_round_waits_for_all_episodes_and_keeps_their_order() -> None:
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
         for turn in range(int(task.row["prompt"])):
             await asyncio.sleep(0.03 if task.row["prompt"] == "3" and turn else 0.0)
@@ -116,8 +116,10 @@ def test_a_round_waits_for_everybody_and_is_in_the_order_of_the_episodes() -> No
         return policy.trajectory(0.0)
 
     sampler = Scripted(lambda context, key: "a$")
-    play(episode, None, *map(prompt, "3122"), sampler=sampler, most=3)
-    assert sampler.rounds == [["3", "1", "2"], ["3a$", "2a$", "2"], ["3a$a$", "2a$"]], "the last begins in round two"
+    play(episode, None, *map(prompt, "3122"), sampler=sampler, max_concurrent=3)
+    assert sampler.rounds == [["3", "1", "2"], ["3a$", "2a$", "2"], ["3a$a$", "2a$"]], (
+        "the last episode starts in round two"
+    )
 
 
 def test_requests_of_one_prompt_hold_one_array() -> None:
@@ -141,7 +143,7 @@ def test_requests_of_one_prompt_hold_one_array() -> None:
     assert second[2].tokens is second[3].tokens
 
 
-def test_what_a_policy_says_of_itself() -> None:
+def test_properties_of_a_policy() -> None:
     seen: dict[str, Any] = {}
 
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
@@ -196,9 +198,9 @@ FAILURES = {
     "h": rf"took more than {LIMIT:g} s \(rollout.episode_timeout\)",
     "t": f"took more than {LIMIT:g} s",
     "n": "returned null for 'rows.jsonl:n'; return policy.trajectory",
-    "i": "gave 'rows.jsonl:i' nan as a reward; give a finite number",
-    "e": "rollout.reward: none, and tests:episode gave 'rows.jsonl:e' none either; give one of them",
-    "c": "two calls of generate at a time on one branch; take policy.branch",
+    "i": "returned the reward nan for 'rows.jsonl:i'; return a finite number",
+    "e": "rollout.reward: is not set, and tests:episode returned no reward for 'rows.jsonl:e'; set rollout.reward",
+    "c": "two concurrent calls of generate on one branch; use policy.branch",
     "z": "generate with max_tokens 0; give 1 or more",
 }
 
@@ -213,35 +215,37 @@ def test_failures(which: str) -> None:
     assert "\n" not in line
 
 
-def test_failures_are_kept_where_they_are_skipped() -> None:
+def test_failures_are_recorded_if_they_are_skipped() -> None:
     names = "p" + "".join(FAILURES) + "q"
-    played = play(fails, lambda context, key: "a$", *map(prompt, names), timeout=LIMIT, skips=True, most=3)
+    played = play(
+        fails, lambda context, key: "a$", *map(prompt, names), timeout=LIMIT, skip_failures=True, max_concurrent=3
+    )
     assert [one.failure is None for one in played] == [name not in FAILURES for name in names]
     assert [bool(one.leaves) for one in played] == [name not in FAILURES for name in names]
     assert (played[1].reward, played[1].num_tokens, played[1].ended) == (0.0, 0, False)
 
 
-def test_an_episode_that_writes_nothing() -> None:
+def test_an_episode_that_samples_nothing() -> None:
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
         return policy.trajectory(1.0)
 
-    with pytest.raises(ValueError, match=r"had the policy write nothing for 'rows.jsonl:p'; await policy.generate"):
+    with pytest.raises(ValueError, match=r"sampled no tokens for 'rows.jsonl:p'; call await policy.generate"):
         play(episode, {}, prompt("p"))
 
 
-def test_rewards_of_both() -> None:
+def test_a_reward_of_the_episode_and_of_the_settings() -> None:
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
         await policy.generate()
         return policy.trajectory(1.0)
 
-    with refused("rollout.reward", "'tests:reward', but tests:episode gave .* leave one of them"):
+    with refused("rollout.reward", "'tests:reward' is set, but tests:episode returned a reward for .*; remove one"):
         play(episode, {"p": "a$"}, prompt("p"), reward=lambda answer, row: 1.0)
     (played,) = play(one_turn, {"p": "ab$"}, prompt("p"), reward=lambda answer, row: float(answer == "ab"))
     assert played.rewards == (1.0,)
 
 
 def test_rewards_and_tools_run_at_the_same_time() -> None:
-    both = threading.Barrier(3, timeout=30)  # breaks unless three wait at a time
+    both = threading.Barrier(3, timeout=30)  # fails unless three wait at the same time
 
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
         await policy.generate()
@@ -256,7 +260,7 @@ def test_rewards_and_tools_run_at_the_same_time() -> None:
     assert [one.reward for one in played] == [1.0] * 3
 
 
-def test_the_clock_of_an_episode_stands_still_while_it_waits_for_tokens() -> None:
+def test_the_clock_of_an_episode_stops_while_it_waits_for_tokens() -> None:
     class Slow(Scripted):
         def sample(self, requests: Sequence[SamplingRequest], *, on_progress: Any = None) -> list[Response]:
             time.sleep(0.4)
@@ -272,14 +276,14 @@ def test_the_clock_of_an_episode_stands_still_while_it_waits_for_tokens() -> Non
     assert text(played.leaves[0].tokens.tolist()) == "pa$a$a$"
 
 
-def test_an_episode_that_keeps_the_loop_ends_the_run() -> None:
+def test_an_episode_that_blocks_the_event_loop_ends_the_run() -> None:
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
         await policy.generate()
         time.sleep(3)
         return policy.trajectory(1.0)
 
-    with pytest.raises(ValueError, match=r"has kept the event loop for more than 0.5 s without an await; await what"):
-        play(episode, {"p": "a$"}, prompt("p"), timeout=0.5, skips=True)
+    with pytest.raises(ValueError, match=r"has blocked the event loop for more than 0.5 s; await long"):
+        play(episode, {"p": "a$"}, prompt("p"), timeout=0.5, skip_failures=True)
 
 
 def test_tokens_after_the_end() -> None:
@@ -296,18 +300,18 @@ def test_tokens_after_the_end() -> None:
 
     async def _later(policy: Policy) -> None:
         await asyncio.sleep(0.05)
-        with pytest.raises(ValueError, match="asks for tokens after its end; await what it has begun"):
+        with pytest.raises(ValueError, match="requests tokens after its end; await all tasks"):
             await policy.generate()
 
     played = play(episode, lambda context, key: "a$", prompt("p"), prompt("q"))
     assert [text(one.leaves[0].tokens.tolist()) for one in played] == ["pa$", "qa$a$"]
 
 
-# A sampler that takes requests at any time
+# An async sampler
 
 
 class Streaming:
-    """Answers each request in a thread, the later the sooner."""
+    """Answers each request in a thread; later requests are answered sooner."""
 
     def __init__(self, fails: bool = False) -> None:
         self._threads = ThreadPoolExecutor(4)
@@ -317,15 +321,15 @@ class Streaming:
         self._held: list[Any] = []
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: Any) -> None:
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             self.asked += 1
             if self.fails:
-                self.failure = ValueError("rollout.servers: all are gone; see that one runs")
+                self.failure = ValueError("rollout.servers: all are gone; check that a server is running")
             elif self.asked == 2:
                 self.stuck = True
-                self._held.append((place, request, on_response))
+                self._held.append((index, request, on_response))
             else:
-                self._threads.submit(self._answer, place, request, on_response)
+                self._threads.submit(self._answer, index, request, on_response)
 
     def renew(self) -> None:
         self.renewed += 1
@@ -333,11 +337,11 @@ class Streaming:
         for held in self._held:
             self._threads.submit(self._answer, *held)
 
-    def _answer(self, place: int, request: SamplingRequest, on_response: Any) -> None:
+    def _answer(self, index: int, request: SamplingRequest, on_response: Any) -> None:
         tokens = np.array(ids(f"{len(request.tokens)}$"))
         part = Response(tokens=tokens[:1], logprobs=np.zeros(1, np.float32), ended=False, version=0)
-        on_response(place, part)  # as far as it was when weights came
-        on_response(place, Response(tokens=tokens, logprobs=np.zeros(2, np.float32), ended=True, version=0))
+        on_response(index, part)  # partial, as if a weight sync had interrupted it
+        on_response(index, Response(tokens=tokens, logprobs=np.zeros(2, np.float32), ended=True, version=0))
 
 
 async def two_turns(task: Prompt, policy: Policy) -> Trajectory:
@@ -347,7 +351,7 @@ async def two_turns(task: Prompt, policy: Policy) -> Trajectory:
     return policy.trajectory(1.0)
 
 
-def test_requests_go_to_a_sampler_as_they_come() -> None:
+def test_requests_go_to_an_async_sampler_at_once() -> None:
     sampler = Streaming()
     played = play(two_turns, None, *map(prompt, ("p", "qq", "rrr")), sampler=sampler)
     shown = [text(one.leaves[0].tokens.tolist()) for one in played]

@@ -1,4 +1,4 @@
-"""Servers that a user may point a run at by mistake, each with one that is right, for `test_errors`."""
+"""Servers that a user may use by mistake, each with a correct one, for `test_errors`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.canary import Canary, CanaryScores
-from padfree.rollout.engines.servers.server_api import Drawing
+from padfree.rollout.engines.servers.server_api import SamplingSettings
 from padfree.rollout.engines.servers.start import check_servers
 from padfree.rollout.engines.servers.weight_sync import FilesTransport
 from padfree.rollout.engines.vllm import VllmServer
@@ -24,7 +24,7 @@ Attempt = Callable[[Path], Any]
 
 
 def server(*, temperature: float = 1.0, **changes: Any) -> Attempt:
-    """A server is looked at before a run."""
+    """Check a server before a run."""
 
     def attempt(folder: Path) -> None:
         fake = FakeVllm(vocabulary=46)
@@ -36,7 +36,7 @@ def server(*, temperature: float = 1.0, **changes: Any) -> Attempt:
 
 
 def address(fake: FakeVllm | None = None, *, silent: bool = False) -> Attempt:
-    """An address is looked at before a run: of this server, of one that says nothing, or of none at all."""
+    """Check a URL before a run: of this server, of a silent one, or of none."""
 
     def look(url: str) -> None:
         asyncio.run(check_servers([VllmServer(url, 0.5 if silent else 20.0)], served_of()))
@@ -55,7 +55,7 @@ def address(fake: FakeVllm | None = None, *, silent: bool = False) -> Attempt:
 
 
 def response(vocabulary: int = 50, **changes: Any) -> Attempt:
-    """A server is asked for a response."""
+    """Request a response from a server."""
 
     def attempt(folder: Path) -> None:
         fake = FakeVllm()
@@ -63,20 +63,20 @@ def response(vocabulary: int = 50, **changes: Any) -> Attempt:
         for name, value in changes.items():
             setattr(fake, name, value)
         request = SamplingRequest(tokens=np.array([3, 4, 5]), max_new_tokens=6, key=5)
-        drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=vocabulary)
+        sampling = SamplingSettings(temperature=1.0, stops=(0,), vocabulary=vocabulary)
         with serving(fake) as (url,):
-            asyncio.run(VllmServer(url, 20.0).respond(request, drawing, model="policy", version=4, salt="run"))
+            asyncio.run(VllmServer(url, 20.0).respond(request, sampling, model="policy", version=4, salt="run"))
 
     return attempt
 
 
-def exchange(server: float, trainer: float, *, drawn: float = 0.0, limit: float = 0.002) -> Attempt:
-    """A server is scored after an exchange of weights."""
+def canary_check(server: float, trainer: float, *, sampled: float = 0.0, limit: float = 0.002) -> Attempt:
+    """Compare a server with the trainer after a weight sync."""
 
     def attempt(folder: Path) -> None:
-        theirs = CanaryScores(given=np.full(9, server), drawn=np.full(4, drawn))
-        ours = CanaryScores(given=np.full(9, trainer), drawn=np.zeros(4))
-        Canary(limit, VllmServer).reward_workers("http://127.0.0.1:8000", theirs, ours, 1)
+        theirs = CanaryScores(fixed=np.full(9, server), sampled=np.full(4, sampled))
+        ours = CanaryScores(fixed=np.full(9, trainer), sampled=np.zeros(4))
+        Canary(limit, VllmServer).check("http://127.0.0.1:8000", theirs, ours, 1)
 
     return attempt
 
@@ -108,8 +108,8 @@ CASES: list[tuple[str, Attempt, Attempt]] = [
     (SERVERS, response(vocabulary=1), response()),
     (SERVERS, response(stops=tuple(range(1, 50))), response()),
     (SERVERS, response(max_model_len=8), response()),
-    (SERVERS, exchange(-2.364, -2.737), exchange(-2.7367, -2.737)),
-    (SERVERS, exchange(-2.364, -2.737), exchange(-2.364, -2.737, limit=0.5)),
-    (SERVERS, exchange(-2.7, -2.7, drawn=-1.0), exchange(-2.7, -2.7)),
+    (SERVERS, canary_check(-2.364, -2.737), canary_check(-2.7367, -2.737)),
+    (SERVERS, canary_check(-2.364, -2.737), canary_check(-2.364, -2.737, limit=0.5)),
+    (SERVERS, canary_check(-2.7, -2.7, sampled=-1.0), canary_check(-2.7, -2.7)),
     ("rollout.transfer_folder", files("file"), files("folder")),
 ]

@@ -1,10 +1,10 @@
-"""A process in front of a `FakeVllm` that a thread of the test runs: it starts in a moment and can be killed.
+"""A proxy process for a `FakeVllm` in a thread of the test: it starts quickly and can be killed.
 
     python proxy.py URL URL ... --port 8000 --served-model-name policy        as `rollout.launch` starts one
 
-Which of the servers it stands for is the entry of `rollout.launch.devices`: "0" is the first URL. When it starts, that
-server becomes one that has just started: without weights, and with the name of the model that it is given. The standard
-library alone, because an import of torch would take most of the time of a test that kills servers.
+The entry of `rollout.launch.devices` selects the server: "0" is the first URL. When the proxy starts, it resets that
+server: no weights, and the given name of the model. It uses only the standard library, because importing torch would
+take most of the time of a test that kills servers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATIENCE = 60.0
 
 
 def ask(url: str, method: str, path: str, content: bytes) -> tuple[int, bytes]:
-    """The status and the content of what the server answers."""
+    """The status and the content of the server's answer."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=PATIENCE)
@@ -36,7 +36,7 @@ def ask(url: str, method: str, path: str, content: bytes) -> tuple[int, bytes]:
 class Handler(BaseHTTPRequestHandler):
     url: str
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or what follows the headers waits 40 ms for the other side
+    disable_nagle_algorithm = True  # otherwise the content waits 40 ms after the headers
 
     def do_GET(self) -> None:
         self._forward()

@@ -1,4 +1,4 @@
-"""Sampling that goes on while the policy is trained: what is trained, by which weights it was written, and resuming."""
+"""Sampling during training: the trained samples, their policy versions, and resuming."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.rollout.base import Response
-from padfree.rollout.collect.collector import Collector, Queued
+from padfree.rollout.collect.collector import Collector, QueuedBatch
 from padfree.rollout.collect.queue_state import Stored
 from padfree.rollout.engines.servers import weight_sync
 from padfree.rollout.engines.vllm import VllmServer
@@ -40,12 +40,12 @@ CONNECTIONS = 4
 
 
 class Holding(Remembering):
-    """Keeps one response that has a token until weights are exchanged, of a batch that is trained after that."""
+    """Holds one response after its first token until a weight sync. Its batch is trained after the sync."""
 
     held: int | None = None  # its seed
 
-    def _before_token(self, body: dict[str, Any], drawn: int, pauses: int) -> None:
-        if drawn == 1 and self.held is None and self._pauses == pauses and self.version.isdigit():
+    def _before_token(self, body: dict[str, Any], count: int, pauses: int) -> None:
+        if count == 1 and self.held is None and self._pauses == pauses and self.version.isdigit():
             later = range(int(self.version) + 2, 5)
             if body["seed"] in {seed_of(batch, number) for batch in later for number in range(SAMPLES)}:
                 self.held = body["seed"]
@@ -54,12 +54,12 @@ class Holding(Remembering):
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[list[Sample], list[Played]]]:
-    """Of every batch that is taken its samples and the episodes of this rank."""
+    """Record the samples and this rank's episodes of every batch."""
     found: dict[int, tuple[list[Sample], list[Played]]] = {}
     take = Collector.take
 
     def record(collector: Collector, batch: int, *, version: int) -> list[Sample]:
-        queued: Queued = collector._batches[batch]
+        queued: QueuedBatch = collector._batches[batch]
         samples = take(collector, batch, version=version)
         found[batch] = samples, [queued.played[number] for number in sorted(queued.played)]
         return samples
@@ -69,7 +69,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[list[Sample], list
 
 
 def test_every_token_is_of_the_version_it_says(model_folder: Path, tmp_path: Path, taken: Any) -> None:
-    """Responses that an exchange has cut go on by the new weights; log-probabilities are those of each version."""
+    """New weights continue interrupted responses; log-probabilities are those of the version of each token."""
     plain = fake_of(model_folder)
     fake = Holding(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
     with serving(fake) as (url,):
@@ -79,11 +79,13 @@ def test_every_token_is_of_the_version_it_says(model_folder: Path, tmp_path: Pat
     assert [line["samples"] for line in found] == [SAMPLES] * 4
     assert max(line["version_age_max"] for line in found) in (1.0, 2.0)
     assert all(0 <= line["version_age"] <= line["version_age_max"] <= 2 for line in found)
-    assert check_versions(taken, fake.weights, model_folder, temperature=0.8) > 0, "an exchange came in between"
+    assert check_versions(taken, fake.weights, model_folder, temperature=0.8) > 0, (
+        "a weight sync interrupted a response"
+    )
 
 
 def check_versions(taken: Mapping[int, Any], weights: Mapping[int, Any], model_folder: Path, temperature: float) -> int:
-    """Log-probabilities are those of the version that each token names; how many responses have several versions."""
+    """Check the log-probabilities of each token by its version; return the number of mixed responses."""
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     mixed = 0
     for batch, (samples, written) in taken.items():
@@ -113,7 +115,7 @@ begun: list[str] = []
 
 
 def together(response: str, row: Mapping[str, Any]) -> float:
-    """A reward that is done when another one has begun."""
+    """A reward that returns only after another one has started."""
     begun.append(threading.current_thread().name)
     wait_until(lambda: len(begun) > 1)
     return digits(response, row)
@@ -122,7 +124,7 @@ def together(response: str, row: Mapping[str, Any]) -> float:
 def test_rewards_run_beside_each_other_and_beside_training(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is trained before a reward of the second batch has begun, and no reward is done before another."""
+    """Training starts after a reward of the second batch has started, and no reward returns before another starts."""
     begun.clear()
     begin = Engine.begin
 
@@ -139,8 +141,8 @@ def test_rewards_run_beside_each_other_and_beside_training(
     assert {name.split("_")[0] for name in begun} == {"reward"}
 
 
-def test_without_staleness_a_run_is_the_plain_one(tmp_path: Path) -> None:
-    """That of `test_run.py`, whose metrics say nothing of ages."""
+def test_without_staleness_a_run_is_synchronous(tmp_path: Path) -> None:
+    """The run of `test_run.py`, whose metrics have no ages."""
     plain, zero = (
         make_config(tmp_path / "run", tmp_path, servers=["http://a:1"], **more) for more in ({}, {"staleness": 0})
     )
@@ -149,7 +151,7 @@ def test_without_staleness_a_run_is_the_plain_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def restored(monkeypatch: pytest.MonkeyPatch) -> list[Stored]:
-    """What the last checkpoint had."""
+    """The queue in the last checkpoint."""
     found: list[Stored] = []
     restore = Collector.restore
 
@@ -166,7 +168,7 @@ class StopError(Exception):
 
 
 def stop_after(step: int, *, rewards: int = 0) -> Any:
-    """Break the run off in this step; before the checkpoint of the one before it so many of `noted` have begun."""
+    """Interrupt the run in this step. Before the previous checkpoint, this many calls of `noted` have started."""
     begun.clear()
 
     def on_step(metrics: Mapping[str, Any]) -> None:
@@ -184,7 +186,7 @@ def noted(response: str, row: Mapping[str, Any]) -> float:
 
 
 def asked_of(fake: FakeVllm) -> Counter[int]:
-    """How often each response was begun; one that goes on has another seed."""
+    """How many times each response was requested; a continued response has another seed."""
     return Counter(body["seed"] for body in fake.completed if "stop_token_ids" in body)
 
 
@@ -193,14 +195,14 @@ def seed_of(batch: int, number: int) -> int:
 
 
 def check_not_asked_again(fake: FakeVllm, restored: list[Stored]) -> None:
-    """Nothing that the checkpoint had is begun again; the rest of a part has another seed."""
+    """No response in the checkpoint is requested again; a continued one has another seed."""
     again = asked_of(fake)
     for batch, number, _ in restored:
         assert seed_of(batch, number) not in again
 
 
 def journaled(folder: Path) -> set[tuple[int, int]]:
-    """Batch and number of all responses that the journal of a run has."""
+    """Batch and number of all responses in the response log of a run."""
     return {
         (record["batch"], row["number"])
         for path in (folder / "response_log").glob("*.jsonl")
@@ -213,7 +215,7 @@ def journaled(folder: Path) -> set[tuple[int, int]]:
 def test_a_resumed_run_goes_on_with_its_queue(
     filtered: str, model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
 ) -> None:
-    """Broken off after three steps, with a checkpoint after each: nothing the checkpoint has is sampled again."""
+    """Interrupted after three steps, with a checkpoint after each: no response in the checkpoint is sampled again."""
     fake = fake_of(model_folder)
     settings: dict[str, Any] = {"staleness": 2, "filter": filtered, "steps": 5, "reward": f"{HERE}:noted"}
     with serving(fake) as (url,):
@@ -242,7 +244,7 @@ def test_a_resumed_run_goes_on_with_its_queue(
 
 
 def killed_run(rank: int, world: int, config: Config, moment: str, number: int) -> None:
-    """A run that is killed by -9: at this number of responses, of buckets of weights, or in the update of this step."""
+    """A run that is killed with SIGKILL: at this response, at this bucket of weights, or in the update of this step."""
     here = threading.Lock()
     respond, begin, broadcast = VllmServer.respond, Engine.begin, weight_sync.broadcast
     count = 0
@@ -256,11 +258,11 @@ def killed_run(rank: int, world: int, config: Config, moment: str, number: int) 
 
     async def answered(server: VllmServer, *arguments: Any, **settings: Any) -> Response:
         response = await respond(server, *arguments, **settings)
-        kill_at_last()  # before it is written down
+        kill_at_last()  # before it is stored
         return response
 
     def sent(*arguments: Any) -> None:
-        time.sleep(0.1)  # by now the server waits for the bucket
+        time.sleep(0.1)  # the server is now waiting for the bucket
         kill_at_last()
         broadcast(*arguments)
 
@@ -286,16 +288,16 @@ def killed_run(rank: int, world: int, config: Config, moment: str, number: int) 
 def test_a_run_that_is_killed_again_and_again_goes_on(
     staleness: int, kills: dict[str, int], model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
 ) -> None:
-    """By -9, with a checkpoint after every other step: nothing is sampled again, and all is trained.
+    """With SIGKILL and a checkpoint after every other step: nothing is sampled again, and everything is trained.
 
-    What a server had answered and the run had not written down yet is asked for again: one response a connection.
+    Responses that the run had received but not stored are requested again: at most one per connection.
     """
     fake = fake_of(model_folder)
     answered: set[int] = set()
 
     def check_asked(kept: set[tuple[int, int]]) -> None:
-        """Of what was asked for since the last call, nothing is known already."""
-        wait_until(lambda: fake.at_once == 0)  # a thread of it may not have noticed yet
+        """None of the requests since the last call was in `kept`."""
+        wait_until(lambda: fake.at_once == 0)  # one of its threads may not have noticed yet
         asked = asked_of(fake)
         assert not {seed_of(batch, number) for batch, number in kept} & asked.keys()
         assert len(answered & asked.keys()) <= CONNECTIONS
@@ -316,13 +318,13 @@ def test_a_run_that_is_killed_again_and_again_goes_on(
             run_ranks(1, killed_run, config, moment, number, dying=[0])
             check_asked(kept)
             kept = journaled(tmp_path / "run")
-            assert kept or moment != "sampling", "responses came after the checkpoint"
+            assert kept or moment != "sampling", "responses arrived after the checkpoint"
             fake.completed.clear()
         train(config)
         check_asked(kept)
     check_not_asked_again(fake, restored)
     wanted = {seed_of(batch, number) for batch in range(1, 6) for number in range(SAMPLES)}
-    assert answered >= wanted, "every response of every batch was asked for"
+    assert answered >= wanted, "every response of every batch was requested"
     found = lines(tmp_path / "run")
     assert [line["step"] for line in found] == list(range(5))
     assert [line["samples"] for line in found] == [SAMPLES] * 5

@@ -1,11 +1,11 @@
-"""What the canary lets pass, and what it does not."""
+"""What the canary accepts and what it rejects."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from padfree.rollout.engines.servers.canary import DRAWN, LENGTH, Canary, CanaryScores, canary_sequences
+from padfree.rollout.engines.servers.canary import LENGTH, NUM_SAMPLED, Canary, CanaryScores, canary_sequences
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.testing.tokenizers import tiny_tokenizer
 from tests.rollout.rollout_cases import letters_tokenizer
@@ -13,62 +13,60 @@ from tests.rollout.rollout_cases import letters_tokenizer
 NUM = 240
 
 
-def scores(values: np.ndarray, drawn: float = -1.0) -> CanaryScores:
-    return CanaryScores(given=values, drawn=np.full(8, drawn))
+def scores(values: np.ndarray, sampled: float = -1.0) -> CanaryScores:
+    return CanaryScores(fixed=values, sampled=np.full(8, sampled))
 
 
-def drawn_values(seed: int, scale: float = 1.0) -> np.ndarray:
+def random_values(seed: int, scale: float = 1.0) -> np.ndarray:
     return scale * np.random.default_rng(seed).standard_normal(NUM)
 
 
-TRAINER = -3.0 + drawn_values(0)
-STEP = drawn_values(1, 0.004)  # what a step of training changes: far below the limit of bfloat16
-ROUNDING = drawn_values(2, 0.02)  # that of the server's kernels, which stays from step to step
-NEW_ROUNDING = drawn_values(3, 0.002)  # and what of it does not
+TRAINER = -3.0 + random_values(0)
+STEP = random_values(1, 0.004)  # the change of a training step: far below the limit of bfloat16
+ROUNDING = random_values(2, 0.02)  # rounding of the server's kernels that is the same at every step
+NEW_ROUNDING = random_values(3, 0.002)  # rounding that changes from step to step
 
 
-def test_the_same_numbers_pass_and_are_told() -> None:
-    found = Canary(0.1, VllmServer).reward_workers("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
+def test_equal_scores_pass_and_give_metrics() -> None:
+    found = Canary(0.1, VllmServer).check("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
     assert found["canary_difference"] == pytest.approx(np.abs(ROUNDING).mean())
     assert found["canary_largest"] == pytest.approx(np.abs(ROUNDING).max())
-    assert "canary_followed" not in found, "there is no exchange before"
+    assert "canary_followed" not in found, "there is no earlier weight sync"
 
 
-def test_other_weights_are_refused() -> None:
-    line = r"http://a was given policy version 3, but its log-probabilities differ from the trainer's by 0.373 a token"
+def test_other_weights_are_rejected() -> None:
+    line = r"http://a was sent policy version 3, but its log-probabilities differ from the trainer's by 0.373 per token"
     with pytest.raises(ValueError, match=line) as caught:
-        Canary(0.002, VllmServer).reward_workers("http://a", scores(TRAINER + 0.373), scores(TRAINER), 3)
+        Canary(0.002, VllmServer).check("http://a", scores(TRAINER + 0.373), scores(TRAINER), 3)
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="differ from the trainer's by nan"):
-        Canary(0.002, VllmServer).reward_workers("http://a", scores(TRAINER * np.nan), scores(TRAINER), 3)
+        Canary(0.002, VllmServer).check("http://a", scores(TRAINER * np.nan), scores(TRAINER), 3)
 
 
-def test_drawn_tokens_at_another_temperature_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"drawn tokens differ by 0.5 .* start it with --logprobs-mode processed"):
-        Canary(0.1, VllmServer).reward_workers("http://a", scores(TRAINER, -1.0), scores(TRAINER, -1.5), 3)
-
-
-def test_a_server_that_keeps_old_weights_is_refused_below_the_limit() -> None:
-    small = drawn_values(4, 0.002)
-    canary = Canary(0.1, VllmServer)
-    canary.reward_workers("http://a", scores(TRAINER + small), scores(TRAINER), 3)
-    found = canary.reward_workers("http://a", scores(TRAINER + STEP + small + NEW_ROUNDING), scores(TRAINER + STEP), 4)
-    assert found["canary_followed"] == pytest.approx(1.0, abs=0.2)
+def test_sampled_tokens_at_another_temperature_are_rejected() -> None:
     with pytest.raises(
-        ValueError, match=r"version 5, but its log-probabilities changed by -?\d+% of what the trainer's did"
+        ValueError, match=r"sampled tokens differ by 0.5 per token .* start it with --logprobs-mode processed"
     ):
-        canary.reward_workers("http://a", scores(TRAINER + STEP + small), scores(TRAINER + 2 * STEP), 5)
+        Canary(0.1, VllmServer).check("http://a", scores(TRAINER, -1.0), scores(TRAINER, -1.5), 3)
+
+
+def test_a_server_with_old_weights_is_rejected_below_the_limit() -> None:
+    small = random_values(4, 0.002)
+    canary = Canary(0.1, VllmServer)
+    canary.check("http://a", scores(TRAINER + small), scores(TRAINER), 3)
+    found = canary.check("http://a", scores(TRAINER + STEP + small + NEW_ROUNDING), scores(TRAINER + STEP), 4)
+    assert found["canary_followed"] == pytest.approx(1.0, abs=0.2)
+    with pytest.raises(ValueError, match=r"version 5, but its log-probabilities changed by only -?\d+% of the trainer"):
+        canary.check("http://a", scores(TRAINER + STEP + small), scores(TRAINER + 2 * STEP), 5)
 
 
 def test_a_change_that_is_lost_in_rounding_proves_nothing() -> None:
     canary = Canary(0.1, VllmServer)
-    canary.reward_workers("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
+    canary.check("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
     tiny = STEP / 100
-    found = canary.reward_workers("http://a", scores(TRAINER + ROUNDING), scores(TRAINER + tiny), 4)
+    found = canary.check("http://a", scores(TRAINER + ROUNDING), scores(TRAINER + tiny), 4)
     assert "canary_followed" not in found
-    assert "canary_followed" not in canary.reward_workers(
-        "http://a", scores(TRAINER + ROUNDING), scores(TRAINER + tiny), 4
-    )
+    assert "canary_followed" not in canary.check("http://a", scores(TRAINER + ROUNDING), scores(TRAINER + tiny), 4)
 
 
 def test_sequences_are_text_where_the_tokenizer_can_make_it() -> None:
@@ -78,13 +76,13 @@ def test_sequences_are_text_where_the_tokenizer_can_make_it() -> None:
     assert "".join(tokenizer.decode(sequences[0])).startswith("The ferry leaves")
     assert len({tuple(sequence) for sequence in sequences}) == 4
     for letters in (canary_sequences(letters_tokenizer(), vocabulary=46, longest=12),):
-        assert [len(sequence) for sequence in letters] == [12 - DRAWN] * 4
+        assert [len(sequence) for sequence in letters] == [12 - NUM_SAMPLED] * 4
         assert all(0 <= token < 46 for sequence in letters for token in sequence)
     few = canary_sequences(letters_tokenizer(), vocabulary=10, longest=512)
-    assert max(max(sequence) for sequence in few) < 10, "another vocabulary than the tokenizer's: any ids will do"
+    assert max(max(sequence) for sequence in few) < 10, "a smaller vocabulary than the tokenizer's: random ids"
 
 
-def test_scores_of_rows() -> None:
+def test_scores_of_sequences() -> None:
     found = CanaryScores.of([[1, 2, 3, 4], [5, 6]], 1)
-    assert found.given.tolist() == [1, 2, 3, 5]
-    assert found.drawn.tolist() == [4, 6]
+    assert found.fixed.tolist() == [1, 2, 3, 5]
+    assert found.sampled.tolist() == [4, 6]

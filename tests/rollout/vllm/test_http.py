@@ -1,4 +1,4 @@
-"""Every wrong answer of a server is one line; which of them another server can make good."""
+"""Every wrong answer of a server is a one-line error; some can be retried on another server."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 from padfree.config import ModelConfig
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.servers.canary import TEXT
-from padfree.rollout.engines.servers.server_api import Drawing, RestartedError, ServedModel, ServerLostError
+from padfree.rollout.engines.servers.server_api import RestartedError, SamplingSettings, ServedModel, ServerLostError
 from padfree.rollout.engines.servers.start import check_servers
 from padfree.rollout.engines.vllm import VllmServer
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 
-DRAWING = Drawing(temperature=0.7, stops=(0,), vocabulary=50)
+SAMPLING = SamplingSettings(temperature=0.7, stops=(0,), vocabulary=50)
 REQUEST = SamplingRequest(tokens=np.array([3, 4, 5]), max_new_tokens=6, key=-77)
 
 
 def complete(url: str, *, timeout: float = 5.0, request: SamplingRequest = REQUEST) -> Response:
     server = VllmServer(url, timeout)
-    return asyncio.run(server.respond(request, DRAWING, model="policy", version=4, salt="run"))
+    return asyncio.run(server.respond(request, SAMPLING, model="policy", version=4, salt="run"))
 
 
 def given(version: str = "4", **changes: Any) -> FakeVllm:
@@ -61,16 +61,16 @@ def test_a_response_and_what_is_asked_for() -> None:
     [
         ("500", r"/v1/completions answered 500 \(EngineCore encountered an issue\)"),
         ("half", "/v1/completions answered 0 of 1 responses"),
-        ("malformed", "/v1/completions answered what is no JSON"),
-        ("list", "/v1/completions answered list in place of a JSON object"),
-        ("cut", "/v1/completions broke off"),
-        ("abort", "/v1/completions ended a response by 'abort'"),
+        ("malformed", "/v1/completions did not answer with JSON"),
+        ("list", "/v1/completions answered list instead of a JSON object"),
+        ("cut", "/v1/completions broke the connection"),
+        ("abort", "/v1/completions ended a response with reason 'abort'"),
         ("short", r"without token ids and log-probabilities \(5 tokens and 6 log-probabilities\)"),
-        ("logprobs", r"without token ids and log-probabilities \(log-probabilities above 0"),
+        ("logprobs", r"without token ids and log-probabilities \(log-probabilities that are above 0"),
         ("other model", "answered for the model 'another', not 'policy'"),
     ],
 )
-def test_what_another_server_can_make_good(fault: str, line: str) -> None:
+def test_errors_that_another_server_can_answer(fault: str, line: str) -> None:
     request = SamplingRequest(tokens=REQUEST.tokens, max_new_tokens=6, key=5)
     with serving(given(fault=fault)) as (url,), pytest.raises(ServerLostError, match=line) as caught:
         assert not complete(url, request=request).ended
@@ -88,7 +88,7 @@ def test_a_server_that_hangs_refuses_or_has_restarted() -> None:
 
 
 class Answers(FakeVllm):
-    """One and the same to everything."""
+    """A server that gives the same answer to every request."""
 
     def __init__(self, status: int, answer: Any) -> None:
         super().__init__(vocabulary=46)
@@ -105,11 +105,11 @@ class Answers(FakeVllm):
         (500, None, r"/weight_info answered 500 \(null\)"),
         (502, b"<html>\nbad gateway</html>", r"/weight_info answered 502 \(<html> bad gateway</html>\)"),
         (500, {"error": {"code": 3}}, r"/weight_info answered 500 \(\{'code': 3\}\)"),
-        (200, b"<html>\nwelcome; to</html>", r"/weight_info answered what is no JSON"),
+        (200, b"<html>\nwelcome; to</html>", r"/weight_info did not answer with JSON"),
         (200, {}, r"/weight_info answered \{\} without weight_version"),
     ],
 )
-def test_answers_of_something_that_is_no_vllm(status: int, answer: Any, line: str) -> None:
+def test_answers_of_a_server_that_is_not_vllm(status: int, answer: Any, line: str) -> None:
     with serving(Answers(status, answer)) as (url,):
         with pytest.raises(ServerLostError, match=line) as caught:
             asyncio.run(VllmServer(url, 5.0).version())
@@ -120,7 +120,7 @@ def test_answers_of_something_that_is_no_vllm(status: int, answer: Any, line: st
 
 
 @pytest.mark.parametrize("answer", [{}, {"data": 3}, {"data": []}, {"data": [{"name": "policy"}]}])
-def test_answers_that_lack_what_was_asked_for(answer: Any) -> None:
+def test_incomplete_answers(answer: Any) -> None:
     with serving(Answers(200, answer)) as (url,):
         with pytest.raises(ServerLostError, match="/v1/models names no model"):
             asyncio.run(VllmServer(url, 5.0).models())
@@ -128,34 +128,39 @@ def test_answers_that_lack_what_was_asked_for(answer: Any) -> None:
             asyncio.run(VllmServer(url, 5.0).workers())
 
 
-def test_choices_without_their_numbers() -> None:
+def test_choices_without_an_index() -> None:
     choices = [{"index": None}, {"index": 0}]
     fake = Answers(200, {"model": "policy", "choices": choices})
     with serving(fake) as (url,), pytest.raises(ServerLostError, match="answered 2 of 2 responses"):
-        asyncio.run(VllmServer(url, 5.0).score([[1, 2], [3, 4]], drawn=1, temperature=1.0, model="policy", salt="run"))
+        asyncio.run(
+            VllmServer(url, 5.0).score([[1, 2], [3, 4]], num_sampled=1, temperature=1.0, model="policy", salt="run")
+        )
 
 
-def test_a_route_that_answers_with_a_sentence() -> None:
-    """As those for adapters do."""
+def test_a_route_that_does_not_answer_with_json() -> None:
+    """The routes for adapters do so."""
     with serving(FakeVllm()) as (url,):
-        asyncio.run(VllmServer(url, 5.0).tell("/v1/unload_lora_adapter", {"lora_name": "policy"}, cure="enable it"))
+        asyncio.run(VllmServer(url, 5.0).tell("/v1/unload_lora_adapter", {"lora_name": "policy"}, fix="enable it"))
         with pytest.raises(ValueError, match="has no route /v1/load_lora_adapter; enable it"):
-            asyncio.run(VllmServer(url, 5.0).tell("/v1/load_lora_adapter", {}, cure="enable it"))
+            asyncio.run(VllmServer(url, 5.0).tell("/v1/load_lora_adapter", {}, fix="enable it"))
 
 
-def test_what_only_the_user_can_cure() -> None:
+def test_errors_that_only_the_user_can_fix() -> None:
     with (
         serving(given("3")) as (url,),
-        pytest.raises(ValueError, match="serves policy version '3', not 4; let no other"),
+        pytest.raises(ValueError, match="serves policy version '3', not 4; make sure that no other"),
     ):
         complete(url)
-    drawing = Drawing(temperature=1.0, stops=(), vocabulary=1)
-    with serving(given()) as (url,), pytest.raises(ValueError, match=r"drew token \d+ of a vocabulary of 1; start it"):
-        asyncio.run(VllmServer(url, 5.0).respond(REQUEST, drawing, model="policy", version=4, salt="run"))
+    sampling = SamplingSettings(temperature=1.0, stops=(), vocabulary=1)
+    with (
+        serving(given()) as (url,),
+        pytest.raises(ValueError, match=r"sampled token \d+ with a vocabulary of 1; start it"),
+    ):
+        asyncio.run(VllmServer(url, 5.0).respond(REQUEST, sampling, model="policy", version=4, salt="run"))
     line = r"ends responses at token \d+, .*; start it with --generation-config vllm"
     with serving(given(stops=tuple(range(1, 50)))) as (url,), pytest.raises(ValueError, match=line):
         complete(url, request=SamplingRequest(tokens=REQUEST.tokens, max_new_tokens=6, key=5))
-    with serving(given(max_model_len=8)) as (url,), pytest.raises(ValueError, match=r"refused /v1/completions \(400"):
+    with serving(given(max_model_len=8)) as (url,), pytest.raises(ValueError, match=r"rejected /v1/completions \(400"):
         complete(url)
 
 
@@ -182,7 +187,7 @@ def check(fake: FakeVllm, *, temperature: float = 1.0) -> str:
 
 def test_a_server_for_this_run() -> None:
     assert check(FakeVllm(vocabulary=46, tokenizer=letters_tokenizer(), name="some name")) == "some name"
-    assert check(FakeVllm(vocabulary=46)) == "policy", "a server without a tokenizer has none that is wrong"
+    assert check(FakeVllm(vocabulary=46)) == "policy", "a server without a tokenizer passes the check"
 
 
 class OtherTokenizer:
@@ -193,10 +198,13 @@ class OtherTokenizer:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"vocabulary": 45}, "does not know token 45, the model of this run has 46 tokens; start it with the model"),
-        ({"vocabulary": 47}, "knows token 46, the model of this run has 46 tokens; start it with the model"),
-        ({"tokenizer": OtherTokenizer()}, "has another tokenizer than this run; start it with the model of model.path"),
-        ({"backend": "nccl"}, "has the weight transfer 'nccl'; start it with VLLM_SERVER_DEV_MODE=1 and"),
+        ({"vocabulary": 45}, "rejects token 45, but the model of this run has 46 tokens; start it with the model"),
+        ({"vocabulary": 47}, "accepts token 46, but the model of this run has 46 tokens; start it with the model"),
+        (
+            {"tokenizer": OtherTokenizer()},
+            "has a different tokenizer than this run; start it with the model of model.path",
+        ),
+        ({"backend": "nccl"}, "has the weight transfer backend 'nccl'; start it with VLLM_SERVER_DEV_MODE=1 and"),
         ({"missing": {"/weight_info"}}, "has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"),
         ({"missing": {"/v1/models"}}, "has no route /v1/models; give the address of a vLLM server"),
     ],
@@ -210,18 +218,16 @@ def test_a_server_of_something_else(changes: dict[str, Any], line: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_servers_that_do_not_call_the_model_alike() -> None:
+def test_servers_with_different_names_for_the_model() -> None:
     with serving(*(FakeVllm(vocabulary=46, name=name) for name in ("this", "that"))) as urls:
-        line = "they call the model that and this; start all with the same --served-model-name"
+        line = "different names for the model: that, this; start all servers with the same --served-model-name"
         with pytest.raises(ValueError, match=line):
             asyncio.run(check_servers([VllmServer(url, 5.0) for url in urls], served_of()))
 
 
-def test_logprobs_that_do_not_know_the_temperature() -> None:
+def test_logprobs_that_ignore_the_temperature() -> None:
     fake = FakeVllm(vocabulary=46)
     fake.logprobs_mode = "raw_logprobs"
-    assert check(fake) == "policy", "at temperature 1 they are the same"
-    with pytest.raises(
-        ValueError, match=r"reports raw_logprobs, which do not know loss.temperature 0.5; start it with"
-    ):
+    assert check(fake) == "policy", "at temperature 1 both modes are equal"
+    with pytest.raises(ValueError, match=r"reports raw_logprobs, which ignore loss.temperature \(0.5\); start it with"):
         check(fake, temperature=0.5)

@@ -1,4 +1,4 @@
-"""Requests find servers: the least loaded, another one when one fails, and each gets one response."""
+"""The pool: the least loaded server gets a request, a failed request is retried, and each gets one response."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
-from padfree.rollout.engines.servers.pool import Ask, Gate, Pool, Probe
-from padfree.rollout.engines.servers.server_api import Drawing, RestartedError, ServerApi, ServerLostError
+from padfree.rollout.engines.servers.pool import Gate, Pool, Probe, Respond
+from padfree.rollout.engines.servers.server_api import RestartedError, SamplingSettings, ServerApi, ServerLostError
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 from tests.waiting import wait_until
 
-DRAWING = Drawing(temperature=1.0, stops=(0,), vocabulary=50)
+SAMPLING = SamplingSettings(temperature=1.0, stops=(0,), vocabulary=50)
 REQUESTS = [SamplingRequest(tokens=np.array([number % 50]), max_new_tokens=3, key=1 + number) for number in range(40)]
 
 
@@ -29,8 +29,8 @@ async def probe(server: ServerApi) -> None:
     server.need_version(await server.version(timeout=5.0), 4)
 
 
-async def ask(server: ServerApi, request: SamplingRequest) -> Response:
-    return await server.respond(request, DRAWING, model="policy", version=4, salt="run")
+async def respond(server: ServerApi, request: SamplingRequest) -> Response:
+    return await server.respond(request, SAMPLING, model="policy", version=4, salt="run")
 
 
 @dataclass
@@ -50,7 +50,7 @@ def run(
     probe_every: float = 0.1,
     meanwhile: Callable[[], None] | None = None,
     requests: list[SamplingRequest] = REQUESTS,
-    ask: Ask = ask,
+    respond: Respond = respond,
     probe: Probe = probe,
     on_response: OnResponse | None = None,
     servers: list[ServerApi] | None = None,
@@ -60,13 +60,13 @@ def run(
     pool.reset(servers)
     if meanwhile is not None:
         threading.Thread(target=meanwhile, daemon=True).start()
-    transfer_info: dict[int, Response] = {}
+    received: dict[int, Response] = {}
     loop = LoopThread("requests")
     try:
-        retried = loop.run(pool.ask_all(requests, ask, on_response or transfer_info.__setitem__))
+        retried = loop.run(pool.run_all(requests, respond, on_response or received.__setitem__))
     finally:
         loop.close()
-    return Round(transfer_info, retried)
+    return Round(received, retried)
 
 
 def with_weights(number: int, *, seconds: float = 0.0) -> list[FakeVllm]:
@@ -88,10 +88,10 @@ def test_every_request_is_answered_once_and_servers_share_the_work() -> None:
     assert found.missing == []
     assert times_completed(fakes) == Counter(range(1, 41))
     assert all(len(fake.completed) >= 12 for fake in fakes)
-    assert all(fake.most_at_once <= 5 for fake in fakes), "four for each server, and the least loaded is asked"
+    assert all(fake.most_at_once <= 5 for fake in fakes), "four per server, and the least loaded server is used"
 
 
-def test_the_slower_server_gets_less() -> None:
+def test_the_slower_server_gets_fewer_requests() -> None:
     fast, slow = with_weights(2)
     fast.seconds, slow.seconds = 0.01, 0.4
     with serving(fast, slow) as urls:
@@ -100,7 +100,7 @@ def test_the_slower_server_gets_less() -> None:
 
 
 @pytest.mark.parametrize("fault", ["500", "half", "malformed", "cut", "abort"])
-def test_what_one_server_fails_to_answer_another_does(fault: str) -> None:
+def test_a_failed_request_goes_to_another_server(fault: str) -> None:
     good, bad = with_weights(2)
     bad.fault = fault
     with serving(good, bad) as urls:
@@ -110,7 +110,7 @@ def test_what_one_server_fails_to_answer_another_does(fault: str) -> None:
     assert len(good.completed) == 40
 
 
-def test_a_server_that_hangs_gives_its_requests_back() -> None:
+def test_the_requests_of_a_hanging_server_go_to_another() -> None:
     good, bad = with_weights(2)
     begin = time.monotonic()
 
@@ -123,10 +123,10 @@ def test_a_server_that_hangs_gives_its_requests_back() -> None:
     with serving(good, bad) as urls:
         found = run(urls, timeout=60.0, probe=hanging_probe)
     assert sorted(found.found) == list(range(40))
-    assert time.monotonic() - begin < 20.0, "long before the answers of the hanging server, or its timeout"
+    assert time.monotonic() - begin < 20.0, "long before the hanging server answers or times out"
 
 
-def test_a_server_that_recovers_is_asked_again() -> None:
+def test_a_server_that_recovers_is_used_again() -> None:
     (fake,) = with_weights(1)
     fake.fault = "500"
 
@@ -142,10 +142,12 @@ def test_a_server_that_recovers_is_asked_again() -> None:
 
 def test_after_the_timeout_one_line_names_the_server() -> None:
     url = unused_url()
-    with pytest.raises(ValueError, match=r"refused the connection, and no server gave a response for 1.5 s; see that"):
+    with pytest.raises(
+        ValueError, match=r"refused the connection, and no server gave a response for 1.5 s; check that"
+    ):
         run([url], timeout=1.5)
     (fake,) = with_weights(1)
-    fake.fault = "500"  # which answers probes, so that it looks well between two requests
+    fake.fault = "500"  # it answers probes, so it looks healthy between two requests
     with serving(fake) as urls, pytest.raises(ValueError, match=rf"{urls[0]} /v1/completions answered 500 .*1.5 s"):
         run(urls, timeout=1.5)
 
@@ -171,19 +173,19 @@ def test_weights_of_another_version_end_the_run() -> None:
         run(urls)
 
 
-def test_whatever_goes_wrong_on_the_loop_is_raised_where_one_waits() -> None:
+def test_an_exception_on_the_loop_is_raised_in_the_waiting_thread() -> None:
     (fake,) = with_weights(1)
 
     async def fail(*_: object) -> Response:
-        raise KeyError("a mistake of ours")
+        raise KeyError("a bug")
 
     def fail_at_once(*_: object) -> None:
-        raise KeyError("a mistake of ours")
+        raise KeyError("a bug")
 
     with serving(fake) as urls:
-        with pytest.raises(KeyError, match="a mistake of ours"):
-            run(urls, ask=fail)
-        with pytest.raises(KeyError, match="a mistake of ours"):
+        with pytest.raises(KeyError, match="a bug"):
+            run(urls, respond=fail)
+        with pytest.raises(KeyError, match="a bug"):
             run(urls, on_response=fail_at_once)
 
 
@@ -197,16 +199,16 @@ def test_an_error_does_not_wait_for_a_server_that_hangs() -> None:
 
 
 def test_a_server_that_hangs_when_the_round_has_ended_is_still_watched() -> None:
-    """One has restarted, the other fails once, which ends the round, and then leaves a request without an answer."""
+    """One server has restarted. The other fails once, which ends the round, and then does not answer a request."""
     restarted, hanging = VllmServer("http://127.0.0.1:1", 60.0), VllmServer("http://127.0.0.1:2", 60.0)
     failed = threading.Event()
 
     async def lost(server: ServerApi, request: SamplingRequest) -> Response:
         if server is restarted:
             raise RestartedError("rollout.servers: a has restarted")
-        await asyncio.sleep(0.3 if request.key == 1 else 50.0)  # the other requests are under way
+        await asyncio.sleep(0.3 if request.key == 1 else 50.0)  # the other requests are in flight
         failed.set()
-        raise ServerLostError("rollout.servers: b broke off")
+        raise ServerLostError("rollout.servers: b broke the connection")
 
     async def hangs(server: ServerApi) -> None:
         if failed.is_set():
@@ -214,13 +216,19 @@ def test_a_server_that_hangs_when_the_round_has_ended_is_still_watched() -> None
 
     begin = time.monotonic()
     found = run(
-        [], timeout=60.0, probe_every=0.2, requests=REQUESTS[:4], ask=lost, probe=hangs, servers=[restarted, hanging]
+        [],
+        timeout=60.0,
+        probe_every=0.2,
+        requests=REQUESTS[:4],
+        respond=lost,
+        probe=hangs,
+        servers=[restarted, hanging],
     )
     assert found.found == {}
     assert time.monotonic() - begin < 40.0
 
 
-def test_an_interrupted_round_leaves_nobody_asking() -> None:
+def test_an_interrupted_round_leaves_no_requests() -> None:
     (fake,) = with_weights(1, seconds=0.1)
 
     def interrupt() -> None:
@@ -230,7 +238,7 @@ def test_an_interrupted_round_leaves_nobody_asking() -> None:
         signal.pthread_kill(main, signal.SIGINT)
 
     with serving(fake) as urls:
-        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as tests in the background have it
+        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
         try:
             with pytest.raises(KeyboardInterrupt):
                 run(urls, meanwhile=interrupt)
@@ -241,81 +249,81 @@ def test_an_interrupted_round_leaves_nobody_asking() -> None:
     assert len(fake.completed) < 40
 
 
-def test_a_gate_tells_what_was_begun_on_its_other_side() -> None:
+def test_a_gate_knows_whether_it_was_closed_since() -> None:
     async def play() -> None:
         gate = Gate()
-        number = await gate.passed()
-        assert not gate.closed_since(number)
+        ticket = await gate.wait_open()
+        assert not gate.closed_since(ticket)
         gate.close()
         assert gate.is_closed
-        assert gate.closed_since(number)
-        waiting = asyncio.create_task(gate.passed())
+        assert gate.closed_since(ticket)
+        waiting = asyncio.create_task(gate.wait_open())
         await asyncio.sleep(0.1)
         assert not waiting.done()
         gate.open()
         later = await waiting
-        assert gate.closed_since(number), "and it is open again"
+        assert gate.closed_since(ticket), "although it is open again"
         assert not gate.is_closed
         assert not gate.closed_since(later)
 
     asyncio.run(play())
 
 
-def test_the_patience_of_standing_work_does_not_count_during_a_weight_sync() -> None:
-    """That has a limit of its own, and a server that loads weights answers nobody."""
+def test_the_timeout_of_an_endless_queue_stops_during_a_weight_sync() -> None:
+    """A weight sync has its own timeout, and a server does not answer while it loads weights."""
     servers = [VllmServer(unused_url(), 20.0)]
     pool = Pool(servers, concurrency=2, timeout=0.5, probe_every=0.1, probe=probe)
-    transfer_info: list[int] = []
+    received: list[int] = []
     failing = True
 
     async def lost(server: ServerApi, request: SamplingRequest) -> Response:
         if failing:
-            raise ServerLostError(f"rollout.servers: {server.url} broke off")
+            raise ServerLostError(f"rollout.servers: {server.url} broke the connection")
         return Response(tokens=np.array([0]), logprobs=np.zeros(1, np.float32), ended=True, version=4)
 
     async def play() -> None:
         nonlocal failing
         pool.gate.close()
-        work = pool.stand(lost)
-        work.add(REQUESTS[:3], lambda place, response: transfer_info.append(place))
+        queue = pool.start_queue(lost)
+        queue.add(REQUESTS[:3], lambda index, response: received.append(index))
         await asyncio.sleep(1.8)
-        assert work.error is None
+        assert queue.error is None
         failing = False
         pool.reset(servers)
         pool.gate.open()
         deadline = time.monotonic() + 60.0
-        while len(transfer_info) < 3 and work.error is None and time.monotonic() < deadline:
+        while len(received) < 3 and queue.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        assert work.error is None
-        assert work.task is not None
-        work.task.cancel()
+        assert queue.error is None
+        assert queue.task is not None
+        queue.task.cancel()
 
     asyncio.run(play())
-    assert sorted(transfer_info) == [0, 1, 2]
+    assert sorted(received) == [0, 1, 2]
 
 
-def test_a_round_leaves_the_requests_of_standing_work_alone() -> None:
-    """An evaluation may ask for responses while others are sampled ahead."""
+def test_run_all_does_not_affect_an_endless_queue() -> None:
+    """An evaluation may request responses while a queue is processed."""
     (fake,) = with_weights(1, seconds=0.02)
-    transfer_info: list[int] = []
+    received: list[int] = []
 
     async def play(url: str) -> None:
         servers = [VllmServer(url, 20.0)]
         pool = Pool(servers, concurrency=4, timeout=20.0, probe_every=0.1, probe=probe)
-        work = pool.stand(ask)
-        work.add(REQUESTS[:20], lambda place, response: transfer_info.append(place))
-        await pool.ask_all(REQUESTS[20:24], ask, lambda place, response: None)
-        while len(transfer_info) < 20 and work.error is None:
+        queue = pool.start_queue(respond)
+        queue.add(REQUESTS[:20], lambda index, response: received.append(index))
+        await pool.run_all(REQUESTS[20:24], respond, lambda index, response: None)
+        while len(received) < 20 and queue.error is None:
             await asyncio.sleep(0.02)
-        assert work.error is None
-        assert work.retried == 0
-        assert work.task is not None
-        work.task.cancel()
+        assert queue.error is None
+        assert queue.retried == 0
+        assert queue.task is not None
+        queue.task.cancel()
 
     with serving(fake) as (url,):
         asyncio.run(play(url))
     assert times_completed([fake]) == Counter(range(1, 25))
 
 
-def test_nothing_to_ask() -> None:
+def test_no_requests() -> None:
     assert run([unused_url()], requests=[]).found == {}

@@ -1,4 +1,4 @@
-"""Whole runs on servers that answer as vLLM does: what is trained on, and what becomes of servers that fail."""
+"""Whole runs with fake vLLM servers: the trained samples, and servers that fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from padfree.rollout.engines import make_async_sampler, make_sampler
 from padfree.rollout.engines.servers import pool, server_processes, start
 from padfree.rollout.engines.servers import sampler as sampler_module
 from padfree.rollout.engines.servers.server_api import LateError, RestartedError, VersionError
-from padfree.rollout.engines.servers.server_processes import Launched, Launcher
+from padfree.rollout.engines.servers.server_processes import LaunchedServer, Launcher
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.testing.models import save_with_tokenizer
@@ -78,7 +78,7 @@ def make_config(
                 "samples_per_prompt": GROUP,
                 "max_new_tokens": 6,
                 "engine": "vllm",
-                "timeout": 300.0,  # on a busy machine even a small server starts late
+                "timeout": 300.0,  # on a busy machine even a small server starts slowly
                 **rollout,
             },
             "loss": {"kind": "clip", "temperature": 0.8},
@@ -107,16 +107,18 @@ def test_a_run_on_a_server(transfer: str, model_folder: Path, tmp_path: Path) ->
     found = lines(tmp_path / "run")
     assert [line["samples"] for line in found] == [SAMPLES] * 3
     for line in found:
-        assert line["loss/sampler_difference"] < 1e-5, "one and the same policy, in float32"
+        assert line["loss/sampler_difference"] < 1e-5, "the same policy in float32"
         assert line["sampler/canary_difference"] < 1e-5
         assert "version_age" not in line, "without rollout.staleness"
         assert line["sampler/exchange_bytes"] > sum(value.nbytes for value in before.values()) / 2
     assert found[1]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
     assert fake.version == "2", "the weights of the last batch, after two steps"
     assert any(not torch.equal(value, before[name]) for name, value in fake.model.named_parameters())
-    drawn = [body for body in fake.completed if "stop_token_ids" in body]
-    assert len(drawn) == 3 * SAMPLES
-    assert {body["cache_salt"].split()[1] for body in drawn} == {"0", "1", "2"}, "no cache of another version"
+    sampled = [body for body in fake.completed if "stop_token_ids" in body]
+    assert len(sampled) == 3 * SAMPLES
+    assert {body["cache_salt"].split()[1] for body in sampled} == {"0", "1", "2"}, (
+        "caches of other versions are not used"
+    )
     assert list((tmp_path / "run").glob("*weights*")) == [], "no copy of the model is left behind"
 
 
@@ -138,7 +140,7 @@ def ranks(rank: int, world: int, config: Config) -> list[Sample]:
     return first_samples(config)
 
 
-def test_two_ranks_ask_for_the_samples_of_one(model_folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_give_the_samples_of_one(model_folder: Path, tmp_path: Path) -> None:
     fakes = [fake_of(model_folder), fake_of(model_folder)]
     with serving(*fakes) as urls:
         with distributed(device="cpu"):
@@ -155,26 +157,28 @@ def test_the_canary_stops_a_run_whose_server_keeps_its_weights(model_folder: Pat
     fake = fake_of(model_folder)
     fake.stale = True
     line = (
-        r"was given policy version 1, but its log-probabilities differ from the trainer's by .*; use padfree's transfer"
+        r"was sent policy version 1, but its log-probabilities differ from the trainer's by .*; use padfree's transfer"
     )
     with serving(fake) as (url,), pytest.raises(ValueError, match=line) as caught:
         train(make_config(tmp_path / "run", model_folder, servers=[url]))
     assert "\n" not in str(caught.value)
-    assert [line["step"] for line in lines(tmp_path / "run")] == [0], "the first weights are those it had"
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0], (
+        "the first weights equal those that it loaded itself"
+    )
 
 
 class NeverScores(FakeVllm):
-    """Takes weights, and answers nothing from then on."""
+    """Accepts weights, and fails all requests afterwards."""
 
     def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
         self.fault = "500"
         return super()._finish(body)
 
 
-def test_weights_that_no_server_takes_end_the_run_after_the_timeout(model_folder: Path, tmp_path: Path) -> None:
+def test_the_run_ends_if_no_server_accepts_the_weights(model_folder: Path, tmp_path: Path) -> None:
     plain = fake_of(model_folder)
     fake = NeverScores(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
-    line = r"/v1/completions answered 500 .*, and no server took the weights for 2 s; see that one runs"
+    line = r"/v1/completions answered 500 .*, and no server accepted the weights for 2 s; check that a server"
     with serving(fake) as (url,), pytest.raises(ValueError, match=line):
         train(make_config(tmp_path / "run", model_folder, servers=[url], timeout=2.0))
 
@@ -198,7 +202,7 @@ def test_a_server_of_another_model_ends_the_run_at_once(model_folder: Path, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_an_update_that_a_killed_run_has_begun_is_ended_first(model_folder: Path, tmp_path: Path) -> None:
+def test_an_update_of_a_killed_run_is_ended_first(model_folder: Path, tmp_path: Path) -> None:
     fake = fake_of(model_folder)
     fake.answer("/pause", {})
     fake.answer("/start_weight_update", {})
@@ -208,7 +212,7 @@ def test_an_update_that_a_killed_run_has_begun_is_ended_first(model_folder: Path
     assert not fake.paused
 
 
-def test_weights_are_given_again_to_a_server_that_comes_back(model_folder: Path, tmp_path: Path) -> None:
+def test_a_restarted_server_receives_the_weights_again(model_folder: Path, tmp_path: Path) -> None:
     """The only server restarts in the middle of sampling: the rest of the batch waits for the weights."""
     fake = fake_of(model_folder)
     fake.seconds = 0.05
@@ -222,15 +226,15 @@ def test_weights_are_given_again_to_a_server_that_comes_back(model_folder: Path,
         train(make_config(tmp_path / "run", model_folder, servers=[url], max_concurrent=2, steps=2))
     assert [line["samples"] for line in lines(tmp_path / "run")] == [SAMPLES] * 2
     assert fake.calls.count("/finish_weight_update") == 3
-    drawn = Counter(body["seed"] for body in fake.completed if "stop_token_ids" in body)
-    assert len(drawn) == 2 * SAMPLES
+    sampled = Counter(body["seed"] for body in fake.completed if "stop_token_ids" in body)
+    assert len(sampled) == 2 * SAMPLES
 
 
 @pytest.mark.parametrize("kind", [VersionError, RestartedError])
-def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
+def test_a_request_that_fails_during_a_weight_sync_is_retried(
     kind: type[Exception], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the weights are the same again, and the exchange is over before anybody looks at what has failed."""
+    """Even if the weights are the same, and the weight sync has ended before the failure is handled."""
     respond, version = VllmServer.respond, VllmServer.version
     asked, probed, exchanged = (threading.Event() for _ in range(3))
     hung_up: list[str] = []
@@ -239,12 +243,12 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
         if not asked.is_set():
             asked.set()
             assert await asyncio.to_thread(exchanged.wait, 60.0)
-            what = f"{server.url} has none of the run's weights"
+            what = f"{server.url} has lost the weights of the run"
             raise kind("rollout.servers", what, "start it again") if kind is VersionError else kind(what)
         return await respond(server, request, *args, **settings)
 
     async def late_probe(server: VllmServer, *, timeout: float | None = None) -> str | None:
-        if asked.is_set() and not probed.is_set():  # the first question of a probe, none of a weight sync
+        if asked.is_set() and not probed.is_set():  # the first call of a probe, not of a weight sync
             probed.set()
             assert await asyncio.to_thread(exchanged.wait, 60.0)
             raise LateError(f"rollout.servers: {server.url} /weight_info did not answer within 30 s")
@@ -252,7 +256,7 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
 
     monkeypatch.setattr(VllmServer, "respond", late)
     monkeypatch.setattr(VllmServer, "version", late_probe)
-    monkeypatch.setattr(pool._State, "hang_up", lambda state: hung_up.append(state.server.url))
+    monkeypatch.setattr(pool._ServerState, "cancel_requests", lambda state: hung_up.append(state.server.url))
     monkeypatch.setattr(sampler_module, "PROBE_EVERY", 0.1)
     found: dict[int, Response] = {}
     requests = [SamplingRequest(tokens=np.array([3, 4]), max_new_tokens=2, key=1 + number) for number in range(5)]
@@ -272,14 +276,14 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
             assert sampler.failure is None
             assert not sampler.stuck
             assert sorted(found) == list(range(5))
-            assert hung_up == [], "the exchange would have been cut, too"
+            assert hung_up == [], "cancelling would also have interrupted the weight sync"
         finally:
             sampler.close()
     assert "servers" not in [thread.name for thread in threading.enumerate()]
 
 
 class Late(FakeVllm):
-    """A request comes in during one weight sync, and is under way at the next."""
+    """A request arrives during one weight sync, and is in progress at the next one."""
 
     asked = 0
     under_way: threading.Event
@@ -291,8 +295,8 @@ class Late(FakeVllm):
                 wait_until(lambda: self._pauses == 2)
         return super()._complete(body)
 
-    def _before_token(self, body: dict[str, Any], drawn: int, pauses: int) -> None:
-        if "stop_token_ids" in body and drawn == 1 and pauses == 2:
+    def _before_token(self, body: dict[str, Any], count: int, pauses: int) -> None:
+        if "stop_token_ids" in body and count == 1 and pauses == 2:
             self.under_way.set()
             wait_until(lambda: self._pauses == 3)
 
@@ -300,7 +304,7 @@ class Late(FakeVllm):
 def test_tokens_of_a_request_that_came_during_a_weight_sync_have_no_older_version(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    """The server had the older weights when it was asked for its version, and the newer ones when it drew."""
+    """The server had the older weights when it reported its version, and the newer ones when it sampled."""
     plain = fake_of(model_folder)
     fake = Late(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
     fake.under_way = threading.Event()
@@ -329,7 +333,7 @@ class RecordedLauncher(Launcher):
 
     present: RecordedLauncher | None = None
 
-    def __init__(self, launched: Sequence[Launched]) -> None:
+    def __init__(self, launched: Sequence[LaunchedServer]) -> None:
         super().__init__(launched)
         RecordedLauncher.present = self
 
@@ -353,7 +357,7 @@ def servers_of(watchdog: int) -> list[int]:
 def test_one_of_two_servers_is_killed_again_and_again(
     launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every group is trained on exactly once, and nothing is left when the run ends."""
+    """Every group is trained on exactly once, and no process is left when the run ends."""
     killed: list[int] = []
     asked: list[str] = []
     respond = VllmServer.respond
@@ -384,7 +388,7 @@ def test_one_of_two_servers_is_killed_again_and_again(
     def on_step(metrics: Mapping[str, Any]) -> None:
         counted.append((metrics["samples"], metrics["groups"]))
         if metrics["sampler/restarts"] >= 2 and metrics["sampler/servers"] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)  # which ends the run after this step
+            os.kill(os.getpid(), signal.SIGTERM)  # ends the run after this step
 
     with serving(fake_of(model_folder), fake_of(model_folder)) as urls:
         train(
@@ -395,7 +399,7 @@ def test_one_of_two_servers_is_killed_again_and_again(
     assert set(counted) == {(SAMPLES, SAMPLES // GROUP)}
     last = lines(tmp_path / "run")[-1]
     assert last["sampler/restarts"] >= 2
-    assert last["sampler/servers"] == 2, "it came back, and got the weights"
+    assert last["sampler/servers"] == 2, "it restarted and received the weights"
     assert RecordedLauncher.present is not None
     assert all(one._watchdog is None for one in RecordedLauncher.present.launched)
     assert "start 3: " in (tmp_path / "run" / "servers" / "1.log").read_text()
@@ -441,11 +445,11 @@ def test_a_server_that_does_not_come_back_ends_the_run_before_the_timeout(
 def test_a_server_that_cannot_be_started(
     launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(one: Launched) -> None:
+    def refuse(one: LaunchedServer) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(Launched, "_start", refuse)
-    line = r"rollout.launch: http://127.0.0.1:\d+ cannot be started \(.* temporarily unavailable\); make room for it"
+    monkeypatch.setattr(LaunchedServer, "_start", refuse)
+    line = r"rollout.launch: http://127.0.0.1:\d+ cannot be started \(.* temporarily unavailable\); free disk space"
     with serving(fake_of(model_folder)) as urls, pytest.raises(ValueError, match=line) as caught:
         train(make_config(tmp_path / "run", model_folder, launch=launch_of(urls)))
     assert "\n" not in str(caught.value)
@@ -454,7 +458,7 @@ def test_a_server_that_cannot_be_started(
 def no_server_is_left() -> bool:
     launcher = RecordedLauncher.present
     assert launcher is not None
-    assert all(one.starts for one in launcher.launched), "it had been started"
+    assert all(one.starts for one in launcher.launched), "all were started"
     watched = launcher._watching is not None and not launcher._watching.done()
     return not watched and all(one._watchdog is None for one in launcher.launched)
 
@@ -462,7 +466,7 @@ def no_server_is_left() -> bool:
 def test_no_server_outlives_a_start_that_fails(
     launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whatever kind: a server that is none for the run, an interrupt, a mistake behind the sampler."""
+    """The start fails because a server does not fit the run, by an interrupt, or by a bug after the sampler is made."""
     fake = fake_of(model_folder)
     with serving(fake) as urls:
         config = make_config(tmp_path / "run", model_folder, launch=launch_of(urls))
@@ -483,17 +487,17 @@ def test_no_server_outlives_a_start_that_fails(
             assert no_server_is_left()
 
 
-def test_servers_that_are_not_there(model_folder: Path, tmp_path: Path) -> None:
+def test_missing_servers(model_folder: Path, tmp_path: Path) -> None:
     url = vllm_cases.unused_url()
     with refused("rollout.servers", f"{url} refused the connection"):
         train(make_config(tmp_path / "run", model_folder, servers=[url]))
 
 
-def test_what_a_server_is_started_with(tmp_path: Path) -> None:
+def test_the_command_line_of_a_server(tmp_path: Path) -> None:
     given = ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"]
     words = VllmServer.command(given, served_of(path=str(tmp_path / "model")), name="policy", port=5)
     assert words[:5] == ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"]
-    assert words.count("--dtype") == 0, "the command's own words win"
+    assert words.count("--dtype") == 0, "options in the command take precedence"
     assert "--enable-lora" not in words
     for flag, value in (
         ("--model", str(tmp_path / "model")),
@@ -503,7 +507,7 @@ def test_what_a_server_is_started_with(tmp_path: Path) -> None:
         assert words[words.index(flag) + 1] == value
 
 
-def test_adapters_are_for_the_modules_that_have_them() -> None:
+def test_lora_target_modules_of_a_server() -> None:
     served = served_of(lora_rank=3, adapted=["down_proj", "q_proj"])
     words = VllmServer.command(["vllm", "serve"], served, name="policy", port=5)
     first = words.index("--lora-target-modules")
@@ -513,7 +517,7 @@ def test_adapters_are_for_the_modules_that_have_them() -> None:
 
 def killed_after_a_step(rank: int, world: int, config: Config, pids: Path) -> None:
     def kill(metrics: Mapping[str, Any]) -> None:
-        (watchdog,) = filter(servers_of, servers_of(os.getpid()))  # ps is a child, too
+        (watchdog,) = filter(servers_of, servers_of(os.getpid()))  # ps is also a child
         (server,) = servers_of(watchdog)
         pids.write_text(f"{watchdog} {server}")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -28,7 +28,7 @@ from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.engines.servers import server_processes
-from padfree.rollout.engines.servers.canary import DRAWN, LIMITS, Canary, CanaryScores, canary_sequences
+from padfree.rollout.engines.servers.canary import LIMITS, NUM_SAMPLED, Canary, CanaryScores, canary_sequences
 from padfree.rollout.engines.servers.sampler import ServerSampler
 from padfree.rollout.engines.servers.server_api import ServerLostError
 from padfree.rollout.engines.servers.server_processes import Launcher, make_launcher
@@ -240,7 +240,7 @@ def test_the_canary_stops_a_run_on_a_server_with_a_stale_head(server: VllmServer
     train(make_config(folder, tmp_path / "other", steps=1, model={"path": str(folder / "other")}, rollout=given))
     (folder / "stale").touch()
     line = (
-        r"was given policy version 0, but its log-probabilities differ from the trainer's by .*; use padfree's transfer"
+        r"was sent policy version 0, but its log-probabilities differ from the trainer's by .*; use padfree's transfer"
     )
     try:
         with pytest.raises(ValueError, match=line) as caught:
@@ -259,7 +259,7 @@ def trainer_scores(path: Path, rows: list[tuple[list[int], list[float]]]) -> Can
         for tokens, _ in rows:
             scores = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0].double(), -1)
             found.append([scores[place, token].item() for place, token in enumerate(tokens[1:])])
-    return CanaryScores.of(found, DRAWN)
+    return CanaryScores.of(found, NUM_SAMPLED)
 
 
 def test_the_canary_catches_vllms_own_reload_of_tied_embeddings(server: VllmServer, folder: Path) -> None:
@@ -269,12 +269,10 @@ def test_the_canary_catches_vllms_own_reload_of_tied_embeddings(server: VllmServ
     model = asyncio.run(server.models())[0]
     shutil.copy(folder / "other" / "model.safetensors", folder / "served" / "model.safetensors")
     asyncio.run(server.call("POST", "/collective_rpc", {"method": "reload_weights"}))
-    rows = asyncio.run(server.score(sequences, drawn=DRAWN, temperature=1.0, model=model, salt="reloaded"))
-    found = CanaryScores.of([logprobs for _, logprobs in rows], DRAWN)
+    rows = asyncio.run(server.score(sequences, num_sampled=NUM_SAMPLED, temperature=1.0, model=model, salt="reloaded"))
+    found = CanaryScores.of([logprobs for _, logprobs in rows], NUM_SAMPLED)
     with pytest.raises(ValueError, match="its log-probabilities differ from the trainer's by") as caught:
-        Canary(LIMITS["float32"], VllmServer).reward_workers(
-            server.url, found, trainer_scores(folder / "other", rows), 1
-        )
+        Canary(LIMITS["float32"], VllmServer).check(server.url, found, trainer_scores(folder / "other", rows), 1)
     assert "\n" not in str(caught.value)
 
 
@@ -315,10 +313,15 @@ def test_a_server_of_something_else(server: VllmServer, folder: Path, tmp_path: 
             server,
             tokenizer,
             tokens + 1,
-            f"does not know token {tokens}, the model of this run has {tokens + 1} tokens;",
+            f"rejects token {tokens}, but the model of this run has {tokens + 1} tokens;",
         ),
-        (server, tokenizer, tokens - 1, f"knows token {tokens - 1}, the model of this run has {tokens - 1} tokens;"),
-        (server, Backwards(tokenizer), tokens, "has another tokenizer than this run; start it with the model of"),
+        (
+            server,
+            tokenizer,
+            tokens - 1,
+            f"accepts token {tokens - 1}, but the model of this run has {tokens - 1} tokens;",
+        ),
+        (server, Backwards(tokenizer), tokens, "has a different tokenizer than this run; start it with the model of"),
         (beside, tokenizer, tokens, "/beside has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"),
     ):
         served = replace(served_model(config, trained, ours), vocabulary=vocabulary)

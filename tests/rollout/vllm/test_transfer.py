@@ -1,4 +1,4 @@
-"""Weights in the form of HF files, from whole and from sharded models, by a process group and by files."""
+"""Weights in the format of HF files, from whole and sharded models, by a process group and by files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from padfree.rollout.engines.servers.weight_sync import (
     FilesTransport,
     GroupTransport,
     WeightStream,
-    each,
+    call_during,
+    for_each,
     form_of,
-    meanwhile,
     packed,
 )
 from padfree.rollout.engines.vllm import VllmServer
@@ -44,7 +44,7 @@ def streamed(model: Any, dtype: torch.dtype = torch.float32, size: int = 20_000)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama_tied", "gpt2", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
-def test_names_shapes_and_values_are_those_of_files(name: str, tmp_path: Path) -> None:
+def test_names_shapes_and_values_equal_those_of_files(name: str, tmp_path: Path) -> None:
     model = build(name)
     model.save_pretrained(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
@@ -54,7 +54,7 @@ def test_names_shapes_and_values_are_those_of_files(name: str, tmp_path: Path) -
         assert torch.equal(tensor, expected[key]), key
 
 
-def test_buckets_are_of_their_size_and_in_bfloat16() -> None:
+def test_size_and_dtype_of_buckets() -> None:
     model = build("qwen3")
     stream = WeightStream(model, torch.bfloat16)
     buckets = list(stream.buckets(model, keep=True, size=20_000))
@@ -82,15 +82,15 @@ def other_weights(model: Any) -> None:
             parameter.mul_(1.25).add_(0.01)
 
 
-@pytest.mark.parametrize("way", ["group", "files"])
-def test_a_model_arrives(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["group", "files"])
+def test_a_model_arrives(transport: str, tmp_path: Path) -> None:
     trained, copy = build("llama_tied"), build("llama_tied")
     other_weights(trained)
     fake = FakeVllm(model=copy)
     with serving(fake) as (url,):
         server = VllmServer(url, 30.0)
-        chosen = GroupTransport(CPU, 30.0) if way == "group" else FilesTransport(tmp_path / "shared")
-        for _ in range(2):  # what was agreed on serves again
+        chosen = GroupTransport(CPU, 30.0) if transport == "group" else FilesTransport(tmp_path / "shared")
+        for _ in range(2):  # the connection is reused
             asyncio.run(chosen.connect(server))
             for bucket in WeightStream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
                 asyncio.run(chosen.send(server, chosen.prepare(bucket)))
@@ -104,33 +104,33 @@ def test_a_model_arrives(way: str, tmp_path: Path) -> None:
         assert list((tmp_path / "shared").iterdir()) == []
 
 
-def test_a_server_that_goes_away_while_weights_travel() -> None:
+def test_a_server_that_is_lost_during_a_transfer() -> None:
     model = build("qwen3")
     (bucket, *_) = WeightStream(model, torch.float32).buckets(model, keep=True)
     fake = FakeVllm()
-    way = GroupTransport(CPU, 5.0)
+    transport = GroupTransport(CPU, 5.0)
     with serving(fake) as (url,):
         server = VllmServer(url, 5.0)
-        asyncio.run(way.connect(server))
+        asyncio.run(transport.connect(server))
         fake.missing = {"/update_weights"}
         with pytest.raises(ValueError, match="has no route /update_weights"):
-            asyncio.run(way.send(server, way.prepare(bucket)))
+            asyncio.run(transport.send(server, transport.prepare(bucket)))
     with pytest.raises(ServerLostError, match="refused the connection"):
-        asyncio.run(way.connect(VllmServer(unused_url(), 1.0)))
+        asyncio.run(transport.connect(VllmServer(unused_url(), 1.0)))
 
 
-def test_a_mistake_of_ours_is_raised_where_one_waits() -> None:
-    """By the thread that sends while the server receives."""
-    failing = TypeError("a mistake of ours")
+def test_an_exception_in_the_sending_thread_is_raised() -> None:
+    """The thread sends while the server receives."""
+    failing = TypeError("a bug")
 
     def act() -> None:
         raise failing
 
     async def send(server: VllmServer) -> None:
-        await meanwhile(server, server.pause(), act)
+        await call_during(server, server.pause(), act)
 
     with serving(FakeVllm()) as (url,):
-        with pytest.raises(TypeError, match="a mistake of ours"):
+        with pytest.raises(TypeError, match="a bug"):
             asyncio.run(send(VllmServer(url, 5.0)))
         failing = RuntimeError("Connection closed by peer\n[127.0.0.1]")  # type: ignore[assignment]
         line = r"lost the connection for weights \(Connection closed by peer \[127.0.0.1\]\)"
@@ -160,7 +160,7 @@ def test_a_sharded_model_streams_to_the_first_rank(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in first.items())
 
 
-def test_adapters_are_added_to_what_they_adapt() -> None:
+def test_adapters_are_merged_into_the_weights() -> None:
     pytest.importorskip("peft")
     model = build("qwen3")
     plain = {name: tensor.clone() for name, tensor in streamed(model).items()}
@@ -181,11 +181,11 @@ def test_several_servers_receive_at_the_same_time() -> None:
     fakes = [FakeVllm(model=build("qwen3")) for _ in range(2)]
     with serving(*fakes) as urls:
         servers = [VllmServer(url, 30.0) for url in urls]
-        way = GroupTransport(CPU, 30.0)
-        assert asyncio.run(each(servers, way.connect)) == {}
+        transport = GroupTransport(CPU, 30.0)
+        assert asyncio.run(for_each(servers, transport.connect)) == {}
         for bucket in WeightStream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
-            form = way.prepare(bucket)
-            assert asyncio.run(each(servers, partial(way.send, form=form))) == {}
+            form = transport.prepare(bucket)
+            assert asyncio.run(for_each(servers, partial(transport.send, form=form))) == {}
     for fake in fakes:
         for found, expected in zip(fake.model.parameters(), trained.parameters(), strict=True):
             assert torch.equal(found, expected)

@@ -1,4 +1,4 @@
-"""No server outlives the run that has started it, however the run ends."""
+"""No server outlives the run that started it, no matter how the run ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ time.sleep(600)
 
 
 def alive(number: int) -> bool:
-    """Whether there is such a process, one that has ended and is not waited for left out."""
+    """Whether the process is running; a zombie is not."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -44,7 +44,7 @@ def started(path: Path) -> list[int]:
 
 
 def impatient(folder: Path) -> Path:
-    """The watchdog, with a second where it has ten."""
+    """The watchdog, with a grace period of one second instead of ten."""
     text = WATCHDOG.read_text()
     assert text.count("GRACE = 10.0\n") == 1
     (folder / "watchdog.py").write_text(text.replace("GRACE = 10.0\n", "GRACE = 1.0\n"))
@@ -70,7 +70,7 @@ def test_closing_the_pipe_ends_the_server_and_an_interrupt_does_not(tmp_path: Pa
     command = [sys.executable, str(WATCHDOG), sys.executable, "-c", SERVER, str(pids), "good"]
     watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
     server, worker = started(pids)
-    assert os.getsid(server) != os.getsid(0), "an interrupt at the terminal goes to the run's session"
+    assert os.getsid(server) != os.getsid(0), "an interrupt at the terminal goes to the session of the run"
     assert watchdog.stdin is not None
     watchdog.stdin.close()
     assert watchdog.wait(60) == 0

@@ -1,11 +1,11 @@
-"""A server that answers as vLLM does, from an ordinary HF model, and that can be told to fail.
+"""A fake vLLM server with a plain HF model. It can be made to fail.
 
-    with serving(FakeVllm(vocabulary=50)) as url: ...                a thread of the test, without a model
-    launch_of(url)                                                   a process in front of it, for `rollout.launch`
+    with serving(FakeVllm(vocabulary=50)) as url: ...                in a thread of the test, without a model
+    launch_of(url)                                                   a proxy process for it, for `rollout.launch`
 
-    fake.fault = "500"          every completion is answered so until it is None; `FAULTS` says what there is
+    fake.fault = "500"          every completion fails like this until it is None; see `FAULTS`
 
-It takes weights as the plugin does: by broadcast in a process group, or from files.
+It receives weights like the plugin: by broadcast in a process group, or from files.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ FAULTS = ("500", "hang", "half", "malformed", "list", "cut", "abort", "short", "
 
 
 class FakeVllm:
-    """What a server knows and does."""
+    """The state and the routes of a server."""
 
     def __init__(self, *, vocabulary: int = 50, model: Any = None, tokenizer: Any = None, name: str = "policy") -> None:
         self.vocabulary, self.model, self.tokenizer, self.name = vocabulary, model, tokenizer, name
         self.fault: str | None = None
-        self.stale = False  # it says that it has taken weights, and has not
+        self.stale = False  # it reports success without loading weights
         self.version = "default"
         self.backend, self.logprobs_mode, self.stops = "padfree", "processed_logprobs", ()
-        self.missing: set[str] = set()  # routes that it does not have
+        self.missing: set[str] = set()  # routes that return 404
         self.max_model_len = 512
-        self.seconds = 0.0  # that a completion takes
-        self.token_seconds = 0.0  # and each of its tokens
+        self.seconds = 0.0  # duration of a completion
+        self.token_seconds = 0.0  # and of each of its tokens
         self.completed: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.most_at_once = self.at_once = 0
@@ -53,7 +53,7 @@ class FakeVllm:
         self._loaded = {} if model is None else {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """The status and the JSON of a route."""
+        """Return the status and the JSON answer of a route."""
         self.calls.append(path)
         if path in self.missing:
             return 404, {"detail": "Not Found"}
@@ -100,7 +100,7 @@ class FakeVllm:
             return 500, {"error": {"message": str(error)}}
 
     def _restart(self, name: str) -> dict[str, Any]:
-        """What a new process in its place would be: all that it was given is gone."""
+        """Reset it to the state of a new process, without the weights it received."""
         self.name, self.version = name, "default"
         self._receiver.leave()
         self._updating = False
@@ -112,7 +112,7 @@ class FakeVllm:
     # Weights
 
     def _pause(self, paused: bool) -> dict[str, Any]:
-        """What is under way ends with the tokens it has; what comes meanwhile waits for the end of the pause."""
+        """A pause ends responses in progress with their tokens so far; later requests wait until it ends."""
         self.paused = paused
         if paused:
             self._pauses += 1
@@ -183,9 +183,9 @@ class FakeVllm:
         if body.get("prompt_logprobs") is not None:
             with torch.no_grad(), self._compute:
                 scores = torch.log_softmax(self._logits(tokens), -1)
-            given = [scores[place, token].item() for place, token in enumerate(tokens[1:])]
-        for drawn in range(body["max_tokens"]):
-            self._before_token(body, drawn, pauses)
+            given = [scores[position, token].item() for position, token in enumerate(tokens[1:])]
+        for count in range(body["max_tokens"]):
+            self._before_token(body, count, pauses)
             with torch.no_grad(), self._compute:
                 if self._pauses != pauses:
                     reason = "abort"
@@ -207,19 +207,19 @@ class FakeVllm:
             "prompt_logprobs": [None, *({str(t): {"logprob": v}} for t, v in zip(prompt[1:], given, strict=False))],
         }
 
-    def _before_token(self, body: dict[str, Any], drawn: int, pauses: int) -> None:
-        """A response has `drawn` tokens, and began after so many pauses."""
+    def _before_token(self, body: dict[str, Any], count: int, pauses: int) -> None:
+        """Called before each token of a response with `count` tokens that started after `pauses` pauses."""
         time.sleep(self.token_seconds)
 
     def _logits(self, tokens: list[int]) -> torch.Tensor:
-        """[n, V] in float32; without a model all tokens are alike."""
+        """Logits [n, V] float32; without a model all tokens have the same logit."""
         if self.model is None:
             return torch.zeros(len(tokens), self.vocabulary)
         return self.model(input_ids=torch.tensor([tokens])).logits[0].float()
 
 
 class Remembering(FakeVllm):
-    """Keeps the weights of every version."""
+    """Records the weights of every version."""
 
     def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = super()._finish(body)
@@ -231,7 +231,7 @@ class Remembering(FakeVllm):
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeVllm
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or what follows the headers waits 40 ms for the other side
+    disable_nagle_algorithm = True  # otherwise the content waits 40 ms after the headers
 
     def do_GET(self) -> None:
         self._reply({})
@@ -257,7 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
         except OSError:
-            self.close_connection = True  # whoever asked has hung up
+            self.close_connection = True  # the client has closed the connection
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -272,7 +272,7 @@ def make_server(fake: FakeVllm, port: int = 0) -> ThreadingHTTPServer:
 
 @contextmanager
 def serving(*fakes: FakeVllm) -> Iterator[list[str]]:
-    """The addresses of these, each in a thread."""
+    """Serve each of these in a thread; the URLs."""
     servers = [make_server(fake) for fake in fakes]
     for server in servers:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -291,6 +291,6 @@ def unused_url() -> str:
 
 
 def launch_of(urls: Sequence[str]) -> dict[str, Any]:
-    """`rollout.launch` of servers that are processes in front of these."""
+    """Settings `rollout.launch` that start a proxy process for each URL."""
     command = [sys.executable, str(Path(__file__).with_name("proxy.py")), *urls]
     return {"command": command, "devices": [str(number) for number in range(len(urls))]}

@@ -1,11 +1,11 @@
-"""From the groups of a batch to its samples.
+"""Collect rollouts: from the groups of a batch to its samples.
 
-collector      Collector: in step with training (staleness 0), or batches ahead of it
-group          RolloutGroup: a prompt, the episodes that answer it, and their samples
-responses      ResponseWriter: episodes of one turn, sampled as one batch
-candidates     which groups a batch asks for and is trained on (`rollout.filter`)
-travel         samples whose tokens stay on the rank that wrote them
-queue_state    what a checkpoint holds of batches ahead
-metrics        the numbers of a batch
+collector          Collector: collects batches synchronously (staleness 0), or ahead of training
+group              RolloutGroup: a prompt, its episodes, and their samples
+response_writer    ResponseWriter: single-turn episodes, sampled as one batch
+candidates         which groups a batch samples and trains on (`rollout.filter`)
+sample_exchange    samples whose tokens stay on the rank that sampled them until they are needed
+queue_state        checkpoint state of queued batches
+rollout_metrics    metrics of a batch
 response_examples  a few responses of each batch, and failures, in the run folder
 """

@@ -1,26 +1,26 @@
-"""From the groups of a global batch to its samples, whichever engine samples and whatever an episode is.
+"""Turn the groups of a global batch into samples, for any engine and any kind of episode.
 
-    put 7     groups (p p p) (q q q)   -> numbers 0 1 2 | 3 4 5, divided over all ranks
-              journal, checkpoint      -> what is there already is not written again
-    take 7    episodes                 -> `ResponseWriter` (one turn), or `EpisodeRunner` (an environment)
-              rewards                  -> by a function where the episode is played; by a model for all ranks together
-              filter                   -> groups whose rewards are all equal are replaced (`candidates`), if wanted
-              samples                  -> in the order of groups, episodes and leaves; every rank knows of all, and
-                                          the tokens stay where they were written (`travel`)
+    put 7     groups (p p p) (q q q)     episodes 0 1 2 | 3 4 5, divided over all ranks
+              response log, checkpoint   episodes found there are not sampled again
+    take 7    episodes                   played by `ResponseWriter` (one turn) or `EpisodeRunner` (an environment)
+              rewards                    a function runs on the rank of the episode; a reward model runs on all ranks
+              filter                     optionally replaces groups whose rewards are all equal (`candidates`)
+              samples                    ordered by group, episode and leaf; every rank knows all of them, and the
+                                         tokens stay on the rank that sampled them (`sample_exchange`)
 
-Sampling in step with training is staleness 0: `put` asks for nothing, and `take` plays the whole batch at once.
-With `rollout.staleness` above 0 the sampler works on the batches that were put in while earlier ones are trained:
+With `rollout.staleness` 0, `put` requests nothing and `take` plays the whole batch at once. With a staleness above 0,
+the sampler works on queued batches while earlier ones are trained:
 
-    main thread    put 1 2 3 | take 1 | train 1 ............ | weights | put 4 | take 2 | train 2 .....
-    sampler          1 1 1 1 2 2 2 2 3 3 3 3 ...   3 3       |  cut    | 3 3 4 4 4 ...
+    main thread    put 1 2 3 | take 1 | train 1 ............ | sync weights | put 4 | take 2 | train 2 .....
+    sampler          1 1 1 1 2 2 2 2 3 3 3 3 ...   3 3       | interrupted  | 3 3 4 4 4 ...
     rewards              1 1 1 1 2 2 2 2 3 3 3 ...
 
-What is drawn depends on the seed, the number of the batch and the number of the episode in it, so that another number
-of ranks, or a resumed run, sees the same rollouts (up to rounding of the logits). Which batch is trained when is known
-when it is put in, and does not depend on the speed of the sampler. All methods are collective.
+The sampled tokens depend on the seed, the batch number and the episode number in the batch. Another number of ranks, or
+a resumed run, therefore gives the same rollouts, up to rounding of the logits. The order in which batches are trained
+is fixed when they are queued and does not depend on the speed of the sampler. All methods are collective.
 
-A checkpoint holds what is queued (`queue_state`). A group with a token that would be older than `staleness` batches
-when it is trained is dropped, counted, and asked for anew: that happens if the setting was lowered.
+A checkpoint holds the queued batches (`queue_state`). If `rollout.staleness` was lowered before a resume, a group may
+hold tokens that would be too old when it is trained. The collector drops such a group, counts it and samples it again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from padfree.rollout.collect.queue_state import Stored, dropped_reason, queue_st
 from padfree.rollout.collect.response_examples import ResponseExamples, log_line
 from padfree.rollout.collect.response_writer import ResponseWriter
 from padfree.rollout.collect.rollout_metrics import batch_metrics, queue_metrics
-from padfree.rollout.collect.sample_exchange import LeafFacts, facts_of, stand_ins, travelling
+from padfree.rollout.collect.sample_exchange import LeafFacts, facts_of, placeholder_leaves, travelling
 from padfree.rollout.environment.episode_policy import ChatTokenizer
 from padfree.rollout.environment.load_environment import environment_name, load_episode
 from padfree.rollout.environment.play import Play, Played, Watcher
@@ -62,24 +62,24 @@ from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.sampling_rng import response_keys
 
 OnSampling = Callable[[int, int], None]
-"""Called with the number of this rank's responses that are finished, and of those it has asked for."""
+"""Called with this rank's number of finished responses and its number of requested responses."""
 
 RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
-"""Prompts and texts of this rank to rewards, or to what is wrong with one. A collective of all ranks."""
+"""This rank's (prompt, text) pairs -> a reward for each, or an error message. Collective."""
 
 NUM_SHOWN = 4
-"""How many groups of a batch show their first response in the response log."""
+"""Number of groups of a batch whose first response is written to `rollouts.jsonl`."""
 POLL = 0.2
-"""Seconds."""
+"""Seconds between two checks while waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
-    """What every rank knows of an episode."""
+    """The result of an episode, known to every rank."""
 
     rewards: tuple[float, ...]
     failure: str | None
-    num_tokens: int  # that were sampled
+    num_tokens: int  # sampled tokens
     ended: bool
 
     @property
@@ -89,20 +89,20 @@ class EpisodeOutcome:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Queued:
-    """A batch between `put` and `take`; the episodes are this rank's, by number."""
+class QueuedBatch:
+    """A batch between `put` and `take`. Episodes are those of this rank, by their number in the batch."""
 
     batch: int
     candidates: Candidates
-    version: int  # optimizer steps that will have been made when it is trained
-    plays: list[Play] = field(default_factory=list)  # that `take` will have played
-    missing: set[int] = field(default_factory=set)  # that have not ended
-    begun: dict[int, Response] = field(default_factory=dict)  # of missing ones, what was written so far
+    version: int  # the policy version at which the batch is trained
+    plays: list[Play] = field(default_factory=list)  # episodes for `take` to play (staleness 0)
+    missing: set[int] = field(default_factory=set)  # episodes that are not finished
+    partial: dict[int, Response] = field(default_factory=dict)  # the tokens sampled so far of unfinished episodes
     played: dict[int, Played] = field(default_factory=dict)
 
 
 class Collector:
-    """Prompts to rewarded samples."""
+    """Turns groups of prompts into rewarded samples."""
 
     def __init__(
         self,
@@ -118,25 +118,27 @@ class Collector:
         response_log: ResponseLog | None = None,
         on_sampling: OnSampling | None = None,
     ) -> None:
-        """`sampler`: a `Sampler`; an `AsyncSampler` for `rollout.staleness`. `prompts`: all, for `rollout.filter`.
+        """Create a collector.
 
-        `vocabulary`: rows of the model's embedding matrix; other token ids of environments are refused. `chat` renders
-        what they say. `response_log` keeps responses until a checkpoint has them.
+        `sampler` is a `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts` are all prompts of
+        the run, for `rollout.filter`. `vocabulary` is the size of the model's embedding matrix: an environment may not
+        add other token ids. `chat` renders the messages of environments. `response_log` stores responses until a
+        checkpoint holds them.
         """
         settings = config.rollout
         self.config, self.mesh, self.sampler = config, mesh, sampler
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary)
-        self.response_log = None if settings.has_episodes else response_log  # episodes are played again
-        self.timings: dict[str, float] = {}  # seconds of the last batch besides sampling, by what they were spent on
+        self.response_log = None if settings.has_episodes else response_log  # a resumed run replays episodes
+        self.timings: dict[str, float] = {}  # seconds of the last batch other than sampling, by activity
         self._reward_model, self._on_sampling = reward_model, on_sampling
         self._writer = _make_writer(config, sampler, self.chat_tokenizer)
         self._async = settings.staleness > 0
         self.oldest = settings.staleness * config.loss.epochs * config.loss.mini_batches  # optimizer steps
         self._spare = SparePrompts(prompts, config.run.seed)
-        self._batches: dict[int, Queued] = {}
+        self._batches: dict[int, QueuedBatch] = {}
         self._restored: dict[tuple[int, int], Played | Response] = {}
         self._change = threading.Condition()
-        self._failure: str | None = None  # of what does not run in the main thread
+        self._failure: str | None = None  # error message of another thread
         self._dropped = self._from_response_log = 0  # groups, responses
         self._batch_metrics: dict[str, float] = {}
         folder, first = Path(config.run.folder), mesh.loss.rank == 0
@@ -146,7 +148,7 @@ class Collector:
     def collect(
         self, trained: PreTrainedModel, groups: Sequence[RolloutGroup], *, batch: int, version: int
     ) -> list[Sample]:
-        """The samples of global batch number `batch`, written by `trained` after `version` optimizer steps."""
+        """Return the samples of global batch `batch`, sampled from `trained` after `version` optimizer steps."""
         self.sync_weights(trained, version)
         self.put(groups, batch=batch, version=version)
         return self.take(batch, version=version)
@@ -159,25 +161,25 @@ class Collector:
         self.timings = {"weight_sync": time.perf_counter() - begin, **rest}
 
     def put(self, groups: Sequence[RolloutGroup], *, batch: int, version: int) -> None:
-        """Ask for the episodes of a batch that will be trained after `version` optimizer steps."""
+        """Queue the episodes of a batch that will be trained after `version` optimizer steps."""
         candidates = Candidates(batch, groups, self.config.rollout, self._spare)
-        queued = self._batches[batch] = Queued(batch=batch, candidates=candidates, version=version)
-        self._ask(queued, candidates.begin())
+        queued = self._batches[batch] = QueuedBatch(batch=batch, candidates=candidates, version=version)
+        self._request(queued, candidates.first())
 
     def look(self) -> None:
-        """Ask for what replaces groups with equal rewards in batches whose turn has not come."""
+        """Request replacements for groups with equal rewards in batches that are still queued."""
         if self.config.rollout.filter == "none" or not self._async or self._reward_model is not None:
             return
         with self._change:
             own = {batch: None if queued.missing else _outcomes(queued) for batch, queued in self._batches.items()}
-        everybody = self._gathered(own)
+        by_rank = self._gathered(own)
         for batch, queued in self._batches.items():
-            parts = [one[batch] for one in everybody]
+            parts = [outcomes[batch] for outcomes in by_rank]
             if None not in parts:
-                self._ask(queued, queued.candidates.more(_signal(queued.candidates, _merged(parts))))
+                self._request(queued, queued.candidates.more(_signal(queued.candidates, _merged(parts))))
 
     def take(self, batch: int, *, version: int) -> list[Sample]:
-        """The samples of a batch, trained now, when all of its episodes are there."""
+        """Wait for all episodes of a batch and return its samples, to be trained now."""
         begin = time.perf_counter()
         queued = self._batches[batch]
         while True:
@@ -191,10 +193,10 @@ class Collector:
                 self.sampler.renew()
                 continue
             signal = _signal(queued.candidates, outcomes)
-            asked = queued.candidates.more(signal)
-            if not asked:
+            requested = queued.candidates.more(signal)
+            if not requested:
                 break
-            self._ask(queued, asked)
+            self._request(queued, requested)
         del self._batches[batch]
         if self.response_log is not None:
             self.response_log.sync()
@@ -229,16 +231,16 @@ class Collector:
         reward: Reward | None = None,
         on_sampling: OnSampling | None = None,
     ) -> list[EpisodeOutcome]:
-        """One episode for each prompt of the groups, drawn with the noise of its key, in order. Not part of a batch.
+        """Play one evaluation episode for each prompt of the groups, with the given random keys, in order.
 
-        `reward` judges in the place of the run's own. An episode that fails has earned nothing.
+        `reward` replaces the reward of the run. A failed episode has reward 0.
         """
         self.sampler.update_weights(trained, version)
         candidates = Candidates(0, groups, self.config.rollout, self._spare)
         prompts = [prompt for group in groups for prompt in group]
         own = _owners(candidates.groups, range(len(groups)), self.mesh.loss.size)[self.mesh.loss.rank]
         plays = [Play(number=number, prompt=prompts[number], key=int(keys[number])) for number in own]
-        queued = Queued(batch=0, candidates=candidates, version=version, plays=plays)
+        queued = QueuedBatch(batch=0, candidates=candidates, version=version, plays=plays)
 
         def on_progress(done: int) -> None:
             if on_sampling is not None:
@@ -251,7 +253,7 @@ class Collector:
         return [outcomes[number] for number in range(len(prompts))]
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the last batch, as this rank saw it."""
+        """Metrics of the last batch on this rank."""
         return {f"sampler/{name}": value for name, value in self.sampler.metrics().items()} | self._batch_metrics
 
     def close(self) -> None:
@@ -260,32 +262,32 @@ class Collector:
 
     # Episodes
 
-    def _ask(self, queued: Queued, asked: range) -> None:
-        """Have this rank's share of these groups written, less what a checkpoint or the journal had."""
+    def _request(self, queued: QueuedBatch, requested: range) -> None:
+        """Request this rank's share of these groups, except what the checkpoint or the response log holds."""
         groups = queued.candidates.groups
         known: dict[int, Played | Response] = {}
-        for index in asked:
+        for index in requested:
             known |= self._known(queued, groups[index])
-        numbers = _owners(groups, asked, self.mesh.loss.size)[self.mesh.loss.rank]
-        prompts = {number: groups[index].prompt for index in asked for number in groups[index].numbers}
+        numbers = _owners(groups, requested, self.mesh.loss.size)[self.mesh.loss.rank]
+        prompts = {number: groups[index].prompt for index in requested for number in groups[index].numbers}
         keys = response_keys(self.config.run.seed, queued.batch, np.array(numbers, dtype=np.int64))
         plays: list[Play] = []
         with self._change:
             for number, key in zip(numbers, keys, strict=True):
-                one = known.get(number)
-                if isinstance(one, Played):
-                    queued.played[number] = one
+                stored = known.get(number)
+                if isinstance(stored, Played):
+                    queued.played[number] = stored
                     continue
-                plays.append(Play(number=number, prompt=prompts[number], key=int(key), begun=one))
+                plays.append(Play(number=number, prompt=prompts[number], key=int(key), partial=stored))
                 queued.missing.add(number)
-                if one is not None:
-                    queued.begun[number] = one
+                if stored is not None:
+                    queued.partial[number] = stored
         if self._async and plays:
             self._writer.begin(plays, self._watcher(queued, plays))
         elif not self._async:
             queued.plays += plays
 
-    def _watcher(self, queued: Queued, plays: Sequence[Play]) -> Watcher:
+    def _watcher(self, queued: QueuedBatch, plays: Sequence[Play]) -> Watcher:
         prompts = {play.number: play.prompt for play in plays}
 
         def on_progress(done: int) -> None:
@@ -293,30 +295,32 @@ class Collector:
                 self._on_sampling(done, len(plays))
 
         def on_responses(responses: Sequence[tuple[int, Response]]) -> None:
-            with self._change:  # a checkpoint has what the journal had before it
-                queued.begun |= dict(responses)
-                kept = [(number, prompts[number].tokens, one) for number, one in responses if len(one.tokens)]
-                if self.response_log is not None and kept:
-                    self.response_log.keep(queued.batch, kept)
+            with self._change:  # a checkpoint must hold everything that the response log held before it
+                queued.partial |= dict(responses)
+                to_log = [
+                    (number, prompts[number].tokens, response) for number, response in responses if len(response.tokens)
+                ]
+                if self.response_log is not None and to_log:
+                    self.response_log.keep(queued.batch, to_log)
 
         def on_played(played: Played) -> None:
             with self._change:
                 queued.played[played.number] = played
-                queued.begun.pop(played.number, None)
+                queued.partial.pop(played.number, None)
                 queued.missing.discard(played.number)
                 self._change.notify_all()
 
-        def on_failed(line: str) -> None:
+        def on_failed(message: str) -> None:
             with self._change:
-                self._failure = self._failure or line
+                self._failure = self._failure or message
                 self._change.notify_all()
 
         return Watcher(on_progress=on_progress, on_responses=on_responses, on_played=on_played, on_failed=on_failed)
 
     def _play(
-        self, queued: Queued, reward_workers: RewardWorkers | None = None, watch: Watcher | None = None
+        self, queued: QueuedBatch, reward_workers: RewardWorkers | None = None, watch: Watcher | None = None
     ) -> str | None:
-        """Play what was asked for, at once; what is wrong."""
+        """Play all requested episodes now. Returns an error message, or None."""
         plays, queued.plays = queued.plays, []
         watch = watch or self._watcher(queued, plays)
         seconds = self._writer.reward_seconds
@@ -327,14 +331,14 @@ class Collector:
             return str(error)
         finally:
             queued.missing.clear()
-            queued.begun.clear()
+            queued.partial.clear()
         self._spent("rewards", self._writer.reward_seconds - seconds)
         return None if self.response_log is None else self.response_log.failure
 
-    def _wait(self, queued: Queued) -> str | None:
-        """Until this rank's episodes are there, or something must be done about it; what is wrong.
+    def _wait(self, queued: QueuedBatch) -> str | None:
+        """Wait until this rank's episodes are finished, or the sampler is stuck. Returns an error message, or None.
 
-        The sampler is not asked under the lock: its threads may hold one of their own when they come for ours.
+        `sampler.stuck` is read without our lock: a sampler thread may hold its own lock while it waits for ours.
         """
         while not self.sampler.stuck:
             with self._change:
@@ -352,17 +356,19 @@ class Collector:
             return self.response_log.failure
         return self._writer.blocked() or (None if self.sampler.failure is None else str(self.sampler.failure))
 
-    def _complete(self, queued: Queued, error: str | None, *, model: bool = True) -> dict[int, EpisodeOutcome] | None:
-        """What each episode of all ranks has earned, by number; None: some rank still waits for the sampler.
+    def _complete(
+        self, queued: QueuedBatch, error: str | None, *, model: bool = True
+    ) -> dict[int, EpisodeOutcome] | None:
+        """Gather the outcomes of all episodes of all ranks, by number; None if a rank still waits for the sampler.
 
-        An error of one rank is raised on all. `model`: whether the reward model judges.
+        An error on one rank is raised on all ranks. `model`: whether to compute rewards with the reward model.
         """
         begin = time.perf_counter()
-        everybody = self._gathered((error, bool(queued.missing)))
-        for message, _ in everybody:
+        by_rank = self._gathered((error, bool(queued.missing)))
+        for message, _ in by_rank:
             if message is not None:
                 raise UserError.of(message)
-        if any(lacks for _, lacks in everybody):
+        if any(waits for _, waits in by_rank):
             return None
         if self._reward_model is not None and model:
             self._spent("waiting", time.perf_counter() - begin)
@@ -374,37 +380,37 @@ class Collector:
         self._spent("waiting", time.perf_counter() - begin)
         return outcomes
 
-    def _score_by_model(self, reward_workers: RewardModel, queued: Queued) -> None:
-        """Rewards of this rank's leaves that have none yet."""
+    def _score_by_model(self, reward_model: RewardModel, queued: QueuedBatch) -> None:
+        """Compute the rewards of this rank's leaves that have none yet."""
         prompts = {number: group.prompt for group in queued.candidates.groups for number in group.numbers}
         played = [one for one in queued.played.values() if len(one.rewards) < len(one.leaves)]
-        asked = [(prompts[one.number], leaf.answer or leaf.text) for one in played for leaf in one.leaves]
-        rewards = iter(reward_workers(asked))
-        skips, wrong = self.config.rollout.on_failure == "skip", None
+        pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in played for leaf in one.leaves]
+        rewards = iter(reward_model(pairs))
+        skips, first_error = self.config.rollout.on_failure == "skip", None
         for one in played:
-            found = [next(rewards) for _ in one.leaves]
-            failure = next((value for value in found if isinstance(value, str)), None)
-            wrong = wrong or failure
+            values = [next(rewards) for _ in one.leaves]
+            failure = next((value for value in values if isinstance(value, str)), None)
+            first_error = first_error or failure
             leaves = tuple(
                 replace(leaf, reward=value)
-                for leaf, value in zip(one.leaves, found, strict=True)
+                for leaf, value in zip(one.leaves, values, strict=True)
                 if not isinstance(value, str)
             )
             failed = Played(number=one.number, failure=failure)
             queued.played[one.number] = failed if failure is not None else replace(one, leaves=leaves)
-        for message in self._gathered(None if skips else wrong):
+        for message in self._gathered(None if skips else first_error):
             if message is not None:
                 raise UserError.of(message)
 
     def _written(
-        self, queued: Queued, signal: Mapping[int, bool], outcomes: Mapping[int, EpisodeOutcome]
+        self, queued: QueuedBatch, signal: Mapping[int, bool], outcomes: Mapping[int, EpisodeOutcome]
     ) -> tuple[list[RolloutGroup], dict[int, int], tuple[int, int]]:
-        """The groups that are trained, the ranks that played their episodes, how many episodes and groups have failed.
+        """Return the groups to train, the rank of each episode, and the numbers of failed episodes and groups.
 
-        Groups with a failure are left out, and listed. With several ranks the leaves of the episodes are stand-ins.
+        Groups with a failed episode are left out and listed. With several ranks, the leaves are placeholders.
         """
         failed, lines = set(), []
-        for group in queued.candidates.groups[: queued.candidates.asked]:
+        for group in queued.candidates.groups[: queued.candidates.num_requested]:
             for index, number in enumerate(group.numbers, start=1):
                 if (failure := outcomes[number].failure) is not None:
                     failed.add(group.first)
@@ -415,7 +421,7 @@ class Collector:
         if not chosen:
             raise UserError(
                 "rollout.on_failure",
-                f"'skip', but every group of batch {queued.batch} has failed, the first: {lines[0]['failure']}",
+                f"'skip', but every group of batch {queued.batch} failed (the first: {lines[0]['failure']})",
                 f"see {FAILURES} in the run folder",
             )
         failures = len(lines), len(failed)
@@ -429,25 +435,25 @@ class Collector:
     def _known_to_all(
         self, groups: Sequence[RolloutGroup], own: Mapping[int, Played]
     ) -> tuple[dict[int, Played], dict[int, int]]:
-        """The episodes of these groups with stand-ins for their leaves, and the ranks that played them."""
-        facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
-        for place, group in enumerate(groups):
+        """Return the episodes of these groups with placeholder leaves, and the rank that played each of them."""
+        own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
+        for index, group in enumerate(groups):
             part = [own[number] for number in group.numbers if number in own]
-            shown = group.first if place < NUM_SHOWN else None
-            for one, about in zip(part, facts_of(part, group.prompt.tokens, shown=shown), strict=True):
-                facts[one.number] = about, one.metrics, one.counts
+            shown = group.first if index < NUM_SHOWN else None
+            for one, leaf_facts in zip(part, facts_of(part, group.prompt.tokens, shown=shown), strict=True):
+                own_facts[one.number] = leaf_facts, one.metrics, one.counts
         played: dict[int, Played] = {}
         owners: dict[int, int] = {}
         num_leaves = 0
-        for rank, known in enumerate(self._gathered(facts)):
+        for rank, rank_facts in enumerate(self._gathered(own_facts)):
             for group in groups:
-                numbers = [number for number in group.numbers if number in known]
-                known = [about for number in numbers for about in known[number][0]]
-                leaves = iter(stand_ins(known, group.prompt.tokens, num_leaves))
-                num_leaves += len(known)
+                numbers = [number for number in group.numbers if number in rank_facts]
+                group_facts = [leaf_facts for number in numbers for leaf_facts in rank_facts[number][0]]
+                leaves = iter(placeholder_leaves(group_facts, group.prompt.tokens, num_leaves))
+                num_leaves += len(group_facts)
                 for number in numbers:
-                    about, metrics, counts = known[number]
-                    own_leaves = tuple(next(leaves) for _ in about)
+                    episode_facts, metrics, counts = rank_facts[number]
+                    own_leaves = tuple(next(leaves) for _ in episode_facts)
                     played[number] = Played(number=number, leaves=own_leaves, metrics=metrics, counts=counts)
                     owners[number] = rank
         return played, owners
@@ -459,11 +465,16 @@ class Collector:
         owners: Mapping[int, int],
         own: Mapping[int, Played],
     ) -> list[Sample]:
-        leaves = [(one.number, place) for group in groups for one in group.episodes for place in range(len(one.leaves))]
+        leaves = [
+            (one.number, leaf_index)
+            for group in groups
+            for one in group.episodes
+            for leaf_index in range(len(one.leaves))
+        ]
         arrays = {}
-        for index, (number, place) in enumerate(leaves):
+        for index, (number, leaf_index) in enumerate(leaves):
             if number in own:
-                leaf = own[number].leaves[place]
+                leaf = own[number].leaves[leaf_index]
                 arrays[index] = leaf.tokens, leaf.logprobs
         return travelling(samples, self.mesh, [owners[number] for number, _ in leaves], arrays)
 
@@ -476,20 +487,20 @@ class Collector:
         return log_line(group.prompt.uid, prompt, group.episodes[0], episodes=self.config.rollout.has_episodes)
 
     def _waiting_groups(self) -> tuple[int, int]:
-        """Groups of later batches that are finished, and that are not, on all ranks."""
+        """Return the numbers of finished and unfinished groups of the queued batches, over all ranks."""
         with self._change:
             own = {batch: set(queued.missing) for batch, queued in self._batches.items()}
-        everybody = self._gathered(own)
+        by_rank = self._gathered(own)
         unfinished = total = 0
         for batch, queued in self._batches.items():
-            missing: set[int] = set().union(*(one[batch] for one in everybody))
-            groups = queued.candidates.groups[: queued.candidates.asked]
+            missing: set[int] = set().union(*(missing_by_batch[batch] for missing_by_batch in by_rank))
+            groups = queued.candidates.groups[: queued.candidates.num_requested]
             total += len(groups)
             unfinished += sum(not missing.isdisjoint(group.numbers) for group in groups)
         return total - unfinished, unfinished
 
     def _gathered(self, own: Any) -> list[Any]:
-        """What every rank says."""
+        """Gather an object from every rank."""
         return gather_objects(own, self.mesh.loss.group, "the exchange of rollouts")
 
     def _spent(self, part: str, seconds: float) -> None:
@@ -497,59 +508,59 @@ class Collector:
 
     # Checkpoints
 
-    def _known(self, queued: Queued, group: RolloutGroup) -> dict[int, Played | Response]:
-        """What a checkpoint and the journal had of a group, unless it is too old by now."""
+    def _known(self, queued: QueuedBatch, group: RolloutGroup) -> dict[int, Played | Response]:
+        """Return what the checkpoint and the response log hold of a group; nothing if it is too old by now."""
         found: dict[int, Played | Response] = {}
         for number in group.numbers:
-            one = self._restored.pop((queued.batch, number), None)
-            later = (
+            stored = self._restored.pop((queued.batch, number), None)
+            logged = (
                 None if self.response_log is None else self.response_log.find(queued.batch, number, group.prompt.tokens)
             )
-            if later is not None and not self._async and not later.is_whole(group.prompt.max_new_tokens):
-                later = None  # not every sampler can go on with a part
-            if later is not None and (
-                one is None or (isinstance(one, Response) and len(later.tokens) > len(one.tokens))
+            if logged is not None and not self._async and not logged.is_whole(group.prompt.max_new_tokens):
+                logged = None  # a synchronous sampler may not be able to continue a partial response
+            if logged is not None and (
+                stored is None or (isinstance(stored, Response) and len(logged.tokens) > len(stored.tokens))
             ):
-                one = later
+                stored = logged
                 self._from_response_log += 1
-            if one is not None:
-                found[number] = one
-        if any((queued.version - _versions(one) > self.oldest).any() for one in found.values()):
+            if stored is not None:
+                found[number] = stored
+        if any((queued.version - _versions(stored) > self.oldest).any() for stored in found.values()):
             self._dropped += 1
             return {}
         return found
 
     def state(self) -> dict[str, Any]:
-        """For `extra` of a checkpoint, the same on every rank."""
+        """State of the queue for `extra` of a checkpoint, the same on every rank."""
         if not self._async:
             return {}
         own: list[Stored] = []
         with self._change:
             for batch, queued in self._batches.items():
                 own += [(batch, number, played) for number, played in queued.played.items()]
-                own += [(batch, number, begun) for number, begun in queued.begun.items() if len(begun.tokens)]
-        everybody = [one for part in self._gathered(own) for one in part]
-        left = [(batch, number, one) for (batch, number), one in self._restored.items()]
-        return queue_state([*everybody, *left], environment_name(self.config.rollout))
+                own += [(batch, number, partial) for number, partial in queued.partial.items() if len(partial.tokens)]
+        from_ranks = [one for part in self._gathered(own) for one in part]
+        not_requested = [(batch, number, one) for (batch, number), one in self._restored.items()]
+        return queue_state([*from_ranks, *not_requested], environment_name(self.config.rollout))
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Go on with what `state` has kept."""
+        """Restore the queue that `state` returned."""
         if self.dropped_reason(extra) is None:
             self._restored = {(batch, number): one for batch, number, one in stored_in(extra)}
 
     def dropped_reason(self, extra: Mapping[str, Any]) -> str | None:
-        """Why what a checkpoint has ahead cannot be used; None: it can, or there is nothing."""
+        """Why the queue in a checkpoint cannot be used; None if it can, or if it is empty."""
         return dropped_reason(extra, environment_name(self.config.rollout), self.config.rollout.staleness)
 
 
 def _make_writer(config: Config, sampler: Sampler, chat_tokenizer: ChatTokenizer) -> ResponseWriter | EpisodeRunner:
-    """What plays episodes: of an environment, or of one turn."""
+    """Make the object that plays episodes: those of an environment, or single turns."""
     settings = config.rollout
     runner = RunnerSettings(
         name=environment_name(settings),
-        most=settings.max_concurrent,
+        max_concurrent=settings.max_concurrent,
         timeout=settings.episode_timeout,
-        skips=settings.on_failure == "skip",
+        skip_failures=settings.on_failure == "skip",
         temperature=config.loss.temperature,
     )
     reward_workers: RewardWorkers | None = None
@@ -563,18 +574,19 @@ def _make_writer(config: Config, sampler: Sampler, chat_tokenizer: ChatTokenizer
     return ResponseWriter(sampler, chat_tokenizer, reward_workers, runner)
 
 
-def _owners(groups: Sequence[RolloutGroup], asked: range, world: int) -> list[list[int]]:
-    """The numbers of the episodes of the groups `asked` that each rank plays."""
-    before = groups[asked.start].first if asked else 0
-    parts = divided([(len(groups[index]), len(groups[index].prompt.tokens)) for index in asked], world)
-    return [[before + place for place in part] for part in parts]
+def _owners(groups: Sequence[RolloutGroup], requested: range, world: int) -> list[list[int]]:
+    """Divide the episodes of the requested groups over ranks: the episode numbers of each rank."""
+    first = groups[requested.start].first if requested else 0
+    parts = divided([(len(groups[index]), len(groups[index].prompt.tokens)) for index in requested], world)
+    return [[first + offset for offset in part] for part in parts]
 
 
 def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
-    """The numbers of the responses of each rank; `groups` are (responses, tokens of the prompt).
+    """Divide responses over `world` ranks; `groups` are (number of responses, number of prompt tokens).
 
-    Shares differ by one response at most, and a group is cut only where a share ends. Neighbours in length go to
-    different ranks, so that every rank has prompts of all lengths.
+    Returns the response numbers of each rank. Shares differ by at most one response, and a group is split only at the
+    end of a share. Groups with prompts of similar length go to different ranks, so that every rank gets prompts of all
+    lengths.
 
         3 groups of 2, world 2      numbers  0 1 | 2 3 | 4 5        shares  0 1 4 | 5 2 3
     """
@@ -585,7 +597,7 @@ def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(np.array(order, dtype=np.int64), world)]
 
 
-def _outcomes(queued: Queued) -> dict[int, EpisodeOutcome]:
+def _outcomes(queued: QueuedBatch) -> dict[int, EpisodeOutcome]:
     return {
         number: EpisodeOutcome(one.rewards, one.failure, one.num_tokens, one.ended)
         for number, one in queued.played.items()
@@ -593,11 +605,11 @@ def _outcomes(queued: Queued) -> dict[int, EpisodeOutcome]:
 
 
 def _signal(candidates: Candidates, outcomes: Mapping[int, EpisodeOutcome]) -> dict[int, bool]:
-    """Of each group that was asked for, whether its rewards differ."""
-    found = {}
-    for index, group in enumerate(candidates.groups[: candidates.asked]):
-        found[index] = len({reward for number in group.numbers for reward in outcomes[number].rewards}) > 1
-    return found
+    """For each requested group, whether its rewards differ."""
+    signal = {}
+    for index, group in enumerate(candidates.groups[: candidates.num_requested]):
+        signal[index] = len({reward for number in group.numbers for reward in outcomes[number].rewards}) > 1
+    return signal
 
 
 def _versions(one: Played | Response) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""`rollouts.jsonl` in the run folder: a few responses of each batch, to look at."""
+"""`rollouts.jsonl` in the run folder: a few responses of each batch, for inspection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from padfree.rollout.environment.play import Played
 
 
 class ResponseExamples:
-    """A file with lines of batches. A resumed run drops those of batches that it writes again."""
+    """A JSON Lines file with a batch number in each line. A resumed run removes the batches it will write again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,14 +32,14 @@ class ResponseExamples:
             raise UserError(
                 "run.folder",
                 f"{self.path} cannot be written ({error.strerror or error})",
-                "free space or give another folder",
+                "free disk space, or set another folder",
             ) from error
 
     def _before(self, batch: int) -> list[str]:
-        """The whole lines of earlier batches."""
+        """Return the complete lines of earlier batches."""
         kept: list[str] = []
         if self.path.exists():
-            with self.path.open(encoding="utf-8", newline="\n") as file:  # a response may hold other line ends
+            with self.path.open(encoding="utf-8", newline="\n") as file:  # a response may contain other line breaks
                 for number, line in enumerate(file, start=1):
                     if not line.endswith("\n") or line_number(self.path, number, line, "batch") >= batch:
                         break
@@ -48,9 +48,9 @@ class ResponseExamples:
 
 
 def log_line(uid: str, prompt: str, played: Played, *, episodes: bool) -> dict[str, Any]:
-    """The first leaf of an episode, to look at; `episodes`: of an environment."""
+    """Describe the first leaf of an episode. `episodes`: whether the run has an environment."""
     leaf = played.leaves[0]
-    found = {
+    line = {
         "uid": uid,
         "prompt": prompt,
         "response": leaf.text,
@@ -58,4 +58,4 @@ def log_line(uid: str, prompt: str, played: Played, *, episodes: bool) -> dict[s
         "tokens": int(leaf.sampled.sum()),
         "ended": leaf.ended,
     }
-    return {**found, "turns": leaf.turns, "leaves": len(played.leaves)} if episodes else found
+    return {**line, "turns": leaf.turns, "leaves": len(played.leaves)} if episodes else line

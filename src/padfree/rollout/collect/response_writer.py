@@ -1,10 +1,10 @@
-"""Episodes of one turn: a prompt, a response, a reward. No coroutine is needed for them.
+"""Single-turn episodes: a prompt, a response, a reward. They need no coroutines.
 
-    play      requests p0 p1 p2 q0 q1 q2 -> one call of `Sampler.sample` -> rewards in their order, by the main thread
-    begin     requests -> `AsyncSampler.begin` -> each response to a thread for its reward as it arrives
+    play      requests p0 p1 p2 q0 q1 q2 -> one call of `Sampler.sample` -> rewards in order, in the main thread
+    begin     requests -> `AsyncSampler.begin` -> a thread computes the reward of each response as it arrives
 
-Rewards are computed by threads wherever one of them may fail or hang alone (`rollout.on_failure=skip`, batches ahead),
-and in processes if there are some (`rollout.reward_processes`).
+Threads compute the rewards if a single reward may fail or hang without ending the run (`rollout.on_failure=skip`), or
+if batches are sampled ahead. Processes compute them if `rollout.reward_processes` is set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from padfree.rollout.environment.episode_policy import ChatTokenizer
 from padfree.rollout.environment.play import Play, Played, Watcher
 from padfree.rollout.environment.reward_workers import RewardWorkers
 from padfree.rollout.environment.runner import RunnerSettings
-from padfree.rollout.environment.tokens import Tell
+from padfree.rollout.environment.tokens import Gather
 from padfree.rollout.environment.trajectory import Leaf, leaf_of_response
 from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.time_limit import DaemonPool
@@ -31,7 +31,7 @@ REWARD_THREADS = 64
 
 
 class ResponseWriter:
-    """Has one sampler write responses, and `reward_workers` judge them. The same methods as `EpisodeRunner` has."""
+    """Samples responses and computes their rewards. Has the same methods as `EpisodeRunner`."""
 
     def __init__(
         self, sampler: Sampler, chat_tokenizer: ChatTokenizer, reward_workers: RewardWorkers, settings: RunnerSettings
@@ -43,34 +43,34 @@ class ResponseWriter:
             settings,
         )
         self._pool = DaemonPool(REWARD_THREADS, "reward")
-        self._thread = LoopThread("rewards")  # where processes are asked
-        self.reward_seconds = 0.0  # of all calls of `play`
+        self._thread = LoopThread("rewards")  # calls the reward processes
+        self.reward_seconds = 0.0  # total over all calls of `play`
 
     def play(
         self,
         plays: Sequence[Play],
-        tell: Tell,
+        gather: Gather,
         *,
         reward_workers: RewardWorkers | None = None,
         watch: Watcher | None = None,
     ) -> list[Played]:
-        """In the order of the plays. Every rank calls it with its own."""
+        """Play these episodes and return the results in order. Every rank calls it with its own episodes."""
         reward_workers, watch = reward_workers or self._reward_workers, watch or Watcher()
-        found = {play.number: play.begun for play in plays if play.begun is not None}
-        missing = [play for play in plays if play.number not in found]
+        responses = {play.number: play.partial for play in plays if play.partial is not None}
+        missing = [play for play in plays if play.number not in responses]
 
-        def finished(responses: Sequence[tuple[int, Response]]) -> None:
-            watch.on_responses([(missing[index].number, response) for index, response in responses])
+        def on_finished(finished: Sequence[tuple[int, Response]]) -> None:
+            watch.on_responses([(missing[index].number, response) for index, response in finished])
 
-        before = len(found)
-        callbacks = self._taken(on_progress=lambda done: watch.on_progress(before + done), on_finished=finished)
+        before = len(responses)
+        callbacks = self._supported(on_progress=lambda done: watch.on_progress(before + done), on_finished=on_finished)
         sampled = self._sampler.sample([_request(play) for play in missing], **callbacks)
         if "on_finished" not in callbacks:
-            finished(list(enumerate(sampled)))
-        found |= {play.number: response for play, response in zip(missing, sampled, strict=True)}
+            on_finished(list(enumerate(sampled)))
+        responses |= {play.number: response for play, response in zip(missing, sampled, strict=True)}
         begin = time.perf_counter()
-        pairs = [(play, found[play.number]) for play in plays]
-        if reward_workers.processes or self._settings.skips:
+        pairs = [(play, responses[play.number]) for play in plays]
+        if reward_workers.processes or self._settings.skip_failures:
             futures = [self._rewarding(play, response, reward_workers) for play, response in pairs]
             played = [future.result() for future in futures]
         else:
@@ -79,30 +79,32 @@ class ResponseWriter:
         return played
 
     def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
-        """Ask for these after all that were asked for before, and return; the sampler takes requests at any time."""
-        whole = [play for play in plays if play.begun is not None and play.begun.is_whole(play.prompt.max_new_tokens)]
-        there = {play.number for play in whole}
-        rest = [play for play in plays if play.number not in there]
+        """Queue these episodes after the earlier ones and return. The sampler must be an `AsyncSampler`."""
+        whole = [
+            play for play in plays if play.partial is not None and play.partial.is_whole(play.prompt.max_new_tokens)
+        ]
+        finished = {play.number for play in whole}
+        rest = [play for play in plays if play.number not in finished]
 
-        def ended(future: Future[Played]) -> None:
+        def on_rewarded(future: Future[Played]) -> None:
             error = future.exception()
             if error is None:
                 watch.on_played(future.result())
             else:
                 watch.on_failed(str(error) if isinstance(error, UserError) else f"rollout.reward: {error!r}")
 
-        def reward_workers(play: Play, response: Response) -> None:
-            self._rewarding(play, response, self._reward_workers).add_done_callback(ended)
+        def compute_reward(play: Play, response: Response) -> None:
+            self._rewarding(play, response, self._reward_workers).add_done_callback(on_rewarded)
 
-        def arrived(index: int, response: Response) -> None:
+        def on_response(index: int, response: Response) -> None:
             watch.on_responses([(rest[index].number, response)])
             if response.is_whole(rest[index].prompt.max_new_tokens):
-                reward_workers(rest[index], response)
+                compute_reward(rest[index], response)
 
         for play in whole:
-            reward_workers(play, cast(Response, play.begun))
+            compute_reward(play, cast(Response, play.partial))
         if rest:
-            cast(AsyncSampler, self._sampler).begin([_request(play) for play in rest], arrived)
+            cast(AsyncSampler, self._sampler).begin([_request(play) for play in rest], on_response)
 
     def blocked(self) -> str | None:
         return None
@@ -111,20 +113,20 @@ class ResponseWriter:
         self._pool.close()
         self._thread.close(self._reward_workers.close)
 
-    def _taken(self, **wanted: Any) -> dict[str, Any]:
-        """Callbacks that the sampler takes: a user's need not."""
-        taken = inspect.signature(self._sampler.sample).parameters
-        return {name: callback for name, callback in wanted.items() if name in taken}
+    def _supported(self, **callbacks: Any) -> dict[str, Any]:
+        """The callbacks that the sampler accepts; a user's sampler may not accept all of them."""
+        parameters = inspect.signature(self._sampler.sample).parameters
+        return {name: callback for name, callback in callbacks.items() if name in parameters}
 
     def _leaf(self, play: Play, response: Response) -> Leaf:
-        """Special tokens stay in its text: the policy could exploit what the reward does not see."""
+        """Keep special tokens in the text: the policy could exploit what the reward does not see."""
         text = self.chat_tokenizer.decode(response.tokens[:-1] if response.ended else response.tokens)
         return leaf_of_response(play.prompt, response, text)
 
     # Rewards
 
     def _rewarding(self, play: Play, response: Response, reward_workers: RewardWorkers) -> Future[Played]:
-        """A reward that a thread or a process computes."""
+        """Compute the reward in a thread or a process."""
         if reward_workers.processes:
             return self._thread.submit(self._by_process(play, response, reward_workers))
         future: Future[Played] = Future()
@@ -132,7 +134,7 @@ class ResponseWriter:
         def run() -> None:
             try:
                 future.set_result(self._rewarded(play, response, reward_workers))
-            except BaseException as error:  # whoever waits for the future gets it
+            except BaseException as error:  # `future.result()` raises it
                 future.set_exception(error)
 
         self._pool.submit(run)
@@ -155,12 +157,12 @@ class ResponseWriter:
         return Played(number=play.number, leaves=(replace(leaf, reward=reward),))
 
     def _failed(self, play: Play, error: UserError) -> Played:
-        if not self._settings.skips:
+        if not self._settings.skip_failures:
             raise error
         return Played(number=play.number, failure=str(error))
 
 
 def _request(play: Play) -> SamplingRequest:
     return SamplingRequest(
-        tokens=play.prompt.tokens, max_new_tokens=play.prompt.max_new_tokens, key=play.key, begun=play.begun
+        tokens=play.prompt.tokens, max_new_tokens=play.prompt.max_new_tokens, key=play.key, partial=play.partial
     )

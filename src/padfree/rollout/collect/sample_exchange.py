@@ -1,16 +1,17 @@
-"""Samples that stay on the rank that wrote them until another one trains on them.
+"""Samples whose tokens stay on the rank that sampled them until another rank trains on them.
 
-    rank 0 wrote  a b      rank 1 wrote  c d          every rank knows of all: lengths, masks, rewards, shared prefixes
-    plan          a c on rank 1, b d on rank 0        made of that alone, the same on every rank
-    arrived       a to rank 1, d to rank 0            token ids and log-probabilities, once
+    sampled       a b on rank 0, c d on rank 1        every rank knows lengths, masks, rewards and shared prefixes
+    plan          a c on rank 1, b d on rank 0        needs only that, so every rank computes the same plan
+    exchange      a to rank 1, d to rank 0            token ids and log-probabilities, sent once
 
-What every rank has in the place of the tokens is a stand-in: as long, ended by the same token, and with the same
-prefixes in common with other samples. So a plan with shared prefixes needs no token ids:
+In place of the tokens, every rank holds placeholder ids. A placeholder sample has the length, the last token and the
+shared prefixes of the real sample. A plan with shared prefixes therefore needs no token ids:
 
-    prompt p q      samples  p q 5 6 0 | p q 5 7 | p q 8 9 0       common with the one before   - 3 2
-                    stand-in p q A A 0 | p q A 7 | p q C C 0       A, C: larger than any token id
+    prompt p q      samples        p q 5 6 0 | p q 5 7 | p q 8 9 0       shared with the previous one   - 3 2
+                    placeholders   p q A A 0 | p q A 7 | p q C C 0       A, C: larger than any token id
 
-Prefixes are compared on the rank that wrote the samples. Samples of a group that two ranks wrote share their prompt.
+Each rank compares the prefixes of its own samples. If two ranks sampled parts of one group, the samples of one rank
+share only the prompt with those of the other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
 
 NO_TOKEN = 1 << 40
-"""Larger than any token id; stand-ins count from here."""
+"""Larger than any token id; placeholder ids start here."""
 
 Arrays = tuple[NDArray[Any], NDArray[np.float32]]
 """Token ids [n] and log-probabilities [n]."""
@@ -38,7 +39,7 @@ Arrays = tuple[NDArray[Any], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Neighbouring tokens of one kind."""
+    """A run of consecutive tokens that are all sampled or all not, with one policy version."""
 
     length: int
     sampled: bool
@@ -47,42 +48,48 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LeafFacts:
-    """What every rank knows of a leaf."""
+    """Description of a leaf without its tokens, known to every rank.
+
+    The leaves of one group and rank are sorted by their token ids; `order` is the index in that order.
+    """
 
     stretches: tuple[Stretch, ...]
     last_token: int
     ended: bool
     turns: int
-    text: str  # of leaves that the response log shows
+    text: str  # empty unless the leaf is written to `rollouts.jsonl`
     reward: float | None
-    with_prompt: int  # tokens from the first on that are those of the prompt
-    with_previous: int  # and those of the leaf before it, in the order of their tokens, of the same group and rank
-    order: int  # its place in that order
+    with_prompt: int  # length of the prefix shared with the prompt
+    with_previous: int  # length of the prefix shared with the previous leaf in sorted order
+    order: int
 
 
 def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None) -> list[tuple[LeafFacts, ...]]:
-    """Of the leaves of episodes of one group, which this rank has played; `shown`: the number of one with its text."""
-    leaves = [(place, leaf) for place, one in enumerate(played) for leaf in one.leaves]
+    """Describe the leaves of the episodes of one group that this rank played.
+
+    `shown` is the number of the episode whose text is included.
+    """
+    leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][1].tokens.astype(np.int64).tobytes())
-    found: list[list[LeafFacts]] = [[] for _ in played]
-    place_of = {index: number for number, index in enumerate(order)}
-    for index, (place, leaf) in enumerate(leaves):
-        number = place_of[index]
-        before = None if number == 0 else leaves[order[number - 1]][1]
-        found[place].append(
+    facts: list[list[LeafFacts]] = [[] for _ in played]
+    rank_of = {index: number for number, index in enumerate(order)}
+    for index, (episode, leaf) in enumerate(leaves):
+        number = rank_of[index]
+        previous = None if number == 0 else leaves[order[number - 1]][1]
+        facts[episode].append(
             LeafFacts(
                 stretches=_stretches(leaf),
                 last_token=int(leaf.tokens[-1]),
                 ended=leaf.ended,
                 turns=leaf.turns,
-                text=leaf.text if played[place].number == shown else "",
+                text=leaf.text if played[episode].number == shown else "",
                 reward=leaf.reward,
                 with_prompt=common_length(leaf.tokens, prompt),
-                with_previous=0 if before is None else common_length(before.tokens, leaf.tokens),
+                with_previous=0 if previous is None else common_length(previous.tokens, leaf.tokens),
                 order=number,
             )
         )
-    return [tuple(each) for each in found]
+    return [tuple(each) for each in facts]
 
 
 def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
@@ -95,21 +102,21 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
     )
 
 
-def stand_ins(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int) -> list[Leaf]:
-    """Leaves of one group and rank, as other ranks know them. `first`: the number of those before."""
-    found: dict[int, Leaf] = {}
-    before: NDArray[np.int64] = np.zeros(0, np.int64)
+def placeholder_leaves(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int) -> list[Leaf]:
+    """Make placeholder leaves from the facts of one group and rank. `first`: number of leaves made before."""
+    leaves: dict[int, Leaf] = {}
+    previous: NDArray[np.int64] = np.zeros(0, np.int64)
     for index in sorted(range(len(facts)), key=lambda index: facts[index].order):
         one = facts[index]
         length = sum(stretch.length for stretch in one.stretches)
         tokens = np.full(length, NO_TOKEN + first + index, np.int64)
         tokens[: one.with_prompt] = prompt[: one.with_prompt]
         if one.with_previous >= one.with_prompt:
-            tokens[: one.with_previous] = before[: one.with_previous]
+            tokens[: one.with_previous] = previous[: one.with_previous]
         tokens[-1] = one.last_token
-        before = tokens
+        previous = tokens
         lengths = [stretch.length for stretch in one.stretches]
-        found[index] = Leaf(
+        leaves[index] = Leaf(
             tokens=tokens,
             sampled=np.repeat([stretch.sampled for stretch in one.stretches], lengths),
             logprobs=np.zeros(length, np.float32),
@@ -119,46 +126,46 @@ def stand_ins(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int) -> l
             text=one.text,
             reward=one.reward,
         )
-    return [found[index] for index in range(len(facts))]
+    return [leaves[index] for index in range(len(facts))]
 
 
 class SampleStore:
-    """The token ids and log-probabilities of a batch that are on this rank. All methods are collective."""
+    """The token ids and log-probabilities of a batch that this rank holds. All methods but `get` are collective."""
 
     def __init__(self, mesh: Mesh, owners: Sequence[int], lengths: Sequence[int], own: Mapping[int, Arrays]) -> None:
-        """`owners` are the ranks that wrote each sample, `own` are this rank's by their index."""
+        """`owners` are the ranks that sampled each sample; `own` are the arrays of this rank by sample index."""
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
         self._data_ranks: list[int] = gather_objects(mesh.data.rank, mesh.loss.group, "the exchange of samples")
         self.received = 0  # bytes
 
     def fetch(self, wanted: Sequence[Iterable[int]]) -> None:
-        """Have each rank hold the samples it wants, by their index; every rank says the same of all."""
+        """Send each rank the samples that it wants: `wanted[rank]` are sample indices, the same on every rank."""
         rank, size = self._mesh.loss.rank, self._mesh.loss.size
-        lacking = [sorted(set(one) - held) for one, held in zip(wanted, self._held, strict=True)]
-        for one, held in zip(lacking, self._held, strict=True):
+        missing = [sorted(set(one) - held) for one, held in zip(wanted, self._held, strict=True)]
+        for one, held in zip(missing, self._held, strict=True):
             held.update(one)
-        if size == 1 or not any(lacking):
+        if size == 1 or not any(missing):
             return
-        leaving = [[index for index in one if self._owners[index] == rank] for one in lacking]
-        arriving = [[index for index in lacking[rank] if self._owners[index] == owner] for owner in range(size)]
-        pieces = [_bytes_of(self._arrays[index]) for part in leaving for index in part]
-        rows = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *pieces]))
-        send, receive = (
-            [8 * sum(self._lengths[index] for index in part) for part in side] for side in (leaving, arriving)
+        sending = [[index for index in one if self._owners[index] == rank] for one in missing]
+        receiving = [[index for index in missing[rank] if self._owners[index] == owner] for owner in range(size)]
+        pieces = [_bytes_of(self._arrays[index]) for part in sending for index in part]
+        sent = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *pieces]))
+        send_sizes, receive_sizes = (
+            [8 * sum(self._lengths[index] for index in part) for part in side] for side in (sending, receiving)
         )
-        arrived = exchange_rows(rows, send, receive, self._mesh.loss.group).numpy()
-        self.received += len(arrived)
+        received = exchange_rows(sent, send_sizes, receive_sizes, self._mesh.loss.group).numpy()
+        self.received += len(received)
         start = 0
-        for index in (index for part in arriving for index in part):
+        for index in (index for part in receiving for index in part):
             end = start + 8 * self._lengths[index]
-            self._arrays[index] = _arrays_of(arrived[start:end])
+            self._arrays[index] = _arrays_of(received[start:end])
             start = end
 
-    def fetch_rows(self, rows: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
-        """Have each rank hold the samples of its rows: `rows[data rank]` are lists of places among `indices`."""
-        places = [np.concatenate([np.zeros(0, np.int64), *each]) for each in rows]
-        self.fetch([[indices[place] for place in places[data].tolist()] for data in self._data_ranks])
+    def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
+        """Send each rank the samples of its packs: `packs[data rank]` are arrays of positions in `indices`."""
+        positions = [np.concatenate([np.zeros(0, np.int64), *each]) for each in packs]
+        self.fetch([[indices[position] for position in positions[data].tolist()] for data in self._data_ranks])
 
     def fetch_all(self, indices: Iterable[int]) -> None:
         chosen = list(indices)
@@ -170,13 +177,13 @@ class SampleStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TravellingSample(Sample):
-    """A stand-in for sample `index` of a store."""
+    """A placeholder for sample `index` of a store."""
 
     store: SampleStore
     index: int
 
     def itself(self) -> Sample:
-        """With its tokens, if they are on this rank."""
+        """Return the sample with its tokens if this rank holds them, else this placeholder."""
         arrays = self.store.get(self.index)
         if arrays is None:
             return self
@@ -185,7 +192,7 @@ class TravellingSample(Sample):
 
 
 def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own: Mapping[int, Arrays]) -> list[Sample]:
-    """The same samples, whose tokens are stand-ins; the real ones of this rank are `own`. A collective."""
+    """Wrap samples with placeholder tokens; `own` are the real arrays of this rank, by sample index. Collective."""
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own)
     return [
         TravellingSample(
@@ -195,24 +202,24 @@ def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own
     ]
 
 
-def arrived(samples: Sequence[Sample], rows: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
-    """The same samples; those in this rank's rows have come with their tokens. A collective if any is travelling.
+def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
+    """Fetch the tokens of the samples in this rank's packs. Collective if the samples are placeholders.
 
-    `rows[data rank]` are lists of places among `samples`, as a `StepPlan` has them.
+    `packs[data rank]` are arrays of indices of `samples`, as in a `StepPlan`.
     """
-    there = [sample for sample in samples if isinstance(sample, TravellingSample)]
-    if not there:
+    placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
+    if not placeholders:
         return samples
-    assert len(there) == len(samples), "the samples of a batch are written together"
-    there[0].store.fetch_rows(rows, [sample.index for sample in there])
-    return [sample.itself() for sample in there]
+    assert len(placeholders) == len(samples), "a batch has only placeholders, or none"
+    placeholders[0].store.fetch_packs(packs, [sample.index for sample in placeholders])
+    return [sample.itself() for sample in placeholders]
 
 
 def whole(samples: Sequence[Sample]) -> list[Sample]:
-    """The same samples with all tokens, for a checkpoint or a message. A collective if any is travelling."""
-    there = [sample for sample in samples if isinstance(sample, TravellingSample)]
-    if there:
-        there[0].store.fetch_all([sample.index for sample in there])
+    """Fetch the tokens of all samples, for a checkpoint or a message. Collective if the samples are placeholders."""
+    placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
+    if placeholders:
+        placeholders[0].store.fetch_all([sample.index for sample in placeholders])
     return [sample.itself() if isinstance(sample, TravellingSample) else sample for sample in samples]
 
 

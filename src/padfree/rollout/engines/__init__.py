@@ -1,8 +1,8 @@
-"""Which code samples for a `rollout.engine`, imported when it is asked for.
+"""Make the sampler named by `rollout.engine`. Its module is imported on demand.
 
-in_process, vllm     padfree's own (`config.choices.SAMPLING_ENGINES`); all but the first are servers (`servers`)
-module:function      the user's: the function takes what `make_sampler` takes, and returns a `Sampler`, whose responses
-                     are checked (`CheckedSampler`)
+in_process, vllm     built in (`config.choices.SAMPLING_ENGINES`); all but the first use inference servers (`servers`)
+module:function      a user's function with the arguments of `make_sampler` that returns a `Sampler`; the responses of
+                     this sampler are checked (`CheckedSampler`)
 """
 
 from __future__ import annotations
@@ -44,52 +44,53 @@ ASYNC_METHODS = (*METHODS, "begin", "renew", "stuck", "failure")
 
 
 def check_engine_name(name: str) -> None:
-    """Refuse a user's engine that cannot be found. Nothing is imported."""
+    """Raise a UserError if a user's engine cannot be found. Imports nothing."""
     if is_path(name):
         USER_ENGINE.check(name)
 
 
 def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score) -> Sampler:
-    """The sampler that the settings name. Every rank calls it; `trained` is the model whose weights it will get.
+    """Make the sampler named by `rollout.engine`. Collective.
 
-    With `score` it can see that they have arrived.
+    `trained` is the model whose weights it will receive. `score` gives the trainer's log-probabilities, with which the
+    sampler can verify that the weights have arrived.
     """
-    found: Sampler = _made(METHODS, "Sampler", config, mesh, trained, tokenizer, score)
-    return found
+    sampler: Sampler = _make(METHODS, "Sampler", config, mesh, trained, tokenizer, score)
+    return sampler
 
 
 def make_async_sampler(
     config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
 ) -> AsyncSampler:
-    """The same, for `rollout.staleness` above 0."""
-    found: AsyncSampler = _made(ASYNC_METHODS, "AsyncSampler", config, mesh, trained, tokenizer, score)
-    return found
+    """Like `make_sampler`, for `rollout.staleness` above 0."""
+    sampler: AsyncSampler = _make(ASYNC_METHODS, "AsyncSampler", config, mesh, trained, tokenizer, score)
+    return sampler
 
 
-def _made(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
+def _make(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
     name = config.rollout.engine
     if not is_path(name):
         module, function = SAMPLING_ENGINES[name].split(":")
         return getattr(import_module(module), function)(config, *rest)
-    made = USER_ENGINE.load(name)
+    make = USER_ENGINE.load(name)
     with _user_code(name):
-        sampler = made(config, *rest)
+        sampler = make(config, *rest)
     missing = [method for method in methods if not hasattr(sampler, method)]
     if missing:
         needed = f" for rollout.staleness {config.rollout.staleness}" if config.rollout.staleness else ""
         raise UserError(
             "rollout.engine",
-            f"returned {type(sampler).__name__}, which has no {missing[0]}",
+            f"returned an object of type {type(sampler).__name__}, which has no {missing[0]}",
             f"return a padfree.rollout.base.{kind}{needed}",
             value=name,
         )
-    ahead = all(hasattr(sampler, method) for method in ASYNC_METHODS)
-    return (CheckedAsyncSampler if ahead else CheckedSampler)(sampler, name)
+    is_async = all(hasattr(sampler, method) for method in ASYNC_METHODS)
+    return (CheckedAsyncSampler if is_async else CheckedSampler)(sampler, name)
 
 
 @contextmanager
 def _user_code(name: str) -> Iterator[None]:
-    """A block that calls a user's engine: its exceptions are not bugs of padfree."""
+    """Report an exception of a user's engine as a UserError, because it is not a bug of padfree."""
     try:
         yield
     except (UserError, PeerLostError, torch.OutOfMemoryError):
@@ -99,11 +100,11 @@ def _user_code(name: str) -> Iterator[None]:
 
 
 class CheckedSampler:
-    """A user's sampler. Its responses are checked before anything else sees them."""
+    """Wraps a user's sampler and checks its responses before they are used."""
 
     def __init__(self, sampler: Any, name: str) -> None:
         self.sampler, self._name, self._what = sampler, name, f"rollout.engine: {name!r}"
-        self._vocabulary = 0  # known with the first weights
+        self._vocabulary = 0  # set by the first weight sync
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
         self._vocabulary = vocabulary_of(trained)
@@ -117,22 +118,24 @@ class CheckedSampler:
         on_progress: OnProgress | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Response]:
-        def finished(responses: Sequence[tuple[int, Response]]) -> None:
+        def check_finished(responses: Sequence[tuple[int, Response]]) -> None:
             assert on_finished is not None
             on_finished([(index, self._checked(one, requests[index])) for index, one in responses])
 
-        wanted: dict[str, Any] = {"on_progress": on_progress, "on_finished": on_finished and finished}
-        taken = inspect.signature(self.sampler.sample).parameters
+        callbacks: dict[str, Any] = {"on_progress": on_progress, "on_finished": on_finished and check_finished}
+        parameters = inspect.signature(self.sampler.sample).parameters
         with _user_code(self._name):
-            found = self.sampler.sample(requests, **{name: one for name, one in wanted.items() if name in taken})
-        if not isinstance(found, Sequence) or len(found) != len(requests):
-            number = len(found) if isinstance(found, Sequence) else type(found).__name__
-            raise UserError.of(
-                f"{self._what} returned {number} for {len(requests)} requests; return a list with one Response for "
-                "each, in their order"
+            result = self.sampler.sample(
+                requests, **{name: one for name, one in callbacks.items() if name in parameters}
             )
-        responses = [self._checked(one, request) for one, request in zip(found, requests, strict=True)]
-        if on_finished is not None and "on_finished" not in taken:
+        if not isinstance(result, Sequence) or len(result) != len(requests):
+            number = len(result) if isinstance(result, Sequence) else type(result).__name__
+            raise UserError.of(
+                f"{self._what} returned {number} for {len(requests)} requests; return a list with one Response per "
+                "request, in order"
+            )
+        responses = [self._checked(one, request) for one, request in zip(result, requests, strict=True)]
+        if on_finished is not None and "on_finished" not in parameters:
             on_finished(list(enumerate(responses)))
         return responses
 
@@ -140,22 +143,22 @@ class CheckedSampler:
         return checked_response(response, request, self._vocabulary, self._what, whole=whole)
 
     def metrics(self) -> Mapping[str, float]:
-        found: Mapping[str, float] = self.sampler.metrics()
-        return found
+        metrics: Mapping[str, float] = self.sampler.metrics()
+        return metrics
 
     def close(self) -> None:
         self.sampler.close()
 
 
 class CheckedAsyncSampler(CheckedSampler):
-    """The same for one that samples ahead. A wrong response is its `failure`."""
+    """Wraps a user's `AsyncSampler`. An invalid response becomes its `failure`."""
 
     _wrong: Exception | None = None
 
     @property
     def failure(self) -> Exception | None:
-        found: Exception | None = self._wrong or self.sampler.failure
-        return found
+        failure: Exception | None = self._wrong or self.sampler.failure
+        return failure
 
     @property
     def stuck(self) -> bool:
@@ -165,7 +168,7 @@ class CheckedAsyncSampler(CheckedSampler):
         def checked(index: int, response: Response) -> None:
             try:
                 self._checked(response, requests[index], whole=False)
-            except UserError as error:  # in a thread of the engine: the run asks for `failure`
+            except UserError as error:  # this is a thread of the engine; the main thread reads `failure`
                 self._wrong = self._wrong or error
                 return
             on_response(index, response)

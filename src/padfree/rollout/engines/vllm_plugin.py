@@ -1,19 +1,19 @@
-"""vLLM's side of the weight sync: an engine that vLLM finds by the entry point `vllm.general_plugins`.
+"""The vLLM side of a weight sync: a weight transfer engine, registered by the entry point `vllm.general_plugins`.
 
     --weight-transfer-config '{"backend": "padfree"}'                      on the server's command line
 
-    /init_weight_transfer_engine   {"way": "group", "address", "port", ...}    or {"way": "files"}
-    /start_weight_update           vLLM's layerwise reload begins
-    /update_weights                one bucket: names, dtypes, shapes, and its bytes by broadcast, or a safetensors file
-    /finish_weight_update          the reload ends; what was derived from tied weights is derived again
+    /init_weight_transfer_engine   {"transport": "group", "address", "port", ...}, or {"transport": "files"}
+    /start_weight_update           begins vLLM's layerwise reload
+    /update_weights                one bucket: names, dtypes, shapes; its bytes come by broadcast or in a file
+    /finish_weight_update          ends the reload, and processes tied weights again
 
-Each worker takes its own share of every tensor: that is what the model's `load_weights` does.
+Every worker receives whole tensors; the model's `load_weights` keeps its shard of them.
 
-vLLM's layerwise reload processes a layer when its own weights have arrived. A head that is tied to the embeddings has
-none of its own, and on the CPU vLLM computes it from a packed copy: without the last line above it would go on with the
-old one.
+vLLM's layerwise reload processes a layer once the weights of that layer have arrived. A head that is tied to the
+embeddings has no weights of its own, and on the CPU vLLM computes it from a packed copy. Without the processing in the
+last step, the head would keep the old copy.
 
-This module is imported in the server's environment, which has torch and safetensors, and not all that padfree needs.
+This module is imported by the server. Its environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKEND = "padfree"
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, at their start."""
+    """vLLM calls this at the start of each of its processes."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def _engine_class() -> type[Any]:
-    """Made when vLLM is there to inherit from."""
+    """Define the class inside a function, because its base class needs vLLM."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -47,7 +47,7 @@ def _engine_class() -> type[Any]:
 
     @dataclass
     class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-        way: str
+        transport: str
         backend: str = "gloo"
         address: str = ""
         port: int = 0
@@ -62,7 +62,7 @@ def _engine_class() -> type[Any]:
         file: str | None = None
 
     class PadfreeEngine(WeightTransferEngine):  # type: ignore[misc]
-        """Weights from padfree's trainer."""
+        """Receives weights from padfree's trainer."""
 
         init_info_cls = InitInfo
         update_info_cls = UpdateInfo
@@ -81,7 +81,7 @@ def _engine_class() -> type[Any]:
                 initialize_layerwise_reload,
             )
 
-            if self._open:  # an update that was not finished: its trainer was killed, or a bucket did not arrive
+            if self._open:  # the last update is unfinished: its trainer was killed, or a bucket did not arrive
                 finalize_layerwise_reload(self.model, self.model_config)
             initialize_layerwise_reload(self.model)
             self._open = True
@@ -93,7 +93,7 @@ def _engine_class() -> type[Any]:
 
         def receive_weights(self, update_info: Any) -> None:
             if self._receiver is None:
-                raise RuntimeError("padfree: a bucket before /init_weight_transfer_engine")
+                raise RuntimeError("padfree: a bucket arrived before /init_weight_transfer_engine")
             # The reload keeps views of a bucket until their layer is complete.
             self.model.load_weights(self._receiver.tensors(BucketForm(**asdict(update_info))))
 
@@ -111,7 +111,7 @@ def _engine_class() -> type[Any]:
 
 
 def process_tied(model: nn.Module) -> None:
-    """Let heads and embeddings that share a weight derive again what they keep beside it (on the CPU a pack)."""
+    """Process heads and embeddings that share a weight again: on the CPU they keep a packed copy of it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     sharing: dict[int, list[nn.Module]] = {}

@@ -1,21 +1,20 @@
-"""Environments: episodes of several turns, tools in between, branches, and programs that nobody changed.
+"""Environments: multi-turn episodes with tools and branches, and unmodified agent programs.
 
-trajectory     Branch, Tree, Trajectory: token ids and what of them was sampled
-play           Play, Played: an episode to play, and what became of it
-policy         Policy: what an episode is given
-calculator     a built-in environment: word problems with a calculator
-agent          a program as the environment (`rollout.agent`)
-  command      its words: columns of the row, and what is refused
-  gateway      OpenAI's interface to the policy, for such programs
-  listener     HTTP on the loopback address, with limits
-  call_fields  which fields a call may have
-  calls        their calls as branches, token for token
-runner         EpisodeRunner: plays many episodes at a time
-  loop_thread  the event loop they run on
-  tokens       their requests, sampled together in rounds or as they come
-  judge        rewards in threads or processes, or later by a model (`padfree.data.reward_worker`)
-choose         which environment the settings name
-rehearse       an environment tried out without a model
+trajectory         Branch, Tree, Trajectory: token ids, and which of them were sampled
+play               Play, Played: an episode to play, and its result
+episode_policy     Policy: the object through which an episode samples tokens
+calculator         a built-in environment: word problems with a calculator
+agent              a program as the environment (`rollout.agent`)
+  command          its command line: placeholders for columns, and safety checks
+  gateway          the policy as an OpenAI-compatible API for such programs
+  listener         an HTTP server on the loopback address, with limits
+  call_fields      the fields that a call may have
+  calls            the calls of a program as branches, token by token
+runner             EpisodeRunner: plays many episodes concurrently
+  tokens           sampling for episodes: in rounds, or as requests arrive
+  reward_workers   rewards in threads or processes, or later by a model (`padfree.data.reward_worker`)
+load_environment   loads the environment that the settings name
+rehearse           plays an environment without a model
 """
 
 from padfree.rollout.environment.agent import Finished, run_agent

@@ -1,13 +1,13 @@
-"""A program as the environment: started for each episode, with the policy at its `OPENAI_BASE_URL`.
+"""A program as the environment: it is started for each episode and reaches the policy at `OPENAI_BASE_URL`.
 
     rollout.agent = ["python", "my_agent.py", "{question}"]
 
-    words        {question}: that column of the row (`command.py` says what is refused)
-    input        the row as JSON
-    output       the answer that `rollout.reward` judges
-    calls        become the trajectory, token for token
+    arguments          {question} is replaced by that column of the row (`command` checks them)
+    standard input     the row as JSON
+    standard output    the answer, from which `rollout.reward` computes the reward
+    calls              become the trajectory, token by token
 
-A program that ends with another code than 0 has failed. One that is too slow is ended, with all that it has started.
+A program that exits with a code other than 0 has failed. A program that is too slow is killed with all its children.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from padfree.rollout.environment.trajectory import Trajectory
 from padfree.rollout.prompts import Prompt
 
 GRACE = 10.0
-"""Seconds that a program gets to be gone after SIGKILL."""
+"""Seconds to wait for a program after SIGKILL."""
 
 POLL = 0.05
 """Seconds."""
 
 LARGEST_OUTPUT, LAST_ERRORS = 16 << 20, 64 << 10
-"""Bytes of an answer, and of what is kept of the standard error."""
+"""Maximum bytes of the standard output, and of the end of the standard error that is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Finished:
 
 
 async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Finished:
-    """Run a program to its end. What it asks of the policy is part of the episode."""
+    """Run a program until it ends. Its calls to the policy become part of the episode."""
     check_command(command)
     row = policy.prompt.row
     url = await policy.base_url()
@@ -58,65 +58,65 @@ async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[s
         start_new_session=True,
     )
     try:
-        said, errors = await _talked(process, json.dumps(dict(row), default=str).encode())
+        output, errors = await _communicate(process, json.dumps(dict(row), default=str).encode())
     finally:
-        with contextlib.suppress(ProcessLookupError):  # whatever it has left behind
+        with contextlib.suppress(ProcessLookupError):  # children that are still running
             os.killpg(process.pid, signal.SIGKILL)
         await _close(process)
     assert process.returncode is not None
-    return Finished(code=process.returncode, output=_text(said), errors=_text(errors))
+    return Finished(code=process.returncode, output=_text(output), errors=_text(errors))
 
 
-async def _talked(process: asyncio.subprocess.Process, message: bytes) -> tuple[bytes, bytes]:
-    """What a program writes to its end. Programs that it leaves behind, which may hold its pipes, are ended with it."""
+async def _communicate(process: asyncio.subprocess.Process, message: bytes) -> tuple[bytes, bytes]:
+    """Return the output and the errors of a program. When it ends, children that hold its pipes are killed."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    said, errors = bytearray(), bytearray()
-    talking = asyncio.gather(
+    output, errors = bytearray(), bytearray()
+    communicating = asyncio.gather(
         _feed(process.stdin, message),
-        _collect(process.stdout, said, None),
+        _collect(process.stdout, output, None),
         _collect(process.stderr, errors, LAST_ERRORS),
     )
     try:
-        while not talking.done():
-            await asyncio.wait({talking}, timeout=POLL)
-            if process.returncode is not None and not talking.done():
+        while not communicating.done():
+            await asyncio.wait({communicating}, timeout=POLL)
+            if process.returncode is not None and not communicating.done():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await asyncio.wait({talking}, timeout=GRACE)
+                await asyncio.wait({communicating}, timeout=GRACE)
                 break
-        if talking.done():
-            talking.result()
-        while process.returncode is None:  # it has closed its pipes and lives on
+        if communicating.done():
+            communicating.result()
+        while process.returncode is None:  # it closed its pipes, but is still running
             await asyncio.sleep(POLL)
     finally:
-        talking.cancel()
-    return bytes(said), bytes(errors)
+        communicating.cancel()
+    return bytes(output), bytes(errors)
 
 
 async def _feed(pipe: asyncio.StreamWriter, message: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the program does not read its input
         pipe.write(message)
         await pipe.drain()
     pipe.close()
 
 
-async def _collect(pipe: asyncio.StreamReader, found: bytearray, last: int | None) -> None:
-    """All of it, which is bounded, or the `last` bytes of it."""
+async def _collect(pipe: asyncio.StreamReader, collected: bytearray, last: int | None) -> None:
+    """Read to the end; keep the `last` bytes, or all of it up to LARGEST_OUTPUT."""
     while piece := await pipe.read(1 << 16):
-        found += piece
+        collected += piece
         if last is not None:
-            del found[:-last]
-        elif len(found) > LARGEST_OUTPUT:
-            raise RuntimeError(f"it printed more than {LARGEST_OUTPUT} bytes; print the answer alone")
+            del collected[:-last]
+        elif len(collected) > LARGEST_OUTPUT:
+            raise RuntimeError(f"it printed more than {LARGEST_OUTPUT} bytes; print only the answer")
 
 
 async def _close(process: asyncio.subprocess.Process) -> None:
-    """Close its pipes while there is a loop: after a time-out the loop may end before it has seen that they are."""
+    """Close the pipes while the loop is running: after a timeout the loop may end before it closes them itself."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), GRACE)
-    process._transport.close()  # type: ignore[attr-defined]  # asyncio has no other way
+    process._transport.close()  # type: ignore[attr-defined]  # asyncio has no public method for it
 
 
 def agent_episode(command: Sequence[str]) -> Episode:
@@ -126,7 +126,7 @@ def agent_episode(command: Sequence[str]) -> Episode:
         finished = await run_agent(policy, command)
         if finished.code:
             last = (finished.errors.strip().splitlines() or ["no message"])[-1]
-            raise RuntimeError(f"{command[0]} ended with code {finished.code}: {last}")
+            raise RuntimeError(f"{command[0]} exited with code {finished.code}: {last}")
         return policy.trajectory(answer=finished.output)
 
     return episode

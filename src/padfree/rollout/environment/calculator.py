@@ -7,10 +7,10 @@
     calculator  72>>
     policy      #### 72                 ends without a question: the episode is over
 
-The notation is that of GSM8K's solutions. What the policy writes is trained on, the calculator's words are not. A
-question that is no arithmetic is answered with `error>>`. Where there is a chat template the answer is a message.
+The notation is that of GSM8K's solutions. The run trains on the tokens of the policy, not on those of the calculator. A
+question that is not arithmetic gets the answer `error>>`. If there is a chat template, the answer is a message.
 
-The reward is `rollout.reward`, `number_after_hashes` for instance.
+The reward is `rollout.reward`, for example `number_after_hashes`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from padfree.rollout.prompts import Prompt
 QUESTION = re.compile(r"<<([^<>=]+)=\s*$")
 MOST_CALLS = 16
 ARITHMETIC = re.compile(r"[\d+\-*/(). ]{1,100}")
-"""A question that is looked at. Its length bounds the numbers, too."""
+"""Questions that are parsed. The length limit also bounds the numbers."""
 DIGITS = 6
-"""Behind the point, at most."""
+"""Maximum number of decimal places."""
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -57,7 +57,7 @@ async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def calculate(question: str) -> str | None:
-    """The value of `+ - * / ( )` and decimal numbers, as text: exact, or rounded to a few digits. None: no arithmetic.
+    """Evaluate `+ - * / ( )` and decimal numbers: the exact value, or rounded to DIGITS places; None if invalid.
 
     48/2 -> 24      1/3 -> 0.333333      1,000*2.5 -> 2500      2**9 -> None
     """

@@ -1,13 +1,13 @@
-"""The fields of a call: which are followed, which are overridden and counted, which must be neutral. No other is taken.
+"""The fields of a call: each is followed, overridden, neutral or metadata. All other fields are rejected.
 
-    FOLLOWED     messages, prompt, max_tokens, n, ...       the call does what they say
-    OVERRIDDEN   temperature, top_p, seed, ...              OpenAI's own settings of drawing, which most programs send:
-                                                            the policy draws as it is trained, and the call is counted
-    NEUTRAL      stop, min_p, guided_json, ...              taken with the value that changes nothing, else refused
-    METADATA     user, metadata, ...                        changes no answer anywhere; taken, and not kept
+    FOLLOWED     messages, prompt, max_tokens, n, ...       the call obeys them
+    OVERRIDDEN   temperature, top_p, seed, ...              OpenAI's sampling settings, which most programs send; the
+                                                            policy samples as it is trained, and the call is counted
+    NEUTRAL      stop, min_p, guided_json, ...              accepted with a value that has no effect, else rejected
+    METADATA     user, metadata, ...                        accepted and ignored: they never affect an answer
 
-`null` is the same as a field that is left out. Any other field is refused by name, so that a program never believes
-that a setting works which padfree has not heard of. docs/environments.md lists the fields.
+`null` is the same as a missing field. An unknown field is rejected by name, so that a program never assumes that an
+unsupported setting works. docs/environments.md lists the fields.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from padfree.errors import UserError
 from padfree.rollout.environment.listener import CallError
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
-MOST_DRAWS = 128
+MAX_CHOICES = 128
 LONGEST_NAME = 512
 
 Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is right, and what to give."""
+"""A test of a value, and advice on what to give."""
 
 
 def _integer(low: int, high: int) -> Rule:
@@ -44,7 +44,7 @@ def _text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST_NAME
 
 
-_LINE: Rule = (_text, f"give a text of at most {LONGEST_NAME} characters")
+_LINE: Rule = (_text, f"give a string of at most {LONGEST_NAME} characters")
 _FLAG: Rule = (lambda value: isinstance(value, bool), "give true or false")
 _POSITIVE: Rule = (lambda value: type(value) is int and value >= 1, "give 1 or more")
 
@@ -57,10 +57,10 @@ def _is_tool(tool: Any) -> bool:
 
 
 FOLLOWED: dict[str, Rule] = {
-    "model": _LINE,  # there is one; its name comes back
+    "model": _LINE,  # there is one model; the answer repeats the name
     "messages": (lambda value: isinstance(value, list) and bool(value), "give a list of objects with role and content"),
-    "prompt": (lambda value: isinstance(value, (str, list)) and bool(value), "give a text, or a list of token ids"),
-    "n": _integer(1, MOST_DRAWS),
+    "prompt": (lambda value: isinstance(value, (str, list)) and bool(value), "give a string, or a list of token ids"),
+    "n": _integer(1, MAX_CHOICES),
     "max_tokens": _POSITIVE,
     "max_completion_tokens": _POSITIVE,
     "stream": _FLAG,
@@ -78,8 +78,8 @@ FOLLOWED: dict[str, Rule] = {
     ),
     "tool_choice": (
         lambda value: value in ("auto", "none"),
-        "give auto, or none to leave the tools out; a call cannot be forced, every token is drawn as the policy is "
-        "trained",
+        "give auto, or none to leave the tools out; a tool call cannot be forced, because every token is sampled as "
+        "the policy is trained",
     ),
 }
 OVERRIDDEN: dict[str, Rule] = {
@@ -90,7 +90,7 @@ OVERRIDDEN: dict[str, Rule] = {
     "seed": _integer(-(2**63), 2**64 - 1),
 }
 DEFAULTS = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
-"""What the policy does. Its temperature is `loss.temperature`; no seed is equal to that of the run."""
+"""Values that match the policy. Its temperature is `loss.temperature`; a given seed never matches that of the run."""
 
 NEUTRAL: dict[str, Sequence[Any]] = {
     "stop": ([],),
@@ -113,7 +113,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
-    # of servers such as vLLM
+    # extensions of servers such as vLLM
     "top_k": (0, -1),
     "min_p": (0,),
     "typical_p": (1,),
@@ -148,18 +148,18 @@ METADATA: dict[str, Rule] = {
     "request_id": _LINE,
     "metadata": (
         lambda value: isinstance(value, dict) and all(map(_text, value.values())),
-        "give an object of texts",
+        "give an object with strings as values",
     ),
 }
 OF_CHAT = {"messages", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
 OF_COMPLETIONS = {"prompt", "echo", "suffix", "best_of"}
 
 MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
-"""What a message may have; all of it is given to the chat template."""
+"""Allowed keys of a message. All of them are passed to the chat template."""
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """A body as the object that it is in JSON, without the fields that are null."""
+    """Parse a body as a JSON object and remove fields that are null."""
     try:
         body = json.loads(raw.decode("utf-8") or "{}", object_pairs_hook=_object, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -183,27 +183,27 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise UserError.of(f"{name} is not a number of JSON; give a finite number, or leave it out")
+    raise UserError.of(f"{name} is not a JSON number; give a finite number, or leave it out")
 
 
 def check_fields(body: Mapping[str, Any], route: str, temperature: float) -> bool:
-    """Refuse what is neither followed nor harmless; whether the call asks for other draws than the policy's."""
+    """Raise a CallError for unsupported fields. Returns whether the call requests other sampling than the policy's."""
     elsewhere = OF_COMPLETIONS if route == CHAT else OF_CHAT
     for name, value in body.items():
         if name in elsewhere:
             raise CallError(400, f"{name} is not a field of {route}; leave it out")
         rule = FOLLOWED.get(name) or OVERRIDDEN.get(name) or METADATA.get(name)
         if rule is not None:
-            right, cure = rule
+            right, fix = rule
             if not right(value):
-                raise CallError(400, f"{name}: {shown(value)}; {cure}")
+                raise CallError(400, f"{name}: {shown(value)}; {fix}")
         elif name not in NEUTRAL:
-            raise CallError(400, f"{shown(name)} is not a field that is understood here; leave it out")
+            raise CallError(400, f"{shown(name)} is an unknown field; leave it out")
         elif not any(_same(value, one) for one in NEUTRAL[name]):
             raise CallError(
                 400,
-                f"{name} is not supported ({shown(value)}): every token is drawn as the policy is trained; leave it "
-                "out",
+                f"{name} is not supported ({shown(value)}), because every token is sampled as the policy is trained; "
+                "leave it out",
             )
     needed = "messages" if route == CHAT else "prompt"
     if needed not in body:
@@ -222,8 +222,8 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as a chat template gets them: the content is text, and null keys are left out."""
-    found = []
+    """Convert messages for a chat template: the content becomes a string, and null keys are removed."""
+    converted = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, dict):
@@ -231,7 +231,7 @@ def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
         kept = {key: value for key, value in message.items() if value is not None}
         unknown = next((key for key in kept if key not in MESSAGE_KEYS and kept[key] != []), None)
         if unknown is not None:
-            raise CallError(400, f"{where}: {shown(unknown)} is not a key that is understood here; leave it out")
+            raise CallError(400, f"{where}: {shown(unknown)} is an unknown key; leave it out")
         if not _text(kept.get("role")) or not kept["role"]:
             raise CallError(400, f"{where}.role: {shown(kept.get('role'))}; give a name such as user")
         for key in ("name", "tool_call_id"):
@@ -239,12 +239,12 @@ def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
                 raise CallError(400, f"{where}.{key}: {shown(kept[key])}; {_LINE[1]}")
         for key in ("reasoning_content", "reasoning", "thinking"):
             if not isinstance(kept.get(key, ""), str):
-                raise CallError(400, f"{where}.{key}: {shown(kept[key])}; give a text")
+                raise CallError(400, f"{where}.{key}: {shown(kept[key])}; give a string")
         calls = kept.get("tool_calls", [])
         if not isinstance(calls, list) or not all(map(_is_tool_call, calls)):
             raise CallError(400, f'{where}.tool_calls: give a list of {{"function": {{"name", "arguments"}}}}')
-        found.append({**{key: kept[key] for key in kept if key in MESSAGE_KEYS}, "content": _content(kept, where)})
-    return found
+        converted.append({**{key: kept[key] for key in kept if key in MESSAGE_KEYS}, "content": _content(kept, where)})
+    return converted
 
 
 def _is_tool_call(call: Any) -> bool:
@@ -254,21 +254,21 @@ def _is_tool_call(call: Any) -> bool:
 
 
 def _content(message: Mapping[str, Any], where: str) -> str:
-    """The text of a message: itself, or its parts. A message that calls tools may have none."""
+    """The text of a message: a string, or text parts. A message with tool calls may have no content."""
     content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise CallError(400, f"{where}.content: {shown(content)}; give a text, or parts of text")
+        raise CallError(400, f"{where}.content: {shown(content)}; give a string, or a list of text parts")
     for part in content:
         right = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
         if not right or set(part) - {"type", "text"}:
             kind = shown(part.get("type")) if isinstance(part, dict) else shown(part)
-            raise CallError(400, f'{where}.content: a part {kind} is no text; give {{"type": "text", "text": ...}}')
+            raise CallError(400, f'{where}.content: part {kind} is not text; give {{"type": "text", "text": ...}}')
     return "".join(part["text"] for part in content)
 
 
 def max_tokens_asked(body: Mapping[str, Any]) -> float:
-    """Tokens that a call asks for at most."""
-    asked: int | None = body.get("max_completion_tokens", body.get("max_tokens"))
-    return math.inf if asked is None else asked
+    """Maximum number of tokens that a call requests."""
+    limit: int | None = body.get("max_completion_tokens", body.get("max_tokens"))
+    return math.inf if limit is None else limit

@@ -1,15 +1,16 @@
-"""Calls of a program that talks to the policy through OpenAI's interface, as branches of its episode.
+"""The API calls of an agent program as branches of its episode.
 
-    call 1   user: 2+3?                      seen      <u>2+3?<a>                 ids encoded once
-             assistant: <think>..</think>5             <think>..</think>5<e>      ids as they were sampled
-    call 2   user, assistant: 5, user: +1?   rendered  <u>2+3?<a>5<e><u>+1?<a>    the template leaves the thought out
+    call 1   user: 2+3?                      context   <u>2+3?<a>                 encoded once
+             assistant: <think>..</think>5   response  <think>..</think>5<e>      ids as sampled
+    call 2   user, assistant: 5, user: +1?   rendered  <u>2+3?<a>5<e><u>+1?<a>    the template dropped the thought
 
-A call's messages are rendered as text. If that begins with the text of what the model has seen and written, the ids go
-on from there: only what is new is encoded. If it does not, the call begins a branch with ids of its own, so that every
-sample is what the model saw. Where the messages go on from an earlier call and the text does not, that is counted as a
-cut; where they do not, as a further conversation.
+The messages of a call are rendered as text. If the text starts with the context and response of an earlier call, the
+new branch continues from the ids of that call, and only the new text is encoded. Otherwise the call starts a branch
+with newly encoded ids. Every sample therefore consists of exactly the tokens that the model saw. The metrics count two
+cases: a cut, if the messages continue an earlier call but the text does not (call 2 above), and a further conversation,
+if the messages do not continue an earlier call.
 
-What is drawn for a call follows from the ids before it and from how many times these were asked for, and not from when.
+The random key of a call depends on the ids of its context and on how many earlier calls had the same ids, not on time.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from padfree.rollout.sampling_rng import turn_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Seen:
-    """What the model has seen and written after a call."""
+class _FinishedCall:
+    """A finished call: its context and response."""
 
     text: str
     branch: Branch
-    messages: Sequence[Message]  # of the call, without its response; none of a call without messages
+    messages: Sequence[Message]  # of the call, without the response; empty for a completion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Context:
-    """What a call shows to the model."""
+    """The input of a call."""
 
     ids: list[int]
     text: str
     messages: Sequence[Message] = ()
-    seen: Branch | None = None  # that it goes on from, with `new` ids behind it
+    parent: Branch | None = None  # the branch that it continues, by the ids `new`
     new: tuple[int, ...] = ()
 
 
@@ -56,8 +57,8 @@ class Calls:
 
     def __init__(self, tree: Tree, host: Host) -> None:
         self._tree, self._host, self._chat_tokenizer = tree, host, host.chat_tokenizer
-        self._seen: list[_Seen] = []
-        self._times: Counter[int] = Counter()
+        self._finished: list[_FinishedCall] = []
+        self._times: Counter[int] = Counter()  # calls by hash of their ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None) -> Context:
         """The context of a chat call."""
@@ -65,46 +66,46 @@ class Calls:
         conversation = read_conversation(list(messages), "messages", tools=tools)
         context = self._of_text(self._chat_tokenizer.chat.prompt(conversation), conversation.messages, begun=True)
         expected = self._expected(conversation.messages)
-        if expected is not None and (context.seen is None or len(context.seen.ids) < len(expected.branch.ids)):
+        if expected is not None and (context.parent is None or len(context.parent.ids) < len(expected.branch.ids)):
             self._tree.count("cuts")
-        elif context.seen is None and self._seen:
+        elif context.parent is None and self._finished:
             self._tree.count("conversations")
         return context
 
     def of_prompt(self, prompt: str | Sequence[int]) -> Context:
-        """The context of a completion: text, or ids as they are."""
+        """The context of a completion call: text, or token ids."""
         if isinstance(prompt, str):
             return self._of_text(prompt, (), begun=False)
         ids = list(prompt)
-        if len(ids) > self._tree.limit:  # for which there is no room: nothing more needs to be known of it
+        if len(ids) > self._tree.limit:  # too long: the call will be rejected
             return Context(ids=ids, text="")
-        found = max(
-            (one.branch for one in self._seen if one.branch.ids == ids[: len(one.branch.ids)]),
+        parent = max(
+            (one.branch for one in self._finished if one.branch.ids == ids[: len(one.branch.ids)]),
             key=lambda branch: len(branch.ids),
             default=None,
         )
-        new = () if found is None else tuple(ids[len(found.ids) :])
-        return Context(ids=ids, text=self._chat_tokenizer.decode(ids), seen=found, new=new)
+        new = () if parent is None else tuple(ids[len(parent.ids) :])
+        return Context(ids=ids, text=self._chat_tokenizer.decode(ids), parent=parent, new=new)
 
     def max_new_tokens(self, context: Context) -> int:
         return self._tree.limit - len(context.ids)
 
     async def respond(self, context: Context, max_new_tokens: int) -> Turn:
-        """What the policy writes to it."""
-        branch = self._tree.begin(context.ids) if context.seen is None else self._tree.fork(context.seen)
+        """Sample a response to a context."""
+        branch = self._tree.begin(context.ids) if context.parent is None else self._tree.fork(context.parent)
         branch.add(context.new)
         digest = hashlib.sha256(np.array(context.ids, np.int64).tobytes()).digest()
-        mark = int.from_bytes(digest[:8], "little", signed=True)
-        self._times[mark] += 1
-        place = (mark, self._times[mark])
+        hashed = int.from_bytes(digest[:8], "little", signed=True)
+        self._times[hashed] += 1
+        path = (hashed, self._times[hashed])
         request = SamplingRequest(
-            tokens=branch.tokens, max_new_tokens=max_new_tokens, key=turn_key(self._host.key, place)
+            tokens=branch.tokens, max_new_tokens=max_new_tokens, key=turn_key(self._host.key, path)
         )
-        response = await self._host.respond(place, request)
+        response = await self._host.respond(path, request)
         branch.write(response)
         self._tree.count("calls")
-        self._seen.append(
-            _Seen(
+        self._finished.append(
+            _FinishedCall(
                 text=context.text + self._chat_tokenizer.decode(response.tokens),
                 branch=branch,
                 messages=context.messages,
@@ -115,23 +116,23 @@ class Calls:
 
     def _of_text(self, text: str, messages: Sequence[Message], *, begun: bool) -> Context:
         check_encodable(text, "messages" if begun else "prompt")
-        found = max(
-            (one for one in self._seen if text.startswith(one.text)), key=lambda one: len(one.text), default=None
+        parent = max(
+            (one for one in self._finished if text.startswith(one.text)), key=lambda one: len(one.text), default=None
         )
-        if found is None:
+        if parent is None:
             ids = self._chat_tokenizer.encode_prompt(text, begun=begun)
             if not ids:
                 raise UserError.of("the prompt has no tokens; give some text")
             return Context(ids=ids, text=text, messages=messages)
-        new = tuple(self._chat_tokenizer.encode(text[len(found.text) :]))
-        return Context(ids=[*found.branch.ids, *new], text=text, messages=messages, seen=found.branch, new=new)
+        new = tuple(self._chat_tokenizer.encode(text[len(parent.text) :]))
+        return Context(ids=[*parent.branch.ids, *new], text=text, messages=messages, parent=parent.branch, new=new)
 
-    def _expected(self, messages: Sequence[Message]) -> _Seen | None:
-        """The longest earlier call whose messages these begin with, a response behind them."""
-        found = None
-        for one in self._seen:
+    def _expected(self, messages: Sequence[Message]) -> _FinishedCall | None:
+        """The longest earlier call that these messages continue: its messages, then a response."""
+        longest = None
+        for one in self._finished:
             number = len(one.messages)
-            goes_on = 0 < number < len(messages) and messages[number].get("role") == "assistant"
-            if goes_on and list(messages[:number]) == list(one.messages):
-                found = one if found is None or number >= len(found.messages) else found
-        return found
+            continues = 0 < number < len(messages) and messages[number].get("role") == "assistant"
+            if continues and list(messages[:number]) == list(one.messages):
+                longest = one if longest is None or number >= len(longest.messages) else longest
+        return longest

@@ -1,17 +1,17 @@
-"""The words of `rollout.agent`: columns of a row in them, and words that a program would run as code.
+"""The command line of `rollout.agent`: placeholders for columns, and checks that no data is run as code.
 
-    ["python", "agent.py", "{question}"]      {question}: that column of the row, as one argument of the program
-    ["python", "agent.py", "{{question}}"]    the text {question}: doubled braces stay single ones
+    ["python", "agent.py", "{question}"]      {question}: the column of the row, as one argument of the program
+    ["python", "agent.py", "{{question}}"]    the text {question}: doubled braces become single ones
 
-A column is data, and data must not be run. So a command is refused if a column stands
+A column is data, and data must not be executed. A command is therefore rejected if a placeholder occurs
 
-    in the program         ["{tool}", "x"]
-    in code                ["sh", "-c", "agent {question}"], ["python", "-c", "ask('{question}')"]
-    before the script      ["python", "{file}"], ["awk", "{question}", "rows.txt"]
-    behind a program that hands its words to a shell       ["ssh", "host", "agent", "{question}"]
+    as the program                              ["{tool}", "x"]
+    in code                                     ["sh", "-c", "agent {question}"], ["python", "-c", "ask('{question}')"]
+    as the script, or before it                 ["python", "{file}"], ["awk", "{question}", "rows.txt"]
+    after a program that starts a shell         ["ssh", "host", "agent", "{question}"]
 
-and if an interpreter gets no code at all: it would run its standard input, which is the row. Arguments behind the code
-or the script are safe: `["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]`.
+It is also rejected if an interpreter gets no code: it would run its standard input, which is the row. Arguments after
+the code or the script are safe: `["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 from padfree.errors import UserError, closest
 
 COLUMN = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
-LONGEST_WORD = 128 * 1024 - 1
-"""Bytes that Linux lets one argument have (MAX_ARG_STRLEN)."""
+LONGEST_ARGUMENT = 128 * 1024 - 1
+"""Maximum bytes of one argument on Linux (MAX_ARG_STRLEN)."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -39,147 +39,147 @@ INTERPRETERS = SHELLS | _names(
     luajit m4 mawk mysql nawk node nodejs nu octave ocaml osascript perl php powershell psql pypy python r racket raku
     rscript ruby sbcl scala sed sqlite tclsh ts-node tsx vim"""
 )
-"""Programs that take code as an argument, or from standard input."""
+"""Programs that run code from an argument or from standard input."""
 WRAPPERS = _names(
     """busybox chroot chrt conda docker doas env firejail flatpak ionice kubectl ltrace mamba micromamba nice nohup
     nsenter numactl perf pipenv pixi podman poetry runuser setsid srun stdbuf strace sudo systemd-run taskset time
     timeout toybox unbuffer unshare uv xvfb-run"""
 )
-"""Programs that start the program that is named among their words."""
+"""Programs that start the program named in their arguments."""
 SHELL_CALLERS = _names("at batch eval find mosh parallel rsh screen script ssh su tmux watch xargs")
-"""Programs that hand their words to a shell, or make commands of them."""
+"""Programs that pass their arguments to a shell, or run them as commands."""
 CODE_OPTION = re.compile(r"-\w*[cCeErp]|--(eval|exec|execute|print|command|run)|-(exec|Command)|/[cCkK]", re.ASCII)
-"""An option with code behind it: -c, -lc, -e, -ne, --eval, /c. With some programs it is another option; then what is
-behind it is looked at for nothing."""
+"""An option followed by code: -c, -lc, -e, -ne, --eval, /c. It has another meaning in some programs; then the check of
+its argument is unnecessary but harmless."""
 
 
-def column_names(words: Sequence[str]) -> list[str]:
-    """The columns that the words name, each once."""
-    return list(dict.fromkeys(found[2] for word in words for found in COLUMN.finditer(word) if found[2]))
+def column_names(arguments: Sequence[str]) -> list[str]:
+    """The columns that the arguments name, each once."""
+    return list(dict.fromkeys(match[2] for argument in arguments for match in COLUMN.finditer(argument) if match[2]))
 
 
-def filled(words: Sequence[str], row: Mapping[str, Any], place: str = "the row") -> list[str]:
-    """Columns of the row in the place of their names in braces; braces around anything else stay."""
+def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the row") -> list[str]:
+    """Replace placeholders by columns of the row. Braces around anything but a name are kept."""
 
-    def value(found: re.Match[str]) -> str:
-        if found[1]:
-            return f"{{{found[1]}}}"
-        name = found[2]
+    def value(match: re.Match[str]) -> str:
+        if match[1]:
+            return f"{{{match[1]}}}"
+        name = match[2]
         if row.get(name) is None:
-            has = f"has {', '.join(map(str, row))}" if name not in row else "has no value there"
+            has = f"has {', '.join(map(str, row))}" if name not in row else "has no value in that column"
             near = closest(name, [str(column) for column in row]) if name not in row else None
-            cure = f"did you mean {{{near}}}?" if near is not None else "name a column that every row has"
-            raise UserError(
-                "rollout.agent", f"{{{name}}}, but {place} {has}", f"{cure} (a brace as such is written twice)"
-            )
-        held = row[name]
-        return held if isinstance(held, str) else json.dumps(held, ensure_ascii=False, default=str)
+            fix = f"did you mean {{{near}}}?" if near is not None else "name a column that every row has"
+            raise UserError("rollout.agent", f"{{{name}}}, but {place} {has}", f"{fix} (write a literal brace twice)")
+        content = row[name]
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
 
-    return [COLUMN.sub(value, word) for word in words]
+    return [COLUMN.sub(value, argument) for argument in arguments]
 
 
-def check_row(words: Sequence[str], row: Mapping[str, Any], place: str) -> None:
-    """Refuse a row that lacks a column which the words name, or whose value cannot be an argument of a program."""
-    found = filled(words, row, place)
-    for word, given in zip(found, words, strict=True):
-        if word == given:
+def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> None:
+    """Raise a UserError if a row lacks a column that the arguments name, or if its value cannot be an argument."""
+    for argument, given in zip(filled(arguments, row, place), arguments, strict=True):
+        if argument == given:
             continue
-        if "\0" in word:
+        if "\0" in argument:
             raise UserError(
                 "rollout.agent",
-                f"has a zero character in {place}, which no argument can have",
-                "remove it, or read the row from standard input",
+                f"contains a null character in {place}, which is not possible in an argument",
+                "remove it, or let the program read the row from standard input",
                 value=given,
             )
-        if (size := len(word.encode("utf-8", "surrogatepass"))) > LONGEST_WORD:
+        if (size := len(argument.encode("utf-8", "surrogatepass"))) > LONGEST_ARGUMENT:
             raise UserError(
                 "rollout.agent",
-                f"has {size} bytes in {place}, an argument at most {LONGEST_WORD}",
-                "read the row from standard input, where it is as JSON",
+                f"has {size} bytes in {place}, but an argument can have at most {LONGEST_ARGUMENT}",
+                "let the program read the row from standard input, where it is JSON",
                 value=given,
             )
 
 
-def check_command(words: Sequence[str]) -> None:
-    """Refuse a command in which data would be run as code."""
-    problem = _danger(words)
+def check_command(arguments: Sequence[str]) -> None:
+    """Raise a UserError if a command would run data as code."""
+    problem = _danger(arguments)
     if problem is not None:
         raise UserError(
             "rollout.agent",
-            f"{list(words)}: {problem}, so that data would be run as code",
-            "give a program or script that takes the column as an argument of its own, or reads the row as JSON from "
+            f"{list(arguments)}: {problem}, so that data would be run as code",
+            "use a program or script that takes the column as a separate argument, or reads the row as JSON from "
             "standard input",
         )
 
 
-def _danger(words: Sequence[str]) -> str | None:
-    if column_names(words[:1]):
-        return f"{words[0]!r} makes a column the program"
-    reached = True  # by nothing but wrappers and their options
-    for index, word in enumerate(words):
-        name, behind = _name(word), words[index + 1 :]
-        if reached and name in SHELL_CALLERS and (found := _first_with_column(behind)) is not None:
-            return f"{name} hands {found!r} to a shell"
-        if reached and name == "env" and (found := _split_string(behind)) is not None:
-            return f"env makes words of {found!r}"
+def _danger(arguments: Sequence[str]) -> str | None:
+    if column_names(arguments[:1]):
+        return f"{arguments[0]!r} makes a column the program"
+    reached = True  # only wrappers and their options precede this argument
+    for index, argument in enumerate(arguments):
+        name, rest = _name(argument), arguments[index + 1 :]
+        if reached and name in SHELL_CALLERS and (found := _first_with_column(rest)) is not None:
+            return f"{name} passes {found!r} to a shell"
+        if reached and name == "env" and (found := _split_string(rest)) is not None:
+            return f"env splits {found!r} into arguments"
         known = reached and name in INTERPRETERS
         if name in INTERPRETERS or (name.endswith("sh") and "." not in name):
-            problem = _interpreted(name, behind, surely=known)
+            problem = _interpreted(name, rest, surely=known)
             if problem is not None or known:
                 return problem
-        reached = reached and (index > 0 or name in WRAPPERS) and not (index > 0 and _is_script(word))
+        reached = reached and (index > 0 or name in WRAPPERS) and not (index > 0 and _is_script(argument))
     return None
 
 
-def _interpreted(name: str, words: Sequence[str], *, surely: bool) -> str | None:
-    """What is wrong with these words behind an interpreter. Without `surely` its name may be only an argument."""
+def _interpreted(name: str, arguments: Sequence[str], *, surely: bool) -> str | None:
+    """The problem with the arguments of an interpreter, or None.
+
+    `surely`: the interpreter is certainly run; otherwise its name may be an argument of another program.
+    """
     has_code, index = False, 0
-    while index < len(words):
-        word, following = words[index], words[index + 1] if index + 1 < len(words) else None
-        if word == "-m" and following is not None:
+    while index < len(arguments):
+        argument, following = arguments[index], arguments[index + 1] if index + 1 < len(arguments) else None
+        if argument == "-m" and following is not None:
             return f"{name} runs the module {following!r}" if column_names([following]) else None
-        if CODE_OPTION.fullmatch(word) and following is not None and not following.startswith("-"):
+        if CODE_OPTION.fullmatch(argument) and following is not None and not following.startswith("-"):
             if column_names([following]):
                 return f"{name} runs {following!r}"
-            if word != "-r" and _is_script(following):  # `bash -e run.sh`, where -e is another option
+            if argument != "-r" and _is_script(following):  # `bash -e run.sh`: this -e takes no code
                 return None
             has_code, index = True, index + 2
             continue
-        plain = not word.startswith(("-", "+"))
+        plain = not argument.startswith(("-", "+"))
         if plain and has_code:
-            return None  # an argument, and so are all behind it
-        if surely and column_names([word]):
-            return f"{name} takes {word!r} for code or for its script"
-        if plain and _is_script(word):
+            return None  # this and all following arguments are passed to the code
+        if surely and column_names([argument]):
+            return f"{name} takes {argument!r} as code or as its script"
+        if plain and _is_script(argument):
             return None
         index += 1
-    informs = any(word in ("--version", "--help", "-V", "-h") for word in words)
+    informs = any(argument in ("--version", "--help", "-V", "-h") for argument in arguments)
     if surely and not has_code and not informs:
         return f"{name} gets no script, and runs its standard input, which is the row"
     return None
 
 
-def _is_script(word: str) -> bool:
-    """Whether a word looks like a file: `agent.py`, `./agent`."""
-    return not word.startswith("-") and not re.search(r"\s", word) and ("." in word or "/" in word)
+def _is_script(argument: str) -> bool:
+    """Whether an argument looks like a file: `agent.py`, `./agent`."""
+    return not argument.startswith("-") and not re.search(r"\s", argument) and ("." in argument or "/" in argument)
 
 
-def _name(word: str) -> str:
-    """The program that a word names: /usr/bin/python3.11 -> python."""
-    name = PurePath(word.replace("\\", "/")).name.lower().removesuffix(".exe")
+def _name(argument: str) -> str:
+    """The name of a program without folder and version: /usr/bin/python3.11 -> python."""
+    name = PurePath(argument.replace("\\", "/")).name.lower().removesuffix(".exe")
     return re.sub(r"[\d.]+$", "", name) or name
 
 
-def _first_with_column(words: Sequence[str]) -> str | None:
-    return next((word for word in words if column_names([word])), None)
+def _first_with_column(arguments: Sequence[str]) -> str | None:
+    return next((argument for argument in arguments if column_names([argument])), None)
 
 
-def _split_string(words: Sequence[str]) -> str | None:
-    """The word that `env -S` would take apart, if a column is in it."""
-    for index, word in enumerate(words):
-        text = words[index + 1] if word in ("-S", "--split-string") and index + 1 < len(words) else ""
-        if re.match(r"-v?S.|--split-string=", word):
-            text = word
+def _split_string(arguments: Sequence[str]) -> str | None:
+    """The argument that `env -S` splits, if it contains a column."""
+    for index, argument in enumerate(arguments):
+        text = arguments[index + 1] if argument in ("-S", "--split-string") and index + 1 < len(arguments) else ""
+        if re.match(r"-v?S.|--split-string=", argument):
+            text = argument
         if column_names([text]):
             return text
     return None

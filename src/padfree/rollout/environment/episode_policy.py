@@ -1,13 +1,14 @@
-"""What an episode is given: asks for tokens, adds its own, branches.
+"""`Policy`: the argument of an episode, with which it samples tokens, adds its own text, and branches.
 
     async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
-        turn = await policy.generate()              sampled, trained on
-        policy.add("= 24\\n")                        the environment's words, not trained on
+        turn = await policy.generate()              sampled; trained on
+        policy.add("= 24\\n")                        text of the environment; not trained on
         await policy.generate()
         return policy.trajectory(reward=1.0)
 
-Draws follow from the seed, the batch, the response and the place of the turn in the tree (`noise.turn_key`), so that
-it does not matter which episode is fast. The first turn of an episode draws what a rollout without an environment does.
+The random key of a turn depends on the seed, the batch, the response and the position of the turn in the tree
+(`sampling_rng.turn_key`), not on the speed of episodes. The first turn of an episode has the same key as a response
+without an environment.
 """
 
 from __future__ import annotations
@@ -31,47 +32,50 @@ from padfree.rollout.sampling_rng import turn_key
 from padfree.rollout.token_ids import checked_ids
 
 MARK = "\u2e28reply\u2e29"
-"""Stands for a response where a chat template shows what it writes behind one."""
+"""Placeholder for a response, to find out what a chat template writes after one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
-    """What the policy wrote at a time. `ended`: with a token that ends a response; else there was no more room."""
+    """One turn of the policy. `ended`: the last token is a stop token; otherwise the turn reached its token limit."""
 
     tokens: NDArray[np.int64]
-    text: str  # without the token that ended it
+    text: str  # without the stop token
     ended: bool
 
 
 class ChatTokenizer:
-    """A tokenizer as environments need it: text to ids and back, and what a chat template writes between turns."""
+    """A tokenizer for environments: encodes, decodes, and renders the text between two turns."""
 
     def __init__(self, tokenizer: Any, chat: ChatRenderer | None, vocabulary: int) -> None:
-        """`vocabulary`: rows of the model's embedding matrix; the tokenizer may know more tokens, or fewer."""
+        """`vocabulary`: number of embeddings of the model; the tokenizer may have more tokens, or fewer."""
         self._tokenizer, self.chat, self.vocabulary = tokenizer, chat, vocabulary
         self._prompts = Encoder(tokenizer, append_eos=False)
 
     def encode_prompt(self, text: str, *, begun: bool) -> list[int]:
-        """As prompts of the data are: with what begins a text, unless it is there already."""
+        """Encode like prompts of the data. `begun`: the text already starts with its bos token, so none is added."""
         (found,) = self._prompts.encode([Passage(pieces=(Piece(text, False),), begun=begun)])
         assert not isinstance(found, RowError)
         return self.checked(found.tokens, "model.tokenizer")
 
     def encode(self, text: str) -> list[int]:
-        """Without what begins a text; control tokens that stand in it are control tokens."""
+        """Encode without adding special tokens. Special tokens that occur in the text are recognised."""
         return self.checked(self._tokenizer(text, add_special_tokens=False)["input_ids"], "model.tokenizer")
 
     def checked(self, ids: Any, what: str) -> list[int]:
-        """Ids from outside as a list; refused unless the model has embeddings for all of them."""
+        """Return token ids as a list; a UserError unless the model has embeddings for all of them."""
         return checked_ids(ids, self.vocabulary, what)
 
     def decode(self, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """As it was written, control tokens too."""
+        """Decode, including special tokens."""
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else [int(token) for token in tokens]
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def between(self, content: str, role: str, end: str) -> str:
-        """What stands between two responses where the first one ended with `end` and this was said behind it."""
+        """The text between two responses: after a response that ended with `end`, render a message and the next header.
+
+        Without a chat template, this is `content` itself.
+        """
         if self.chat is None:
             return content
         messages = [
@@ -82,7 +86,7 @@ class ChatTokenizer:
         if MARK not in self.chat.render(messages, generation_prompt=True):
             raise UserError(
                 "data.chat_template",
-                "it leaves earlier responses out, so that nothing can be added behind one",
+                "leaves out earlier responses, so nothing can be added after one",
                 "give a template that keeps them",
             )
         rendered = self.chat.prompt(read_conversation(messages, "messages"))
@@ -90,16 +94,16 @@ class ChatTokenizer:
 
 
 class Host(Protocol):
-    """Who runs an episode, as its policies see it."""
+    """The runner of an episode, as seen by its policies."""
 
     chat_tokenizer: ChatTokenizer
     key: int
 
-    def respond(self, place: tuple[int, ...], request: SamplingRequest) -> Awaitable[Response]:
-        """The response to a request; `place` orders those of an episode that are sampled together."""
+    def respond(self, path: tuple[int, ...], request: SamplingRequest) -> Awaitable[Response]:
+        """Sample a response. `path` identifies the turn, and orders requests that are sampled together."""
 
     def serve(self, tree: Tree) -> Awaitable[str]:
-        """The address at which the policy answers as OpenAI's interface does, for this episode alone."""
+        """Serve the policy as an OpenAI-compatible API for this episode, and return its URL."""
 
 
 class Policy:
@@ -107,7 +111,7 @@ class Policy:
 
     def __init__(self, tree: Tree, branch: Branch, host: Host) -> None:
         self.tree, self._branch, self._host = tree, branch, host
-        self._asked = False
+        self._generating = False
         self._full = False
 
     @property
@@ -116,28 +120,28 @@ class Policy:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """[n] of this branch, the prompt's among them."""
+        """[n] tokens of this branch, including the prompt."""
         return np.array(self._branch.ids, dtype=np.int64)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """[n] which of them were sampled, and are trained on."""
+        """[n] whether each token was sampled. Only these are trained on."""
         return np.array(self._branch.sampled, dtype=np.bool_)
 
     @property
     def text(self) -> str:
-        """All behind the prompt, the environment's words too, without a token that ends it."""
+        """All text after the prompt, including that of the environment, without a final stop token."""
         ids = self._branch.ids[len(self.prompt.tokens) :]
         return self._host.chat_tokenizer.decode(ids[:-1] if self._branch.ended else ids)
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens that this branch can still take, of `rollout.max_new_tokens` in all."""
+        """Number of tokens that can still be added to this branch, out of `rollout.max_new_tokens`."""
         return 0 if self._full else self.tree.limit - len(self._branch.ids)
 
     @property
     def reward(self) -> float | None:
-        """Of this branch; None: that of the trajectory."""
+        """Reward of this branch; None: that of the trajectory."""
         return self._branch.reward
 
     @reward.setter
@@ -145,10 +149,12 @@ class Policy:
         self._branch.reward = value
 
     async def generate(self, max_tokens: int | None = None) -> Turn:
-        """Let the policy write behind what is there. Without room it writes nothing."""
-        if self._asked:
+        """Sample tokens at the end of this branch. Returns an empty turn if `max_new_tokens` is 0."""
+        if self._generating:
             raise UserError(
-                "rollout.environment", "two calls of generate at a time on one branch", "take policy.branch() for each"
+                "rollout.environment",
+                "two concurrent calls of generate on one branch",
+                "use policy.branch() for each call",
             )
         if max_tokens is not None and (type(max_tokens) is bool or not isinstance(max_tokens, (int, np.integer))):
             raise UserError("rollout.environment", f"generate with max_tokens {shown(max_tokens)}", "give an integer")
@@ -157,24 +163,27 @@ class Policy:
         max_new_tokens = self.max_new_tokens if max_tokens is None else int(min(max_tokens, self.max_new_tokens))
         if max_new_tokens < 1:
             return Turn(tokens=np.zeros(0, np.int64), text="", ended=False)
-        branch, self._asked = self._branch, True
+        branch, self._generating = self._branch, True
         try:
             key = turn_key(self._host.key, (*branch.path, branch.turns))
             request = SamplingRequest(tokens=branch.tokens, max_new_tokens=max_new_tokens, key=key)
             response = await self._host.respond((*branch.path, branch.turns), request)
         finally:
-            self._asked = False
+            self._generating = False
         branch.write(response)
         written = response.tokens[:-1] if response.ended else response.tokens
         return Turn(tokens=response.tokens, text=self._host.chat_tokenizer.decode(written), ended=response.ended)
 
-    def add(self, chat_tokenizer: str | Sequence[int] | NDArray[np.integer[Any]]) -> bool:
-        """Append words or ids of the environment. False: there is no room, nothing is added, and none is left."""
-        known = self._host.chat_tokenizer
+    def add(self, content: str | Sequence[int] | NDArray[np.integer[Any]]) -> bool:
+        """Append text or token ids of the environment.
+
+        If they exceed `max_new_tokens`, nothing is added, the branch is full from then on, and the result is False.
+        """
+        tokenizer = self._host.chat_tokenizer
         ids = (
-            known.encode(chat_tokenizer)
-            if isinstance(chat_tokenizer, str)
-            else known.checked(chat_tokenizer, "rollout.environment: add")
+            tokenizer.encode(content)
+            if isinstance(content, str)
+            else tokenizer.checked(content, "rollout.environment: add")
         )
         if len(ids) > self.max_new_tokens:
             self._full = True
@@ -183,19 +192,19 @@ class Policy:
         return True
 
     def reply(self, content: str, role: str = "user") -> bool:
-        """The same, as the chat template writes a message between two responses; as it stands without a template."""
+        """Append a message as the chat template renders it between two responses. Without a template, like `add`."""
         branch = self._branch
         end = self._host.chat_tokenizer.decode(branch.ids[-1:]) if branch.ended else ""
         return self.add(self._host.chat_tokenizer.between(content, role, end))
 
     def branch(self) -> Policy:
-        """A further path from here on, with draws of its own."""
+        """Make a branch from here, with its own random keys."""
         child = Policy(self.tree, self.tree.fork(self._branch), self._host)
         child._full = self._full
         return child
 
     async def base_url(self) -> str:
-        """An address with OpenAI's interface for a program: what it asks there becomes part of the trajectory."""
+        """URL of an OpenAI-compatible API for a program. Its calls become part of the trajectory."""
         return await self._host.serve(self.tree)
 
     def trajectory(
@@ -205,10 +214,10 @@ class Policy:
         answer: str | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """All leaves of the episode, with this reward where a branch has none of its own.
+        """Return value of an episode: all its leaves. `reward` is for branches without their own reward.
 
-        Without any reward `rollout.reward` judges the text of each leaf, or `answer`. `metrics` are averaged over the
-        episodes of a batch, as `environment/...`.
+        Without any reward, `rollout.reward` computes one from the text of each leaf, or from `answer`. `metrics` are
+        averaged over the episodes of a batch and named `environment/...`.
         """
         return Trajectory(tree=self.tree, reward=reward, answer=answer, metrics=dict(metrics or {}))
 

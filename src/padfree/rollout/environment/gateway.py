@@ -1,16 +1,16 @@
-"""OpenAI's interface to the policy, served on this machine for programs that are environments.
+"""The policy as an OpenAI-compatible API, served on this machine for programs that are environments.
 
-    http://127.0.0.1:PORT/KEY/v1/chat/completions        KEY: a secret of the episode, so that its calls are its own
+    http://127.0.0.1:PORT/KEY/v1/chat/completions        KEY: a secret that identifies the episode
                                  completions
                                  models
 
-    listener      connections, heads and bodies, with limits; a body is read for a known key only
-    call_fields   which fields a call may have
-    calls         a call's context as a branch of its episode
+    listener      connections, heads and bodies, with limits; a body is read only for a known key
+    call_fields   the fields that a call may have
+    calls         the context of a call as a branch of its episode
 
-Tokens are drawn at `loss.temperature`, because the trainer computes log-probabilities at that temperature. A call that
-cannot be followed is answered with 400 and the reason. An exception of the gateway itself is answered with 500 and
-fails the episode: the run goes on or ends as `rollout.on_failure` says.
+Tokens are sampled at `loss.temperature`, because the trainer computes log-probabilities at that temperature. A call
+that cannot be served gets status 400 and the reason. An exception in the gateway itself gives status 500 and fails the
+episode; `rollout.on_failure` decides whether the run continues.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROUTES = {"v1/models": "GET", f"v1/{CHAT}": "POST", f"v1/{COMPLETIONS}": "POST"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Served:
-    """An episode that has an address."""
+    """An episode with a URL."""
 
     key: str
     tree: Tree
@@ -54,7 +54,7 @@ class _Served:
 
 
 class Gateway:
-    """The server, begun with the first address that is asked for. All of it runs in the thread of the loop."""
+    """The API server. It starts with the first URL that is requested, and runs in the thread of the event loop."""
 
     def __init__(
         self, chat_tokenizer: ChatTokenizer, temperature: float = 1.0, limits: ListenerLimits | None = None
@@ -66,18 +66,18 @@ class Gateway:
         self._episodes: list[_Served] = []
 
     async def address(self, tree: Tree, host: Host) -> str:
-        """Of one episode; always the same."""
+        """The URL of one episode; always the same."""
         async with self._starting:
             if self._port is None:
                 self._port = await self._listener.start()
-        found = next((one for one in self._episodes if one.tree is tree), None)
-        if found is None:
-            found = _Served(secrets.token_hex(16), tree, Calls(tree, host))
-            self._episodes.append(found)
-        return f"http://127.0.0.1:{self._port}/{found.key}/v1"
+        served = next((one for one in self._episodes if one.tree is tree), None)
+        if served is None:
+            served = _Served(secrets.token_hex(16), tree, Calls(tree, host))
+            self._episodes.append(served)
+        return f"http://127.0.0.1:{self._port}/{served.key}/v1"
 
     def forget(self, tree: Tree) -> None:
-        """The episode has ended: its address is gone, and calls that wait for tokens are broken off."""
+        """Remove the URL of an episode that has ended, and cancel its waiting calls."""
         for one in self._episodes:
             if one.tree is tree:
                 for task in one.pending:
@@ -90,7 +90,7 @@ class Gateway:
     def _admit(self, method: str, path: str) -> Answer:
         key, _, route = path.partition("?")[0].lstrip("/").partition("/")
         given, episode = key.encode("latin-1"), None
-        for one in self._episodes:  # all of them, so that the time tells nothing about keys
+        for one in self._episodes:  # always all of them, so that the timing reveals nothing about keys
             if hmac.compare_digest(given, one.key.encode()):
                 episode = one
         if episode is None:
@@ -99,16 +99,16 @@ class Gateway:
         return lambda raw: self._replied(served, method, route, raw)
 
     def _replied(self, episode: _Served, method: str, route: str, raw: bytes) -> Coroutine[Any, Any, Reply]:
-        wrong = None
+        body_error = None
         body: dict[str, Any] = {}
         try:
             body = parsed(raw)
         except CallError as error:
-            wrong = error
-        return self._reply(episode, method, route, body, wrong)
+            body_error = error
+        return self._reply(episode, method, route, body, body_error)
 
     async def _reply(
-        self, episode: _Served, method: str, route: str, body: Mapping[str, Any], wrong: CallError | None
+        self, episode: _Served, method: str, route: str, body: Mapping[str, Any], body_error: CallError | None
     ) -> Reply:
         task = asyncio.current_task()
         assert task is not None
@@ -116,9 +116,9 @@ class Gateway:
         try:
             if ROUTES.get(route) != method:
                 known = ", ".join(f"{allowed} /{name}" for name, allowed in ROUTES.items())
-                raise CallError(405 if route in ROUTES else 404, f"no route {method} /{route}; there are {known}")
-            if wrong is not None:
-                raise wrong
+                raise CallError(405 if route in ROUTES else 404, f"no route {method} /{route}; the routes are {known}")
+            if body_error is not None:
+                raise body_error
             return await self._route(episode, route.removeprefix("v1/"), body)
         except CallError as error:
             episode.tree.count("refused")
@@ -126,11 +126,11 @@ class Gateway:
         except RecursionError:
             episode.tree.count("refused")
             return Reply.of_error(CallError(400, "the body is nested too deeply"))
-        except Exception as error:  # whatever it is, the other episodes go on
-            line = f"answering a call of {route} raised {shown_safely(error)}"
-            found = UserError("rollout.environment", line, "report it, a program's mistakes are answered")
-            episode.tree.failure = episode.tree.failure or found
-            return Reply.of_error(CallError(500, f"rollout.environment: {line}"), last=True)
+        except Exception as error:  # other episodes must continue
+            problem = f"answering a call of {route} raised {shown_safely(error)}"
+            failure = UserError("rollout.environment", problem, "report this bug of padfree")
+            episode.tree.failure = episode.tree.failure or failure
+            return Reply.of_error(CallError(500, f"rollout.environment: {problem}"), last=True)
         finally:
             episode.pending.discard(task)
 
@@ -145,12 +145,12 @@ class Gateway:
         chat = route == CHAT
         try:
             context = self._chat(episode.calls, body) if chat else self._prompt(episode.calls, body)
-        except UserError as error:  # of the chat template, of token ids, of text that is not Unicode
+        except UserError as error:  # in the chat template, in token ids, or text that is not Unicode
             raise CallError(400, str(error)) from None
         max_new_tokens = episode.calls.max_new_tokens(context)
         if max_new_tokens < 1:
             raise CallError(
-                400, "the context is longer than a sample of the run may be; shorten it", "context_length_exceeded"
+                400, "the context exceeds the maximum length of a sample; shorten it", "context_length_exceeded"
             )
         max_new_tokens = int(min(max_new_tokens, max_tokens_asked(body)))
         turns = await asyncio.gather(*(episode.calls.respond(context, max_new_tokens) for _ in range(body.get("n", 1))))
@@ -162,7 +162,7 @@ class Gateway:
 
     def _chat(self, calls: Calls, body: Mapping[str, Any]) -> Context:
         if self._chat_tokenizer.chat is None:
-            raise CallError(400, "the run has no chat template; ask for completions, or set data.prompt_format=chat")
+            raise CallError(400, "the run has no chat template; call completions, or set data.prompt_format=chat")
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         return calls.of_messages(messages_of(body["messages"]), tools or None)
 
@@ -178,8 +178,8 @@ def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -
     choices: list[dict[str, Any]] = []
     for index, turn in enumerate(turns):
         choice: dict[str, Any] = {"index": index, "finish_reason": "stop" if turn.ended else "length", "logprobs": None}
-        said = {"role": "assistant", "content": turn.text}
-        choices.append(choice | ({"message": said} if chat else {"text": turn.text}))
+        message = {"role": "assistant", "content": turn.text}
+        choices.append(choice | ({"message": message} if chat else {"text": turn.text}))
     written = sum(len(turn.tokens) for turn in turns)
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -196,7 +196,7 @@ def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -
 
 
 def events(answer: Mapping[str, Any], *, usage: bool = False) -> bytes:
-    """The same answer as a stream: all words at once, then how it ended, then the numbers of tokens if asked for."""
+    """The same answer as a stream of events: the whole text, the finish reason, and with `usage` the token counts."""
     parts: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         chunk = {**answer, "object": answer["object"].replace("chat.completion", "chat.completion.chunk")}

@@ -1,15 +1,15 @@
-"""A small HTTP/1.1 server on the loopback address, with limits on what a peer may cost.
+"""A small HTTP/1.1 server on the loopback address, with limits on the resources of each client.
 
-    a connection      head ------> key in the path ------> body ------> answer
-    a stranger        10 s, 16 KiB  unknown: 404, closed    never read
-    a program                       known                   60 s, 16 MiB  60 s to take it
+    a connection              head ------> key in the path ------> body ------> answer
+    unauthenticated           10 s, 16 KiB  unknown: 404, closed    never read
+    authenticated                           known                   60 s, 16 MiB  60 s to receive it
 
-Any process of this machine can connect. Until a head names a path with a known key, its peer is a stranger: a head is
-all that is kept of it. At most `ListenerLimits.strangers` connections of strangers are open; one more closes the oldest
-of them, so that a program which sends its head at once is served however many others wait in silence. The bodies of all
-requests together take at most `ListenerLimits.bodies` bytes; a request beyond that waits for its turn.
+Any process on this machine can connect. A connection is unauthenticated until it sends a head whose path has a known
+key; until then, the server keeps only its head in memory. At most `ListenerLimits.unauthenticated` such connections are
+open. One more closes the oldest of them, so that a program that sends its head at once is always served. The bodies of
+all requests together take at most `ListenerLimits.bodies` bytes; further requests wait.
 
-The server knows nothing of what it serves: `Admit` decides by method and path, before a body is read.
+The server does not know the application: `Admit` decides by method and path, before a body is read.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ListenerLimits:
     head: int = 16 << 10
     headers: int = 100
     head_seconds: float = 10.0
-    strangers: int = 256  # connections that have not shown a key
-    connections: int = 768  # in all; idle ones are closed for new ones
-    dropped: int = 64 << 10  # bytes of a stranger's body that are read and dropped, so that it can read the answer
+    unauthenticated: int = 256  # connections without a known key
+    connections: int = 768  # in total; a new connection closes an idle one
+    dropped: int = 64 << 10  # bytes of a rejected body that are read and dropped, so that the client gets the answer
     dropped_seconds: float = 1.0
-    idle_seconds: float = 300.0  # that a program's connection waits for its next request
+    idle_seconds: float = 300.0  # until an authenticated connection without a request is closed
     body: int = 16 << 20
     bodies: int = 128 << 20  # of all requests together
     body_seconds: float = 60.0
@@ -47,7 +47,7 @@ class ListenerLimits:
 
 
 class CallError(Exception):
-    """A request that is answered with an error, in the form of OpenAI's interface."""
+    """An error answer to a request, in the format of OpenAI's API."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -56,29 +56,29 @@ class CallError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What is sent back."""
+    """An HTTP answer."""
 
     status: int = 200
     data: bytes
     kind: str = "application/json"
-    last: bool = False  # whether the connection is closed behind it
+    last: bool = False  # whether to close the connection afterwards
 
     @staticmethod
     def of_error(error: CallError, *, last: bool = False) -> Reply:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
-        said = {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
-        return Reply(status=error.status, data=json.dumps(said).encode(), last=last)
+        content = {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+        return Reply(status=error.status, data=json.dumps(content).encode(), last=last)
 
 
 Answer = Callable[[bytes], Awaitable[Reply]]
-"""A body -> what waits for the reply to it, and does not hold the body."""
+"""Takes a body and returns an awaitable of the reply, which does not hold the body in memory."""
 
 Admit = Callable[[str, str], Answer]
-"""Method and path -> what answers a body. Raises `CallError` for a peer that has no key."""
+"""Takes the method and the path, and returns the `Answer`. Raises `CallError` if the path has no known key."""
 
 
 class _EndedError(Exception):
-    """The peer is gone, or was too slow: the connection is closed without an answer."""
+    """The client is gone or too slow: close the connection without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +86,22 @@ class _Head:
     method: str
     path: str
     headers: Mapping[str, str]
-    stays: bool
+    keep_alive: bool
 
 
 class Listener:
-    """The server. All of it runs on one event loop."""
+    """The server. It runs on one event loop."""
 
     def __init__(self, admit: Admit, limits: ListenerLimits | None = None) -> None:
         self._admit, self._limits = admit, limits or ListenerLimits()
         self._server: asyncio.Server | None = None
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
-        self._idle: dict[asyncio.StreamWriter, None] = {}  # programs' connections without a request
+        self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._idle: dict[asyncio.StreamWriter, None] = {}  # authenticated, without a request
         self._busy: set[asyncio.StreamWriter] = set()
         self._bodies = _Budget(self._limits.bodies)
 
     async def start(self) -> int:
-        """Its port. Other machines cannot reach it."""
+        """Start and return the port. Other machines cannot reach it."""
         assert self._server is None
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=self._limits.head)
         port: int = self._server.sockets[0].getsockname()[1]
@@ -114,31 +114,31 @@ class Listener:
     # Connections
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self._make_room():
+        if not self._make_space():
             writer.transport.abort()
             return
-        self._strangers[writer] = None
-        writer.transport.set_write_buffer_limits(high=0)  # an answer is sent when it has left this process
+        self._unauthenticated[writer] = None
+        writer.transport.set_write_buffer_limits(high=0)  # `drain` waits until the answer has left this process
         try:
             while await self._exchange(reader, writer):
                 self._busy.discard(writer)
                 self._idle[writer] = None
             writer.close()
-        except (_EndedError, OSError, asyncio.CancelledError):  # cancelled: its episode, or the run, has ended
+        except (_EndedError, OSError, asyncio.CancelledError):  # cancelled: the episode or the run has ended
             pass
         finally:
-            self._strangers.pop(writer, None)
+            self._unauthenticated.pop(writer, None)
             self._idle.pop(writer, None)
             self._busy.discard(writer)
             if not writer.is_closing():
                 writer.transport.abort()
 
-    def _make_room(self) -> bool:
-        """Close the oldest stranger's connection if there are too many, or a program's idle one."""
-        total = len(self._strangers) + len(self._idle) + len(self._busy)
-        if len(self._strangers) < self._limits.strangers and total < self._limits.connections:
+    def _make_space(self) -> bool:
+        """If there are too many connections, close the oldest unauthenticated one, or else the oldest idle one."""
+        total = len(self._unauthenticated) + len(self._idle) + len(self._busy)
+        if len(self._unauthenticated) < self._limits.unauthenticated and total < self._limits.connections:
             return True
-        for waiting in (self._strangers, self._idle):
+        for waiting in (self._unauthenticated, self._idle):
             if waiting:
                 oldest = next(iter(waiting))
                 del waiting[oldest]
@@ -147,26 +147,26 @@ class Listener:
         return False
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request and its answer; whether the connection stays."""
+        """Handle one request. Returns whether the connection stays open."""
         try:
-            head = await self._head(reader, known=writer in self._idle)
+            head = await self._head(reader, authenticated=writer in self._idle)
             answer = self._admit(head.method, head.path)
         except CallError as error:
-            await self._send(writer, Reply.of_error(error, last=True), stays=False)
+            await self._send(writer, Reply.of_error(error, last=True), keep_alive=False)
             await self._drop(reader, writer)
             return False
-        self._strangers.pop(writer, None)
+        self._unauthenticated.pop(writer, None)
         self._idle.pop(writer, None)
         self._busy.add(writer)
         try:
             reply = await self._answered(answer, reader, writer, head)
-        except CallError as error:  # of the body: what follows on this connection is unknown
+        except CallError as error:  # in the body: the rest of the stream cannot be parsed
             reply = Reply.of_error(error, last=True)
-        stays = head.stays and not reply.last
-        await self._send(writer, reply, stays=stays)
+        keep_alive = head.keep_alive and not reply.last
+        await self._send(writer, reply, keep_alive=keep_alive)
         if reply.last and reply.status >= 400:
             await self._drop(reader, writer)
-        return stays
+        return keep_alive
 
     async def _answered(
         self, answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: _Head
@@ -180,10 +180,10 @@ class Listener:
 
     # Requests
 
-    async def _head(self, reader: asyncio.StreamReader, *, known: bool) -> _Head:
+    async def _head(self, reader: asyncio.StreamReader, *, authenticated: bool) -> _Head:
         limits = self._limits
         try:
-            async with asyncio.timeout(limits.idle_seconds if known else limits.head_seconds):
+            async with asyncio.timeout(limits.idle_seconds if authenticated else limits.head_seconds):
                 raw = await reader.readuntil(b"\r\n\r\n")
         except TimeoutError:
             raise _EndedError from None
@@ -194,9 +194,9 @@ class Listener:
         first, *lines = raw[:-4].decode("latin-1").split("\r\n")
         if len(raw) > limits.head or len(lines) > limits.headers:
             raise CallError(431, f"the head has more than {limits.head} bytes or {limits.headers} headers")
-        found = _REQUEST_LINE.fullmatch(first)
-        if found is None:
-            raise CallError(400, "the first line is not that of an HTTP/1.1 request")
+        request_line = _REQUEST_LINE.fullmatch(first)
+        if request_line is None:
+            raise CallError(400, "the first line is not an HTTP/1.1 request line")
         headers: dict[str, str] = {}
         for line in lines:
             header = _HEADER.fullmatch(line)
@@ -204,19 +204,19 @@ class Listener:
             if header is None or any(letter in header[2] for letter in "\r\n\0"):
                 raise CallError(400, "a line of the head is not a header")
             if name in headers and name in ("content-length", "transfer-encoding", "host"):
-                raise CallError(400, f"two headers {name}")
+                raise CallError(400, f"the header {name} occurs twice")
             headers[name] = header[2]
-        asked = headers.get("connection", "keep-alive" if found[3] == "1" else "close")
-        return _Head(found[1], found[2], headers, stays="close" not in asked.lower())
+        connection = headers.get("connection", "keep-alive" if request_line[3] == "1" else "close")
+        return _Head(request_line[1], request_line[2], headers, keep_alive="close" not in connection.lower())
 
     def _length(self, head: _Head) -> int:
         if "transfer-encoding" in head.headers:
-            raise CallError(411, "give the length of the body (Content-Length); chunks are not supported")
+            raise CallError(411, "chunked bodies are not supported; send Content-Length")
         given = head.headers.get("content-length", "0")
         if _LENGTH.fullmatch(given) is None:
             raise CallError(400, "Content-Length is not a number of bytes")
         if int(given) > self._limits.body:
-            raise CallError(413, f"a body of {int(given)} bytes; {self._limits.body} are allowed")
+            raise CallError(413, f"the body has {int(given)} bytes; at most {self._limits.body} are allowed")
         return int(given)
 
     async def _body(self, reader: asyncio.StreamReader, length: int) -> bytes:
@@ -230,10 +230,11 @@ class Listener:
 
     # Answers
 
-    async def _send(self, writer: asyncio.StreamWriter, reply: Reply, *, stays: bool) -> None:
+    async def _send(self, writer: asyncio.StreamWriter, reply: Reply, *, keep_alive: bool) -> None:
         writer.write(
             f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}\r\nContent-Type: {reply.kind}\r\n"
-            f"Content-Length: {len(reply.data)}\r\nConnection: {'keep-alive' if stays else 'close'}\r\n\r\n".encode()
+            f"Content-Length: {len(reply.data)}\r\n"
+            f"Connection: {'keep-alive' if keep_alive else 'close'}\r\n\r\n".encode()
             + reply.data
         )
         try:
@@ -243,7 +244,7 @@ class Listener:
             raise _EndedError from None
 
     async def _drop(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read on for a moment: a connection that is closed with unread bytes is reset, and the answer is lost."""
+        """Read and drop the rest of the request: closing with unread bytes would reset the connection."""
         left = self._limits.dropped
         with contextlib.suppress(TimeoutError, OSError):
             if writer.can_write_eof():
@@ -254,7 +255,7 @@ class Listener:
 
 
 class _Budget:
-    """Bytes that requests share."""
+    """A memory budget in bytes that requests share."""
 
     def __init__(self, size: int) -> None:
         self._left = size
@@ -268,7 +269,7 @@ class _Budget:
                     self._freed.clear()
                     await self._freed.wait()
         except TimeoutError:
-            raise CallError(503, "the bodies of other requests fill the memory for them; ask again") from None
+            raise CallError(503, "other requests use all memory for bodies; try again later") from None
         self._left -= number
         try:
             yield

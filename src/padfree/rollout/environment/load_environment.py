@@ -1,4 +1,4 @@
-"""Which environment the settings name: the user's own by import path, or a program."""
+"""Load the environment that the settings name: a user's function by import path, or a program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USER_ENVIRONMENT = UserFunction(
 
 
 def check_episode_settings(settings: RolloutConfig) -> None:
-    """Refuse an environment that cannot be found. Nothing is imported or started."""
+    """Raise a UserError if the environment cannot be found. Imports and starts nothing."""
     if settings.environment is not None:
         USER_ENVIRONMENT.check(settings.environment)
     if settings.agent:
@@ -31,20 +31,20 @@ def check_episode_settings(settings: RolloutConfig) -> None:
     if settings.agent and shutil.which(settings.agent[0]) is None:
         raise UserError(
             "rollout.agent",
-            "is no program that can be started",
-            "give its path, or one on PATH",
+            "is not an executable program",
+            "give the path of a program, or the name of one on PATH",
             value=settings.agent[0],
         )
 
 
 def check_episode_rows(settings: RolloutConfig, prompts: Sequence[Prompt]) -> None:
-    """Refuse rows that the words of `rollout.agent` cannot be made from."""
+    """Raise a UserError if the arguments of `rollout.agent` cannot be made from a row."""
     for prompt in prompts if settings.agent else ():
         check_row(settings.agent, prompt.row, prompt.uid)
 
 
 def load_episode(settings: RolloutConfig) -> Episode:
-    """The coroutine function of an episode; the module of the user's own is imported."""
+    """Return the coroutine function of an episode. Imports the module of a user's environment."""
     if settings.environment is not None:
         episode: Episode = USER_ENVIRONMENT.load(settings.environment)
         return episode
@@ -53,5 +53,5 @@ def load_episode(settings: RolloutConfig) -> Episode:
 
 
 def environment_name(settings: RolloutConfig) -> str:
-    """For messages, and for checkpoints to know whose episodes they hold."""
+    """Name of the environment, for messages and checkpoints."""
     return settings.environment or " ".join(settings.agent) or "one response"

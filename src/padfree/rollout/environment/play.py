@@ -1,8 +1,8 @@
-"""An episode to play, what became of it, and who is told of it meanwhile.
+"""An episode to play, its result, and callbacks.
 
-Play       number 7, prompt, key      -> EpisodeRunner, or ResponseWriter where an episode is one response ->
+Play       number 7, prompt, key -> `EpisodeRunner`, or `ResponseWriter` for single-turn episodes
 Played     number 7, leaves or a failure
-Watcher    progress, responses that have arrived, episodes that have ended
+Watcher    callbacks for progress, responses and finished episodes
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from padfree.rollout.prompts import Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Play:
-    """An episode to play: its number in the batch, the key of its draws, and the part of a response that is there."""
+    """An episode to play: its number in the batch, its prompt and its random key."""
 
     number: int
     prompt: Prompt
     key: int
-    begun: Response | None = None  # of one response, whole or not: a checkpoint or the journal had it
+    partial: Response | None = None  # a response, complete or partial, from a checkpoint or the response log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Played:
-    """What became of an episode. With a failure it has no leaves."""
+    """The result of an episode. A failed episode has no leaves."""
 
     number: int
     leaves: tuple[Leaf, ...] = ()
@@ -50,12 +50,12 @@ class Played:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of all leaves. A token that two leaves share counts twice."""
+        """Number of sampled tokens of all leaves. A token that two leaves share counts twice."""
         return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """Of the weights that wrote its sampled tokens, of all leaves together."""
+        """Policy versions of the sampled tokens of all leaves."""
         return np.concatenate([np.zeros(0, np.int64), *(leaf.versions[leaf.sampled] for leaf in self.leaves)])
 
     @property
@@ -68,14 +68,14 @@ class Watcher:
     """Callbacks while episodes are played. Threads of the sampler, of rewards and of the event loop call them."""
 
     on_progress: Callable[[int], None] = lambda done: None
-    """Called with the number of responses that are finished so far."""
+    """Called with the number of responses finished so far."""
 
     on_responses: Callable[[Sequence[tuple[int, Response]]], None] = lambda responses: None
-    """Called with numbers and responses that came together, each whole or as far as it was written when weights came.
+    """Called with (episode number, response) pairs. A response is partial if a weight sync interrupted it.
 
-    Episodes of an environment do not call it: half an episode cannot be continued.
+    Not called for episodes of an environment, because a partial episode cannot be continued.
     """
 
     on_played: Callable[[Played], None] = lambda played: None
     on_failed: Callable[[str], None] = lambda line: None
-    """Called with the message of what has ended all of them."""
+    """Called with the message of an error that ends all episodes."""

@@ -1,4 +1,4 @@
-"""An environment tried out without a model: it is told what the policy would write.
+"""Play an environment without a model: the turns of the policy are given as text.
 
 leaves = rehearse(episode, "48/2?", ["<<48/2=", "#### 24"], tokenizer)
 """
@@ -34,13 +34,13 @@ def rehearse(
     max_new_tokens: int = 1000,
     reward: str | None = None,
 ) -> tuple[Leaf, ...]:
-    """The leaves of one episode, in which the policy writes these turns, one after the other, each to its end.
+    """Return the leaves of one episode in which the policy writes these turns in order, each ended by eos.
 
-    `prompt` stands as it is; with `chat` what the environment replies goes through the tokenizer's chat template.
+    `prompt` is not rendered. With `chat`, replies of the environment are rendered by the tokenizer's chat template.
     """
     chat_tokenizer = ChatTokenizer(tokenizer, ChatRenderer(tokenizer) if chat else None, tokenizer_size(tokenizer))
     reward_workers = None if reward is None else RewardWorkers(load_reward(reward))
-    settings = RunnerSettings(name="the episode", most=1, timeout=60.0, skips=False)
+    settings = RunnerSettings(name="the episode", max_concurrent=1, timeout=60.0, skip_failures=False)
     runner = EpisodeRunner(
         episode, _Turns(turns, chat_tokenizer, tokenizer.eos_token_id), chat_tokenizer, reward_workers, settings
     )
@@ -52,14 +52,14 @@ def rehearse(
         source="rehearsal",
     )
     try:
-        (played,) = runner.play([Play(number=0, prompt=given, key=1)], lambda said: [said])
+        (played,) = runner.play([Play(number=0, prompt=given, key=1)], lambda own: [own])
     finally:
         runner.close()
     return played.leaves
 
 
 class _Turns:
-    """A sampler that says what it was told to, with a log-probability of -1 for each token."""
+    """A sampler that returns given texts, with a log-probability of -1 for each token."""
 
     def __init__(self, turns: Sequence[str], chat_tokenizer: ChatTokenizer, eos: int) -> None:
         self._turns, self._chat_tokenizer, self._eos = list(turns), chat_tokenizer, eos
@@ -78,7 +78,9 @@ class _Turns:
 
     def _response(self, request: SamplingRequest) -> Response:
         if not self._turns:
-            raise UserError("turns", "the episode asks for more than were given", "give one for each call of generate")
+            raise UserError(
+                "turns", "the episode calls generate more often than there are turns", "give one turn for each call"
+            )
         ids = [*self._chat_tokenizer.encode(self._turns.pop(0)), self._eos][: request.max_new_tokens]
         tokens = np.array(ids, np.int64)
         logprobs = np.full(len(tokens), -1.0, np.float32)

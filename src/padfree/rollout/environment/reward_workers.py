@@ -1,10 +1,9 @@
-"""Rewards of texts: in this thread, in threads, in processes (`rollout.reward_processes`), or later by a model.
+"""Compute rewards in this thread, in threads, in processes (`rollout.reward_processes`), or later by a model.
 
-text, row -> Judge.within      this thread                    rewards of responses, unless there are processes
-          -> await Judge       thread                         one for each call: rewards of episodes
-                               process 0, 1, ...   `data.reward_worker`   each judges one text at a time; one that
-                                                              hangs or dies is ended, and another takes its place
-          -> JudgedLater       nothing yet                    all ranks ask the reward model together, see `Collector`
+RewardWorkers.within(text, row)    in this thread: rewards of single responses, unless there are processes
+await RewardWorkers(text, row)     in a new thread: rewards of episodes; or in process 0, 1, ... (`data.reward_worker`),
+                                   one text at a time; a process that hangs or dies is replaced
+RewardsLater                       returns None; later the reward model runs on all ranks together, see `Collector`
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from padfree.rollout.time_limit import call_within
 
 
 class RewardWorkers:
-    """A reward, called from a loop. `processes` 0: threads of this process call it."""
+    """Calls a reward function from an event loop, in `processes` processes; 0: in threads of this process."""
 
     def __init__(self, reward: Reward, processes: int = 0) -> None:
         self._reward, self.name, self.processes = reward, reward.name, processes
@@ -32,11 +31,11 @@ class RewardWorkers:
         self._workers: list[_Worker] = []
 
     def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
-        """The reward by this thread: an alarm interrupts it in the main thread, others leave it behind."""
+        """Compute the reward in this thread, with a time limit (`call_within`)."""
         return call_within(seconds, self._late(seconds, uid), self._reward, text, row, uid)
 
     async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
-        """The reward; `seconds` is what it may take once a process is free for it."""
+        """Compute the reward. `seconds` is the time limit in a process, not counting the wait for a free process."""
         if not self.processes:
             return await asyncio.to_thread(self._reward, text, row, uid)
         if self._free is None:
@@ -57,8 +56,8 @@ class RewardWorkers:
 
     def _late(self, seconds: float, uid: str) -> str:
         return (
-            f"reward: {self.name} took more than {seconds:g} s (rollout.episode_timeout) for sample {uid!r}; correct "
-            "the function, or raise the setting"
+            f"reward: {self.name} took more than {seconds:g} s (rollout.episode_timeout) for sample {uid!r}; make the "
+            "function faster, or raise the setting"
         )
 
     async def close(self) -> None:
@@ -67,7 +66,7 @@ class RewardWorkers:
 
 
 class RewardsLater(RewardWorkers):
-    """A reward model, which judges the texts of all ranks together when a batch is complete."""
+    """Placeholder for a reward model, which computes the rewards of all ranks when a batch is complete."""
 
     def __init__(self, name: str) -> None:
         self.name, self.processes = name, 0
@@ -81,7 +80,7 @@ class RewardsLater(RewardWorkers):
 
 
 class _Worker:
-    """A process that judges, started when there is something for it."""
+    """A process that computes rewards. It starts with the first call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -90,7 +89,7 @@ class _Worker:
     async def rewarded(self, text: str, row: Mapping[str, Any], uid: str) -> float:
         finished = False
         try:
-            found, value = await self._asked(pickle.dumps((text, dict(row), uid)))
+            succeeded, value = await self._call(pickle.dumps((text, dict(row), uid)))
             finished = True
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
             raise UserError(
@@ -99,12 +98,12 @@ class _Worker:
         finally:
             if not finished:
                 await self.end()
-        if not found:
+        if not succeeded:
             raise value
         return float(value)
 
-    async def _asked(self, message: bytes) -> tuple[bool, Any]:
-        process = self._process = self._process or await self._started()
+    async def _call(self, message: bytes) -> tuple[bool, Any]:
+        process = self._process = self._process or await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(LENGTH.pack(len(message)) + message)
@@ -113,7 +112,7 @@ class _Worker:
         answer: tuple[bool, Any] = pickle.loads(await process.stdout.readexactly(length))
         return answer
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -1,16 +1,16 @@
-"""Plays episodes: many at a time on one event loop, each with its time-out, its rewards and its failures.
+"""Play many episodes concurrently on one event loop, each with a timeout, rewards and error handling.
 
-    plays      0 1 2 3 4 5 …     at most `most` at a time; the next begins when one has its trajectory
+    plays      0 1 2 3 4 5 …     at most `max_concurrent` at a time; the next starts when one returns its trajectory
     a play     episode -> leaves -> rewards -> Played
                    |                   |
-                   raises, hangs       raises, hangs          Played with a failure, or the end of the run
+                   raises, hangs       raises, hangs          a Played with a failure, or the end of the run
 
-The time-out counts an episode's own time: while it waits for tokens, its clock stands still. An episode is
-the user's code: whatever it raises, `SystemExit` too, is its failure, and one that ignores its cancellation is left
-behind.
+The timeout counts only the time of the episode itself: its clock stops while it waits for tokens. An episode is user
+code. Any exception that it raises, including `SystemExit`, is a failure of the episode. An episode that ignores its
+cancellation is abandoned.
 
-`play` waits for its episodes. `begin` does not: those of batches ahead go on while others are trained, in the order in
-which they were begun.
+`play` waits for its episodes. `begin` returns at once: its episodes are played during training, in the order in which
+they were queued.
 """
 
 from __future__ import annotations
@@ -30,33 +30,36 @@ from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode, P
 from padfree.rollout.environment.gateway import Gateway
 from padfree.rollout.environment.play import Play, Played, Watcher
 from padfree.rollout.environment.reward_workers import RewardWorkers
-from padfree.rollout.environment.tokens import Place, Tell, TokenSource, blocked, failure_of, make_token_source
+from padfree.rollout.environment.tokens import Gather, TokenSource, TurnPath, blocked, failure_of, make_token_source
 from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
 from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.time_limit import shown_safely
 
-MOST_TURNS = 10_000
-"""Requests for tokens of one episode."""
+MAX_TURNS = 10_000
+"""Maximum number of requests for tokens in one episode."""
 
 GRACE = 5.0
-"""Seconds that an episode gets to end when it is cancelled."""
+"""Seconds that a cancelled episode has to end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerSettings:
-    """`name`: of the environment, for messages. `skips`: a failure is kept, and not raised."""
+    """Settings of a runner.
+
+    `name` is that of the environment, for messages. With `skip_failures`, a failure is recorded and not raised.
+    """
 
     name: str
-    most: int
+    max_concurrent: int
     timeout: float
-    skips: bool
+    skip_failures: bool
     temperature: float = 1.0
 
 
 class EpisodeRunner:
-    """Plays episodes with one sampler. `reward_workers` gives rewards where episodes do not."""
+    """Plays episodes with one sampler. `reward_workers` computes rewards that the episodes do not return."""
 
-    reward_seconds = 0.0  # rewards are computed beside other episodes
+    reward_seconds = 0.0  # not measured: rewards are computed while other episodes run
 
     def __init__(
         self,
@@ -74,50 +77,48 @@ class EpisodeRunner:
         )
         self._settings = settings
         self._thread = LoopThread("episodes")
-        self._max_new_tokens = asyncio.Semaphore(settings.most)  # of episodes that were begun
-        self._turn = asyncio.Lock()  # theirs, whose batch begins episodes
+        self._free_slots = asyncio.Semaphore(settings.max_concurrent)  # for the episodes of `begin`
+        self._turn = asyncio.Lock()  # held by the batch that is starting its episodes
         self._gateway = Gateway(chat_tokenizer, settings.temperature)
 
     def play(
         self,
         plays: Sequence[Play],
-        tell: Tell,
+        gather: Gather,
         *,
         reward_workers: RewardWorkers | None = None,
         watch: Watcher | None = None,
     ) -> list[Played]:
-        """In the order of the plays. Every rank calls it with its own; `tell` lets all know what one says."""
+        """Play these episodes and return the results in order. Every rank calls it with its own episodes.
+
+        `gather` gathers an object from all ranks.
+        """
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
-        max_new_tokens = asyncio.Semaphore(self._settings.most)
-        playing = self._thread.submit(
-            self._play_all(plays, source, reward_workers or self._reward_workers, max_new_tokens)
-        )
+        free_slots = asyncio.Semaphore(self._settings.max_concurrent)
+        playing = self._thread.submit(self._play_all(plays, source, reward_workers or self._reward_workers, free_slots))
         try:
-            source.serve(playing, tell)
+            source.serve(playing, gather)
         except BaseException:
             playing.cancel()
             raise
         return playing.result()
 
     def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
-        """Queue these episodes behind the earlier ones and return at once.
-
-        The sampler must take requests at any time.
-        """
+        """Queue these episodes after the earlier ones and return at once. The sampler must be an `AsyncSampler`."""
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
 
         def ended(playing: Future[Any]) -> None:
             try:
-                line = failure_of(playing)
+                message = failure_of(playing)
             except Exception as error:  # it must reach the thread that waits for the episodes
-                line = f"rollout.environment: {shown_error(error)}; report it, an episode's own errors are caught"
-            if line is not None:
-                watch.on_failed(line)
+                message = f"rollout.environment: {shown_error(error)}; report this bug of padfree"
+            if message is not None:
+                watch.on_failed(message)
 
         self._thread.submit(self._play_in_turn(plays, source, watch.on_played)).add_done_callback(ended)
 
     def blocked(self) -> str | None:
-        """A line if an episode keeps the event loop for itself."""
+        """An error message if an episode blocks the event loop."""
         return blocked(self._thread, self._settings.timeout)
 
     def close(self) -> None:
@@ -132,31 +133,31 @@ class EpisodeRunner:
         self, plays: Sequence[Play], source: TokenSource, on_played: Callable[[Played], None]
     ) -> None:
         await self._turn.acquire()
-        await self._play_all(plays, source, self._reward_workers, self._max_new_tokens, on_played, self._turn.release)
+        await self._play_all(plays, source, self._reward_workers, self._free_slots, on_played, self._turn.release)
 
     async def _play_all(
         self,
         plays: Sequence[Play],
         source: TokenSource,
         reward_workers: RewardWorkers | None,
-        max_new_tokens: asyncio.Semaphore,
+        free_slots: asyncio.Semaphore,
         on_played: Callable[[Played], None] | None = None,
-        on_begun: Callable[[], None] | None = None,
+        on_started: Callable[[], None] | None = None,
     ) -> list[Played]:
-        """`on_begun` is called when all of them have begun, or one has failed."""
+        """Play episodes. `on_started` is called when all of them have started, or one has failed."""
         tasks: list[asyncio.Task[Played]] = []
         try:
             try:
                 for play in plays:
-                    await max_new_tokens.acquire()
-                    source.began(play.number)
-                    session = _Session(self, play, source, max_new_tokens.release)
+                    await free_slots.acquire()
+                    source.started(play.number)
+                    session = _Session(self, play, source, free_slots.release)
                     playing = self._play_one(session, reward_workers, on_played)
                     tasks.append(asyncio.create_task(playing, name=play.prompt.uid))
                     self._raise_failure(tasks)
             finally:
-                if on_begun is not None:
-                    on_begun()
+                if on_started is not None:
+                    on_started()
             for task in asyncio.as_completed(tasks):
                 await task
             return [task.result() for task in tasks]
@@ -180,16 +181,16 @@ class EpisodeRunner:
 
 
 class _Session:
-    """One episode while it is played; what its policies ask for goes through here."""
+    """One running episode: the `Host` of its policies."""
 
     def __init__(self, runner: EpisodeRunner, play: Play, source: TokenSource, free: Callable[[], None]) -> None:
         self._runner, self._play, self._source, self._free = runner, play, source, free
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
         self._tree = Tree(play.prompt)
         self._clock = asyncio.timeout(None)
-        self._asking = self._turns = 0
+        self._num_waiting = self._turns = 0  # requests
         self._remaining = runner._settings.timeout
-        self._left = False
+        self._finished = False
 
     async def play(self, episode: Episode, reward_workers: RewardWorkers | None) -> Played:
         settings, prompt = self._runner._settings, self._play.prompt
@@ -199,15 +200,15 @@ class _Session:
         try:
             async with self._clock:
                 self._run_clock()
-                trajectory = await _apart(episode(prompt, Policy(self._tree, self._tree.root, self)), prompt.uid)
-                self._leave()
+                trajectory = await _in_own_task(episode(prompt, Policy(self._tree, self._tree.root, self)), prompt.uid)
+                self._finish()
                 trajectory = _checked(trajectory, self._tree, settings.name)
                 metrics = {str(name): float(value) for name, value in trajectory.metrics.items()}
                 leaves = await self._leaves(trajectory, reward_workers)
-        except BaseException as error:  # an environment is code of its own
+        except BaseException as error:  # an environment is user code
             task = asyncio.current_task()
             assert task is not None
-            if isinstance(error, asyncio.CancelledError) and task.cancelling():  # by the run, not by the episode
+            if isinstance(error, asyncio.CancelledError) and task.cancelling():  # cancelled by the run
                 raise
             if self._clock.expired():
                 failure = f"took more than {settings.timeout:g} s (rollout.episode_timeout)"
@@ -216,10 +217,10 @@ class _Session:
             else:
                 failure = f"raised {shown_safely(error)}"
         finally:
-            self._leave()
+            self._finish()
         failure = self._tree.failure or failure
         if failure is not None:
-            if not settings.skips:
+            if not settings.skip_failures:
                 raise self._error(failure)
             return Played(number=self._play.number, failure=str(failure), counts=dict(self._tree.counts))
         return Played(number=self._play.number, leaves=leaves, metrics=metrics, counts=dict(self._tree.counts))
@@ -228,16 +229,16 @@ class _Session:
         if isinstance(failure, UserError):
             return failure
         what = f"{self._runner._settings.name} {failure} for {self._play.prompt.uid!r}"
-        return UserError("rollout.environment", what, "correct it, or set rollout.on_failure=skip")
+        return UserError("rollout.environment", what, "correct the environment, or set rollout.on_failure=skip")
 
     async def _leaves(self, trajectory: Trajectory, reward_workers: RewardWorkers | None) -> tuple[Leaf, ...]:
         branches = self._tree.leaves()
         texts = [self._text(branch.ids, branch.ended) for branch in branches]
-        found: list[Awaitable[float | None]] = []
+        pending: list[Awaitable[float | None]] = []
         for branch, text in zip(branches, texts, strict=True):
             own = trajectory.reward if branch.reward is None else branch.reward
-            found.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, reward_workers))
-        rewards = await asyncio.gather(*found)
+            pending.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, reward_workers))
+        rewards = await asyncio.gather(*pending)
         return tuple(leaf_of(*one, trajectory.answer) for one in zip(branches, texts, rewards, strict=True))
 
     async def _reward(self, own: Any, text: str, reward_workers: RewardWorkers | None) -> float | None:
@@ -246,79 +247,81 @@ class _Session:
             if reward_workers is None:
                 raise UserError(
                     "rollout.reward",
-                    f"none, and {name} gave {prompt.uid!r} none either",
-                    "give one of them, as in policy.trajectory(reward=1.0)",
+                    f"is not set, and {name} returned no reward for {prompt.uid!r}",
+                    "set rollout.reward, or return policy.trajectory(reward=...)",
                 )
             return await reward_workers(text, prompt.row, prompt.uid)
         if reward_workers is not None:
             raise UserError(
                 "rollout.reward",
-                f", but {name} gave {prompt.uid!r} a reward itself",
-                "leave one of them out",
+                f"is set, but {name} returned a reward for {prompt.uid!r}",
+                "remove one of the two rewards",
                 value=reward_workers.name,
             )
         if not isinstance(own, (int, float, np.integer, np.floating, np.bool_)) or not -LARGEST < own < LARGEST:
             raise UserError(
-                "rollout.environment", f"{name} gave {prompt.uid!r} {shown(own)} as a reward", "give a finite number"
+                "rollout.environment",
+                f"{name} returned the reward {shown(own)} for {prompt.uid!r}",
+                "return a finite number",
             )
         return float(own)
 
     def _text(self, ids: Sequence[int], ended: bool) -> str:
-        """Behind the prompt, where the branch has that, without the token that ended it."""
+        """The text without the prompt, if the branch starts with it, and without the stop token."""
         prompt = self._play.prompt.tokens
-        behind = len(prompt) if ids[: len(prompt)] == prompt.tolist() else 0
-        return self.chat_tokenizer.decode(ids[behind:-1] if ended else ids[behind:])
+        start = len(prompt) if ids[: len(prompt)] == prompt.tolist() else 0
+        return self.chat_tokenizer.decode(ids[start:-1] if ended else ids[start:])
 
-    # What policies ask for
+    # Methods of `Host`
 
-    async def respond(self, place: Place, request: SamplingRequest) -> Response:
-        if self._left:
+    async def respond(self, path: TurnPath, request: SamplingRequest) -> Response:
+        if self._finished:
             raise UserError(
-                "rollout.environment", "an episode asks for tokens after its end", "await what it has begun"
+                "rollout.environment", "an episode requests tokens after its end", "await all tasks that it creates"
             )
         self._turns += 1
-        if self._turns > MOST_TURNS:  # its clock stands still meanwhile, so that nothing else would end it
+        if self._turns > MAX_TURNS:  # the timeout would never end it, because the clock stops while it waits
             raise UserError(
                 "rollout.environment",
-                f"{self._runner._settings.name} has asked for tokens {MOST_TURNS} times for {self._play.prompt.uid!r}",
-                "let an episode end",
+                f"{self._runner._settings.name} has requested tokens {MAX_TURNS} times for {self._play.prompt.uid!r}",
+                "end the episode earlier",
             )
-        if not self._asking and not self._left:
+        if not self._num_waiting and not self._finished:
             when = self._clock.when()
             if when is not None:
                 self._remaining = when - asyncio.get_running_loop().time()
                 self._clock.reschedule(None)
-        self._asking += 1
+        self._num_waiting += 1
         try:
-            return await self._source.respond(self._play.number, place, request)
+            return await self._source.respond(self._play.number, path, request)
         finally:
-            self._asking -= 1
-            if not self._asking:
+            self._num_waiting -= 1
+            if not self._num_waiting:
                 self._run_clock()
 
     def _run_clock(self) -> None:
-        if not self._clock.expired() and not self._left:
+        if not self._clock.expired() and not self._finished:
             self._clock.reschedule(asyncio.get_running_loop().time() + max(self._remaining, 0.0))
 
     async def serve(self, tree: Tree) -> str:
         return await self._runner._gateway.address(tree, self)
 
-    def _leave(self) -> None:
-        """It asks for no more tokens, so that another episode may begin."""
-        if not self._left:
+    def _finish(self) -> None:
+        """The episode requests no more tokens: let another episode start."""
+        if not self._finished:
             self._runner._gateway.forget(self._tree)
-            self._source.left(self._play.number)
+            self._source.finished(self._play.number)
             self._free()
-            self._left = True
+            self._finished = True
 
 
 def _is_own(error: UserError) -> bool:
-    """Whether it is about a setting, so that it names what to correct; not about an argument the environment gave."""
+    """Whether the error names a setting that the user can correct, and not an argument from the environment."""
     return error.setting == "reward" or error.setting.startswith(("rollout.", "data."))
 
 
-async def _apart(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
-    """Await a task of its own for it: one that does not end when it is cancelled is left behind."""
+async def _in_own_task(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
+    """Run the coroutine in a separate task, which is abandoned if it does not end when it is cancelled."""
     task = asyncio.ensure_future(coroutine)
     if isinstance(task, asyncio.Task):
         task.set_name(name)
@@ -339,9 +342,11 @@ def _checked(trajectory: Any, tree: Tree, name: str) -> Trajectory:
         )
     answer = trajectory.answer
     if answer is not None and not isinstance(answer, str):
-        raise UserError("rollout.environment", f"{name} gave {uid!r} {shown(answer)} as an answer", "give a text")
+        raise UserError(
+            "rollout.environment", f"{name} returned the answer {shown(answer)} for {uid!r}", "return a string"
+        )
     if not tree.leaves():
         raise UserError(
-            "rollout.environment", f"{name} had the policy write nothing for {uid!r}", "await policy.generate()"
+            "rollout.environment", f"{name} sampled no tokens for {uid!r}", "call await policy.generate() in it"
         )
     return trajectory

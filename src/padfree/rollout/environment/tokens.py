@@ -1,12 +1,12 @@
-"""Requests of many episodes, and the two ways in which a sampler answers them.
+"""Sampling for many concurrent episodes, with a synchronous or an asynchronous sampler.
 
-    Rounds     episode 0   ask ------- wait      | sampled   ask --- wait |        a round begins when every episode
-               episode 1   ask - wait ---------- | together  (ended)      |        that is still going waits for tokens
-    Streams    each request goes to the sampler as it comes, and its response to its episode
+    Rounds     episode 0   request --- wait      | sampled   request - wait |      a round starts when every running
+               episode 1   request - wait ------ | together  (ended)        |      episode waits for tokens
+    Streams    each request goes to the sampler at once, and its response to its episode
 
-Rounds are for samplers that only have `sample`. Which requests are in which round follows from the episodes and not
-from how fast they are, so that a resumed run repeats it to the bit; a slow tool therefore holds the others up. Every
-rank makes the same number of calls of `sample`, some of them with nothing.
+`Rounds` is for samplers that only have `sample`. The requests of a round depend on the episodes, not on their speed, so
+that a resumed run repeats them exactly. The price is that a slow tool delays all other episodes. Every rank calls
+`sample` equally often, if necessary with no requests.
 """
 
 from __future__ import annotations
@@ -22,116 +22,118 @@ from padfree.errors import UserError
 from padfree.rollout.base import AsyncSampler, Response, Sampler, SamplingRequest
 from padfree.rollout.loop_thread import LoopThread
 
-Place = tuple[int, ...]
-Round = list[tuple[tuple[int, Place], SamplingRequest]]
-Tell = Callable[[Any], list[Any]]
-"""What every rank says, on every rank. A collective."""
+TurnPath = tuple[int, ...]
+"""Identifies a turn of an episode; it also orders the requests of a round."""
+Round = list[tuple[tuple[int, TurnPath], SamplingRequest]]
+Gather = Callable[[Any], list[Any]]
+"""Gathers an object from every rank. Collective."""
 
 POLL = 0.2
 """Seconds."""
 
-SETTLED = 16
-"""Turns of the event loop without a new request before a round begins: branches of an episode ask one by one."""
+QUIET_ITERATIONS = 16
+"""A round starts after this many iterations of the event loop without a new request. Branches of an episode send their
+requests one by one."""
 
 
 class TokenSource(Protocol):
-    """Where the tokens of episodes come from. `respond`, `began` and `left` are called in the loop's thread."""
+    """Samples tokens for episodes. `respond`, `started` and `finished` are called in the thread of the event loop."""
 
-    def began(self, episode: int) -> None: ...
+    def started(self, episode: int) -> None: ...
 
-    def left(self, episode: int) -> None:
-        """It will ask for no more tokens."""
+    def finished(self, episode: int) -> None:
+        """The episode will request no more tokens."""
 
-    async def respond(self, episode: int, place: Place, request: SamplingRequest) -> Response: ...
+    async def respond(self, episode: int, path: TurnPath, request: SamplingRequest) -> Response: ...
 
-    def serve(self, episodes: Future[Any], tell: Tell) -> None:
-        """Answer until the episodes of all ranks have ended; an error of one rank is raised on all."""
+    def serve(self, episodes: Future[Any], gather: Gather) -> None:
+        """Answer requests until the episodes of all ranks have ended. An error on one rank is raised on all ranks."""
 
 
 class Rounds:
-    """Requests that are gathered and sampled together."""
+    """Collects requests and samples them together."""
 
     def __init__(self, sampler: Sampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout
-        self._asking: dict[int, int] = {}  # requests of each episode that is going
-        self._waiting: dict[tuple[int, Place], tuple[SamplingRequest, asyncio.Future[Response]]] = {}
-        self._calm: int | None = None  # turns of the loop since the last change; None: nobody counts
-        self._out = False  # whether a round is being sampled
+        self._num_waiting: dict[int, int] = {}  # waiting requests of each running episode
+        self._waiting: dict[tuple[int, TurnPath], tuple[SamplingRequest, asyncio.Future[Response]]] = {}
+        self._quiet: int | None = None  # iterations of the loop since the last change; None: not counting
+        self._sampling = False  # whether a round is being sampled
         self._rounds: queue.SimpleQueue[Round] = queue.SimpleQueue()
 
-    # In the loop's thread
+    # In the thread of the event loop
 
-    def began(self, episode: int) -> None:
-        self._asking[episode] = 0
+    def started(self, episode: int) -> None:
+        self._num_waiting[episode] = 0
 
-    def left(self, episode: int) -> None:
-        if self._asking.pop(episode, None) is not None:
+    def finished(self, episode: int) -> None:
+        if self._num_waiting.pop(episode, None) is not None:
             self._changed()
 
-    async def respond(self, episode: int, place: Place, request: SamplingRequest) -> Response:
+    async def respond(self, episode: int, path: TurnPath, request: SamplingRequest) -> Response:
         future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        name = (episode, place)
-        assert name not in self._waiting, "a place of the tree is written once"
-        if episode not in self._asking:
+        name = (episode, path)
+        assert name not in self._waiting, "each turn is sampled once"
+        if episode not in self._num_waiting:
             raise UserError(
-                "rollout.environment", "an episode asks for tokens after its end", "await what it has begun"
+                "rollout.environment", "an episode requests tokens after its end", "await all tasks that it creates"
             )
         self._waiting[name] = request, future
-        self._asking[episode] += 1
+        self._num_waiting[episode] += 1
         self._changed()
         try:
             return await future
         finally:
-            if self._waiting.pop(name, None) is not None:  # the episode has given up
+            if self._waiting.pop(name, None) is not None:  # the episode cancelled the request
                 self._answered(episode)
 
     def _answered(self, episode: int) -> None:
-        if episode in self._asking:
-            self._asking[episode] -= 1
+        if episode in self._num_waiting:
+            self._num_waiting[episode] -= 1
 
     def _changed(self) -> None:
-        if self._calm is None:
-            asyncio.get_running_loop().call_soon(self._settle)
-        self._calm = 0
+        if self._quiet is None:
+            asyncio.get_running_loop().call_soon(self._start_if_quiet)
+        self._quiet = 0
 
-    def _settle(self) -> None:
-        assert self._calm is not None
-        if self._out or not self._waiting or not all(self._asking.values()):
-            self._calm = None
-        elif self._calm < SETTLED:
-            self._calm += 1
-            asyncio.get_running_loop().call_soon(self._settle)
+    def _start_if_quiet(self) -> None:
+        assert self._quiet is not None
+        if self._sampling or not self._waiting or not all(self._num_waiting.values()):
+            self._quiet = None
+        elif self._quiet < QUIET_ITERATIONS:
+            self._quiet += 1
+            asyncio.get_running_loop().call_soon(self._start_if_quiet)
         else:
-            self._calm, self._out = None, True
+            self._quiet, self._sampling = None, True
             self._rounds.put([(name, self._waiting[name][0]) for name in sorted(self._waiting)])
 
-    def _deliver(self, taken: Round, responses: list[Response]) -> None:
-        self._out = False
-        for (name, _), response in zip(taken, responses, strict=True):
-            found = self._waiting.pop(name, None)
-            if found is not None:
+    def _deliver(self, requests: Round, responses: list[Response]) -> None:
+        self._sampling = False
+        for (name, _), response in zip(requests, responses, strict=True):
+            waiting = self._waiting.pop(name, None)
+            if waiting is not None:
                 self._answered(name[0])
-                if not found[1].done():
-                    found[1].set_result(response)
+                if not waiting[1].done():
+                    waiting[1].set_result(response)
         self._changed()
 
-    # In the thread that asked for a batch
+    # In the thread that plays a batch
 
-    def serve(self, episodes: Future[Any], tell: Tell) -> None:
+    def serve(self, episodes: Future[Any], gather: Gather) -> None:
         while True:
-            taken, error = self._next(episodes)
-            everybody = tell((error, bool(taken)))
-            for line, _ in everybody:
-                if line is not None:
-                    raise UserError.of(line)
-            if not any(asks for _, asks in everybody):
+            requests, error = self._next(episodes)
+            by_rank = gather((error, bool(requests)))
+            for message, _ in by_rank:
+                if message is not None:
+                    raise UserError.of(message)
+            if not any(has_requests for _, has_requests in by_rank):
                 return
-            responses = self._sampler.sample([request for _, request in taken])
-            if taken:
-                self._thread.call(self._deliver, taken, responses)
+            responses = self._sampler.sample([request for _, request in requests])
+            if requests:
+                self._thread.call(self._deliver, requests, responses)
 
     def _next(self, episodes: Future[Any]) -> tuple[Round, str | None]:
-        """The next round, or nothing once all episodes have ended, and what was wrong with one."""
+        """The next round, empty once all episodes have ended, and an error message or None."""
         while True:
             if episodes.done():
                 return [], failure_of(episodes)
@@ -143,18 +145,18 @@ class Rounds:
 
 
 class Streams:
-    """Requests that a sampler takes at any time."""
+    """Sends each request to an `AsyncSampler` at once."""
 
     def __init__(self, sampler: AsyncSampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout
 
-    def began(self, episode: int) -> None:
+    def started(self, episode: int) -> None:
         pass
 
-    def left(self, episode: int) -> None:
+    def finished(self, episode: int) -> None:
         pass
 
-    async def respond(self, episode: int, place: Place, request: SamplingRequest) -> Response:
+    async def respond(self, episode: int, path: TurnPath, request: SamplingRequest) -> Response:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Response] = loop.create_future()
 
@@ -162,26 +164,26 @@ class Streams:
             if not future.done():
                 future.set_result(response)
 
-        def arrived(_: int, response: Response) -> None:  # in a thread of the sampler
+        def on_response(_: int, response: Response) -> None:  # in a thread of the sampler
             if response.is_whole(request.max_new_tokens):
                 loop.call_soon_threadsafe(deliver, response)
 
-        self._sampler.begin([request], arrived)
+        self._sampler.begin([request], on_response)
         return await future
 
-    def serve(self, episodes: Future[Any], tell: Tell) -> None:
+    def serve(self, episodes: Future[Any], gather: Gather) -> None:
         while True:
             error = self._wait(episodes)
-            everybody = tell((error, not episodes.done()))
-            for line, _ in everybody:
-                if line is not None:
-                    raise UserError.of(line)
-            if not any(unfinished for _, unfinished in everybody):
+            by_rank = gather((error, not episodes.done()))
+            for message, _ in by_rank:
+                if message is not None:
+                    raise UserError.of(message)
+            if not any(unfinished for _, unfinished in by_rank):
                 return
             self._sampler.renew()
 
     def _wait(self, episodes: Future[Any]) -> str | None:
-        """Until this rank's episodes have ended, or something must be done about it; what is wrong."""
+        """Wait until this rank's episodes have ended, or the sampler is stuck. Returns an error message, or None."""
         ended = threading.Event()
         episodes.add_done_callback(lambda _: ended.set())
         while not ended.wait(POLL):
@@ -202,7 +204,7 @@ def make_token_source(sampler: Sampler, thread: LoopThread, timeout: float) -> T
 
 def failure_of(episodes: Future[Any]) -> str | None:
     if episodes.cancelled():
-        return "rollout.environment: the episodes were cancelled; see that no episode cancels another"
+        return "rollout.environment: the episodes were cancelled; check that no episode cancels another"
     error = episodes.exception()
     if error is None or isinstance(error, UserError):
         return None if error is None else str(error)
@@ -210,10 +212,10 @@ def failure_of(episodes: Future[Any]) -> str | None:
 
 
 def blocked(thread: LoopThread, timeout: float) -> str | None:
-    """A line if an episode keeps the event loop for itself: no other can go on, nor can its time-out end it."""
+    """An error message if an episode blocks the event loop, so that no episode continues and no timeout works."""
     if thread.seconds_blocked() <= timeout:
         return None
     return (
-        f"rollout.environment: an episode has kept the event loop for more than {timeout:g} s without an await; await "
-        "what takes long, with asyncio.to_thread where it is a plain function"
+        f"rollout.environment: an episode has blocked the event loop for more than {timeout:g} s; await long "
+        "operations, and call blocking functions with asyncio.to_thread"
     )

@@ -1,14 +1,15 @@
-"""What an episode has made: branches of token ids, and the leaves among them that become samples.
+"""The result of an episode: a tree of token ids, whose leaves become samples.
 
-    prompt            p p p              root     p p p | a a E | t t | b b E        a, b sampled, t the environment's
+    prompt            p p p              root     p p p | a a E | t t | b b E        a, b: sampled; t: environment
     generate          a a E              mask     0 0 0   1 1 1   0 0   1 1 1
-    add               t t                fork     p p p | a a E | u | c E            a branch behind the first turn
+    add               t t                fork     p p p | a a E | u | c E            a branch after the first turn
     generate          b b E              mask     0 0 0   1 1 1   0   1 1
 
-Ids are appended and never encoded again. Every leaf is a sample of its own: its whole path, with the prefixes that it
-shares with others. Those are computed once (`batch.share_prefixes`), and their gradient is the sum over the leaves.
+Token ids are appended and never re-encoded. Every leaf is a separate sample: its whole path, including prefixes that it
+shares with other leaves. Shared prefixes are computed once (`batch.share_prefixes`), and their gradient is the sum over
+the leaves.
 
-A branch is a leaf if it has sampled tokens of its own and is not how another leaf begins.
+A branch is a leaf if it has sampled tokens of its own and is not a prefix of another leaf.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ from padfree.rollout.prompts import Prompt
 
 
 class Branch:
-    """One path of an episode: ids, which of them were sampled, by which weights, and their log-probabilities."""
+    """One path of an episode: token ids, and for each id whether it was sampled, its version and log-probability."""
 
     def __init__(self, tokens: NDArray[np.integer[Any]], *, path: tuple[int, ...] = (), parent: Branch | None = None):
-        self._given = tokens  # the object that requests of one context share, as long as nothing is behind it
+        self._array = tokens  # cached, so that requests with the same context share one array object
         self.ids: list[int] = tokens.tolist()
         self.sampled = [False] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
         self.versions = [0] * len(self.ids)
         self.path, self.parent = path, parent
-        self.fork = len(self.ids)  # where it left its parent; of a root: the prompt's length
+        self.fork = len(self.ids)  # number of tokens at which it left its parent; of a root: length of the prompt
         self.turns = self.num_branches = 0
-        self.ended = False  # whether the last token is one that ends a response
+        self.ended = False  # whether the last token is a stop token
         self.reward: float | None = None
         self.answer: str | None = None
 
     @property
     def tokens(self) -> NDArray[np.integer[Any]]:
-        """[n]; the same object for every branch at this place."""
-        if len(self._given) != len(self.ids):
-            self._given = np.array(self.ids, dtype=np.int64)
-        return self._given
+        """[n]; the same object for all branches with these tokens."""
+        if len(self._array) != len(self.ids):
+            self._array = np.array(self.ids, dtype=np.int64)
+        return self._array
 
     def write(self, response: Response) -> None:
-        """Append what was sampled."""
+        """Append sampled tokens."""
         self._append(response.tokens.tolist(), True, response.logprobs.tolist(), response.token_versions.tolist())
         self.turns += 1
         self.ended = response.ended
 
     def add(self, ids: Sequence[int]) -> None:
-        """Append what the environment says."""
+        """Append tokens of the environment."""
         self._append(list(ids), False, [0.0] * len(ids), [0] * len(ids))
         self.ended = self.ended and not ids
 
@@ -66,7 +67,7 @@ class Branch:
         self.versions += versions
 
     def branch(self, at: int | None = None) -> Branch:
-        """A further path from here on, or from where there were `at` tokens."""
+        """Make a branch from here, or from the first `at` tokens."""
         tokens = self.tokens if at is None else self.tokens[:at]
         child = Branch(tokens, path=(*self.path, self.num_branches), parent=self)
         child.sampled, child.logprobs = self.sampled[: len(tokens)], self.logprobs[: len(tokens)]
@@ -77,23 +78,23 @@ class Branch:
 
     @property
     def has_own(self) -> bool:
-        """Whether it has sampled tokens that its parent has not."""
+        """Whether it has sampled tokens that its parent does not have."""
         return any(self.sampled[self.fork :])
 
 
 class Tree:
-    """The branches of one episode. Its first is that of the prompt; calls of an agent may begin others."""
+    """The branches of one episode. The root starts with the prompt; calls of an agent may start other roots."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.root = Branch(prompt.tokens)
         self.branches = [self.root]
-        self.counts: dict[str, float] = {}  # of what happened, for the metrics of the batch
-        self.failure: UserError | None = None  # of what serves the episode: it fails, whatever it returns
+        self.counts: dict[str, float] = {}  # event counters, for the metrics of the batch
+        self.failure: UserError | None = None  # an error of the gateway: the episode fails even if it returns normally
 
     @property
     def limit(self) -> int:
-        """Tokens that a sample may have."""
+        """Maximum number of tokens of a sample."""
         return len(self.prompt)
 
     def fork(self, branch: Branch, at: int | None = None) -> Branch:
@@ -101,7 +102,7 @@ class Tree:
         return self.branches[-1]
 
     def begin(self, tokens: Sequence[int]) -> Branch:
-        """A branch with another beginning than the prompt."""
+        """Start a branch with these tokens instead of the prompt."""
         self.branches.append(Branch(np.array(tokens, dtype=np.int64), path=(-len(self.branches),)))
         return self.branches[-1]
 
@@ -116,27 +117,27 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """What an episode returns: see `Policy.trajectory`. `reward` is that of every leaf without one of its own."""
+    """The return value of an episode, made by `Policy.trajectory`. `reward` is for leaves without their own reward."""
 
     tree: Tree
     reward: float | None = None
-    answer: str | None = None  # what a reward function judges in the place of what was written
+    answer: str | None = None  # the text that the reward function gets, instead of the text of the leaf
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaf:
-    """A path that becomes a sample. Travels between ranks."""
+    """A path that becomes a sample. It can be sent to other ranks."""
 
     tokens: NDArray[np.int64]  # [n]
     sampled: NDArray[np.bool_]  # [n]
-    logprobs: NDArray[np.float32]  # [n], 0 where nothing was sampled
-    versions: NDArray[np.int64]  # [n] of the weights that wrote each token, 0 where nothing was sampled
+    logprobs: NDArray[np.float32]  # [n], 0 for tokens that were not sampled
+    versions: NDArray[np.int64]  # [n] policy version of each token, 0 for tokens that were not sampled
     ended: bool
     turns: int
-    text: str  # behind the prompt
-    reward: float | None = None  # None: a reward model judges it when the batch is complete
-    answer: str | None = None  # what is judged in the place of `text`
+    text: str  # after the prompt
+    reward: float | None = None  # None: a reward model computes it when the batch is complete
+    answer: str | None = None  # the text that the reward gets instead of `text`
 
 
 def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None = None) -> Leaf:
@@ -154,7 +155,7 @@ def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None 
 
 
 def leaf_of_response(prompt: Prompt, response: Response, text: str) -> Leaf:
-    """The leaf of an episode of one turn."""
+    """The leaf of a single-turn episode."""
     before = len(prompt.tokens)
     return Leaf(
         tokens=np.concatenate([prompt.tokens, response.tokens]),
@@ -168,6 +169,6 @@ def leaf_of_response(prompt: Prompt, response: Response, text: str) -> Leaf:
 
 
 def turns_of(branch: Branch) -> int:
-    """Stretches of sampled tokens."""
+    """Number of runs of consecutive sampled tokens."""
     sampled = np.array([False, *branch.sampled])
     return int((sampled[1:] & ~sampled[:-1]).sum())

@@ -1,10 +1,12 @@
-"""The training process samples.
+"""Sampling in the training process.
 
-sampler          InProcessSampler: the `Sampler`
-weights          PolicyModel: a model with the weights of the trained one, shared where that can be
-hf_cache         write_responses: transformers' own attention and cache, on any device
-decode           Decoder: lanes that are refilled, steps as CUDA graphs
-cached_model     an HF model whose attention keeps its keys and values in our cache
-kv_cache         the cache, and which lane has which part of it
-decode_attention, draw     the two kernels of a step, each with its reference; triton_* beside them
+sampler           InProcessSampler: the `Sampler`
+policy_model      PolicyModel: a model with the weights of the trained one, which it shares if possible
+hf_cache          write_responses: sampling with the attention and cache of transformers, on any device
+decode            Decoder: continuous batching with decode slots and CUDA graphs
+cached_model      an HF model whose attention uses padfree's KV cache
+kv_cache          the KV cache and its allocator
+decode_attention  attention of a decode step: operator and reference; triton_decode_attention is the kernel
+sample_token      sampling of a decode step: function and reference; triton_sample_token is the kernel
+sampled_tokens    definitions shared by the kernels and their references
 """

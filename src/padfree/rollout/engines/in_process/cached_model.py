@@ -1,12 +1,12 @@
-"""An HF model whose attention keeps its keys and values in a `KVCache`: prompts go in packed, tokens one per lane.
+"""An HF model whose attention uses a `KVCache`: packed prefill of prompts, and decode steps with one token per slot.
 
-    prefill    tokens [T] of prompts end to end    ->  keys and values at `places` [T]            no logits
-    decode     one token for each of L lanes [L]   ->  hidden states [L, D]                       see decode_attention
+    prefill    tokens [T] of packed prompts         ->  keys and values at cache indices [T]       no logits
+    decode     one token for each of L slots [L]    ->  hidden states [L, D]                       see decode_attention
 
-Both are one row to the model, `[1, T]` and `[1, L]`, with the positions of its tokens: everything but attention treats
-tokens one by one, which is what `padfree.model.probe` has made sure of. What attention needs comes as an argument of
-the forward, never as a global. On its way into a layer the argument is narrowed to that layer, outside of what is
-compiled: so all layers share one compiled graph.
+In both cases the model sees one sequence, `[1, T]` or `[1, L]`, with explicit positions. This works because all layers
+but attention treat tokens independently, which `padfree.model.probe` verifies. Attention gets its context as an
+argument of the forward pass, never as a global. Before each layer the context is narrowed to that layer, outside of
+compiled code, so that all layers share one compiled graph.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from padfree.rollout.engines.in_process.decode_attention import decode_attention
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts in HF configs."""
+"""Config fields that hold the number of experts in HF models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DecodeLayer:
-    """What the attention of one layer is given for a decode step."""
+    """Attention context of one layer in a decode step."""
 
     keys: Tensor  # [M, Hkv, d]
     values: Tensor  # [M, Hkv, dv]
-    slots: Tensor  # [rows, L]
-    longest: int  # keys of a lane, at most
+    slots: Tensor  # [F, L]
+    longest: int  # maximum number of keys of a slot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PrefillLayer:
-    """The same for a row of prompts."""
+    """Attention context of one layer for a pack of prompts."""
 
     keys: Tensor
     values: Tensor
-    places: Tensor  # [T]
+    indices: Tensor  # [T] cache indices
     packed: AttnContext
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShapeOfLayer:
-    """Asks the attention of a layer what it would store."""
+    """Attention context of one layer that records the shapes of its keys and values."""
 
     shapes: list[LayerShape]
     packed: AttnContext
@@ -60,27 +60,27 @@ class _ShapeOfLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Context:
-    """What travels through the model's forward; `of_layer` is what each layer gets of it."""
+    """The context passed through the forward pass of the model; `of_layer` returns the context of one layer."""
 
     of_layer: Callable[[int], _DecodeLayer | _PrefillLayer | _ShapeOfLayer]
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Why this model cannot be decoded with a cache of ours; None if it can."""
+    """Why this model cannot be decoded with padfree's KV cache; None if it can."""
     if position_limit(model.config) is not None:
-        return "its rotary frequencies depend on the longest response beside"
+        return "its rotary frequencies depend on the longest response in the batch"
     if _layers(model) is None:
-        return "it has no list of its layers"
+        return "its layers are not in a ModuleList"
     return None
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
-    """Whether a step has the same kernels whatever its tokens are. Experts that get no token are left out."""
+    """Whether a step runs the same kernels for any tokens. Mixtures of experts do not: they skip unused experts."""
     return not any(getattr(model.config, name, None) for name in EXPERTS)
 
 
 class CachedModel:
-    """A whole model in evaluation mode, and how it is called."""
+    """Runs an unsharded model in evaluation mode with a KV cache."""
 
     def __init__(self, model: PreTrainedModel, *, backend: str = "auto", compiled: bool = False) -> None:
         layers = _layers(model)
@@ -92,18 +92,18 @@ class CachedModel:
         model.set_attn_implementation(name)
         run = torch.compile(_run_layer) if compiled else _run_layer
         for index, layer in enumerate(layers):
-            # What `nn.Module.compile` uses as well: calls of the layer come here, its own forward stays as it is.
+            # `nn.Module.compile` uses the same hook: it intercepts calls of the layer and leaves `forward` unchanged.
             object.__setattr__(layer, "_compiled_call_impl", partial(_call_layer, layer, index, run))
 
     def head(self) -> LmHead:
-        """As it is at this moment."""
-        found = described_head(self.model)
-        assert found is not None
-        return found
+        """The LM head with its current weights."""
+        head = described_head(self.model)
+        assert head is not None
+        return head
 
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:
-        """What a token takes in each layer, asked with a row of one token."""
+        """Shapes of the keys and values of each layer, found by a forward pass of one token."""
         shapes: list[LayerShape] = []
         packed = AttnContext(segments=Segments.from_lengths([1], device=self.device))
         one = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -112,19 +112,19 @@ class CachedModel:
 
     @torch.no_grad()
     def prefill(
-        self, tokens: Tensor, positions: Tensor, places: Tensor, lengths: Sequence[int], cache: KVCache
+        self, tokens: Tensor, positions: Tensor, indices: Tensor, lengths: Sequence[int], cache: KVCache
     ) -> None:
-        """Keys and values of prompts of these lengths, end to end: all arguments [T], places on the cache's axis."""
+        """Store the keys and values of packed prompts of these lengths at the cache indices. Tensors are [T]."""
         packed = AttnContext(segments=Segments.from_lengths(lengths, device=self.device))
         self._forward(
             tokens,
             positions,
-            _Context(lambda layer: _PrefillLayer(cache.keys[layer], cache.values[layer], places, packed)),
+            _Context(lambda layer: _PrefillLayer(cache.keys[layer], cache.values[layer], indices, packed)),
         )
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, longest: int) -> Tensor:
-        """[L, D] last hidden states of one token for each lane [L], none of which sees more than `longest` before."""
+        """Last hidden states [L, D] of one token for each slot [L]. `longest`: maximum number of earlier keys."""
         return self._forward(
             tokens,
             positions,
@@ -151,7 +151,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 def _call_layer(layer: nn.Module, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     context = kwargs["attn_context"]
-    assert isinstance(context, _Context), "a layer was called by someone else"
+    assert isinstance(context, _Context), "a layer was called outside of CachedModel"
     narrowed = context.of_layer(index)
     kwargs = {**kwargs, "attn_context": narrowed}
     if not isinstance(narrowed, _DecodeLayer):
@@ -166,7 +166,7 @@ def _run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mark_variable(inputs: Sequence[Any]) -> None:
-    """The number of lanes is a variable to the compiler: hidden states [1, L, D], positions [1, L], lanes [rows, L]."""
+    """Mark the number of slots L as dynamic: hidden states [1, L, D], positions [1, L], slots [F, L]."""
     for each in inputs:
         if isinstance(each, Tensor) and each.ndim >= 2:
             if not hasattr(each, "_dynamo_weak_dynamic_indices"):
@@ -190,10 +190,10 @@ def _cached_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, H, dv] and no attention weights, as HF's attention layers call it.
+    """HF attention interface: returns [1, T, H, dv] and no attention weights.
 
-    What `padfree.model.interface.attention` refuses is refused where prompts go through it; a decode step is the same
-    layers with the same arguments.
+    Unsupported arguments are rejected by `padfree.model.interface.attention` during prefill. Decode steps call the same
+    layers with the same arguments, so they need no check.
     """
     context = attn_context
     if isinstance(context, _DecodeLayer):
@@ -205,8 +205,8 @@ def _cached_attention(
         return out[None], None
     k, v = (states.transpose(1, 2).squeeze(0) for states in (key, value))
     if isinstance(context, _PrefillLayer):
-        context.keys.index_copy_(0, context.places, k)
-        context.values.index_copy_(0, context.places, v)
+        context.keys.index_copy_(0, context.indices, k)
+        context.values.index_copy_(0, context.indices, v)
     else:
         context.shapes.append(LayerShape(heads=k.shape[1], key_size=k.shape[2], value_size=v.shape[2], dtype=k.dtype))
     return attention(

@@ -1,19 +1,19 @@
-"""Decoding many responses at a time: lanes that are refilled, steps that never wait for the host.
+"""Continuous batching: decode many responses at a time in slots, with steps that never wait for the host.
 
-    lanes   0   a a a a a a a d d d d …       a response has a lane from its first token to its last;
-            1   b b b e e e e e e e e …       then the lane is given to the next request
-            2   c c c c c c c c c . . …       and at the end the lanes that are left move together
+    slots   0   a a a a a a a d d d d …       a response keeps its slot from its first token to its last;
+            1   b b b e e e e e e e e …       then the next request gets the slot;
+            2   c c c c c c c c c . . …       at the end, the slots that are still occupied are compacted
     steps   | burst | burst | burst |
 
-    a step    tokens [L] -> hidden [L, D] -> logits [L, V] -> drawn [L] -> the next tokens
+    a step    tokens [L] -> hidden [L, D] -> logits [L, V] -> sampled [L] -> the next tokens
 
-All that a step reads and writes is on the device: `slots` [rows, L] says for each lane which keys it sees, what it
-feeds next and whose response it writes (`outputs` has one row for each request). On CUDA a step is one CUDA graph, for
-each of a few numbers of lanes. The host replays it in bursts, and looks at who has finished one burst later, while the
-next one runs. Where a response must have ended because it has no more room, the host knows without looking.
+A step reads and writes only device memory. `slots` [F, L] holds F fields for each of L slots: the cache range of its
+keys, its next input token, and the request it belongs to. On CUDA a step is a CUDA graph, captured for a few numbers of
+slots. The host replays the graph in bursts. It reads which responses have ended one burst late, while the next burst
+runs. It knows without reading which responses have reached `max_new_tokens`.
 
-The last token of a prompt is not prefilled: it is the first that its lanes feed. So all draws are made by the same
-step, and a prompt of n tokens has n - 1 places in the cache, however many responses follow it.
+The last token of a prompt is not prefilled: it is the first input of the slots of that prompt. All tokens are therefore
+sampled by the same step, and a prompt of n tokens takes n - 1 entries of the cache for any number of responses.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from padfree.rollout.engines.in_process.kv_cache import Extents, KVCache, LayerS
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 TOKEN, KEY, MAX_NEW_TOKENS, REQUEST = range(5, 9)
-NUM_ROWS = 9
-"""Rows of `slots`: those that attention reads, what is fed next, the key of the noise, the room, and the request."""
+NUM_SLOT_FIELDS = 9
+"""Fields of `slots`: those that attention reads, the next token, the random key, the token limit, and the request."""
 
 BURST = 8
-"""Steps between two looks at who has finished."""
+"""Number of steps between two reads of the status."""
 
-FEWEST_LANES = 16
-"""Steps are captured for the number of lanes, its half, and so on down to this."""
+MIN_SLOTS = 16
+"""Steps are captured for the number of slots, half of it, a quarter, and so on, but not below this."""
 
 PREFILL_TOKENS = 8192
-"""Of prompts in one pass, unless one is longer."""
+"""Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
 
 GROWTH = 1.1
-"""A cache is made larger by this than what is asked for: the next batch may have longer prompts."""
+"""The cache is allocated larger by this factor, because the next batch may have longer prompts."""
 
 
 KEYS_STEP = 512
-"""What the longest response with its prompt is rounded up to: steps are captured for that many keys."""
+"""The maximum number of keys of a slot, which a captured step depends on, is rounded up to a multiple of this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +61,8 @@ class _Prompt:
     """A prompt of one or more requests."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
-    waiting: int = 0  # requests that have not ended yet
-    start: int | None = None  # its first place in the cache; None: it is not there
+    unfinished: int = 0  # its requests that have not ended
+    start: int | None = None  # its first cache index; None: it is not in the cache
 
     @property
     def stored(self) -> int:
@@ -71,25 +71,25 @@ class _Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A response that is being written."""
+    """A response that is being sampled."""
 
     request: int
     prompt: _Prompt
-    own: int  # its first place in the cache
-    remaining: int  # steps after which it has no more room
-    at: int | None = None  # the lane it is in; None: in none yet
+    own: int  # its first cache index
+    remaining: int  # steps until it reaches `max_new_tokens`
+    index: int | None = None  # its slot on the device; None: not assigned yet
 
 
 @dataclass(slots=True, eq=False)
 class _Buffers:
-    """What steps read and write, at addresses that stay."""
+    """Tensors that steps read and write, at fixed addresses. N: maximum number of requests."""
 
     cache: KVCache
-    slots: Tensor  # [rows, lanes] int64
-    tokens: Tensor  # [N + 1, longest] int64; the last row is for lanes that are not active
+    slots: Tensor  # [F, L] int64
+    tokens: Tensor  # [N + 1, longest] int64; inactive slots write to index N
     logprobs: Tensor  # [N + 1, longest] float32
-    status: Tensor  # [2, N + 1] int64: tokens written, and whether that is all
-    most_keys: int  # that a lane can have before its newest
+    status: Tensor  # [2, N + 1] int64: number of tokens, and whether the response has ended
+    max_keys: int  # maximum number of keys before the new token of a slot
 
     @property
     def num_requests(self) -> int:
@@ -102,17 +102,17 @@ class _Buffers:
 
 @dataclass(slots=True)
 class DecodeStatistics:
-    """What the last call of `sample` took."""
+    """Statistics of the last call of `sample`."""
 
     steps: int = 0
-    slot_steps: int = 0  # lanes over all steps, whether they had something to write or not
-    prefilled: int = 0  # tokens of prompts
+    slot_steps: int = 0  # number of slots summed over all steps, occupied or not
+    prefilled: int = 0  # prompt tokens
     captures: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Look:
-    """The status of all requests as it was behind a burst, on its way to the host."""
+class _StatusCopy:
+    """An asynchronous copy of the status after a burst."""
 
     status: Tensor
     event: Any
@@ -120,8 +120,8 @@ class _Look:
     def read(self) -> NDArray[np.int64]:
         if self.event is not None:
             self.event.synchronize()
-        found: NDArray[np.int64] = self.status.numpy()
-        return found
+        status: NDArray[np.int64] = self.status.numpy()
+        return status
 
 
 class Decoder:
@@ -137,8 +137,11 @@ class Decoder:
         cache_bytes: int | None = None,
         captured: bool | None = None,
     ) -> None:
-        """`cache_bytes`: keys and values take no more; None: as much as `num_slots` responses need, but at most half
-        of what the device has free. `captured`: whether steps are CUDA graphs; None: where that can be."""
+        """Create a decoder.
+
+        `cache_bytes` limits the KV cache; None: as much as `num_slots` responses need, but at most half of the free
+        device memory. `captured`: whether steps are CUDA graphs; None: if the device and the model allow it.
+        """
         self.model, self.device = model, model.device
         self.num_slots, self.temperature = num_slots, temperature
         self.stops = torch.tensor(sorted(stops), device=self.device)
@@ -152,16 +155,16 @@ class Decoder:
         self._pool: Any = None
 
     def forget_graphs(self) -> None:
-        """Steps will be captured anew: weights have moved to other addresses.
+        """Drop all captured steps, because the weights have moved to other addresses.
 
-        Their memory pool goes with them. A library may hold a part of it for good, and PyTorch takes no capture into a
-        pool that no graph uses any more.
+        Their memory pool is dropped too: a library may keep a part of it allocated, and PyTorch does not capture into
+        a pool that no graph uses any more.
         """
         self._graphs.clear()
         self._pool = None
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.forget_graphs()
         self._buffers = None
 
@@ -174,35 +177,35 @@ class Decoder:
         on_progress: OnProgress | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Response]:
-        """One response for each request, in their order. With `on_tokens` the host waits for every burst."""
+        """Return one response for each request, in order. With `on_tokens`, the host synchronises after every burst."""
         self.statistics = DecodeStatistics()
         if not requests:
             return []
         buffers = self._buffers = self._fitting_buffers(requests)
         buffers.slots.zero_()
         buffers.status.zero_()
-        _Sampling(self, buffers, requests, on_progress, on_tokens).run()
+        _Schedule(self, buffers, requests, on_progress, on_tokens).run()
         status, tokens, logprobs = (
             tensor.cpu().numpy() for tensor in (buffers.status, buffers.tokens, buffers.logprobs)
         )
-        ends = set(self.stops.tolist())
-        found = []
+        stops = set(self.stops.tolist())
+        responses = []
         for number in range(len(requests)):
             length = int(status[0, number])
             own = tokens[number, :length].astype(np.int64)
-            found.append(
+            responses.append(
                 Response(
                     tokens=own,
                     logprobs=logprobs[number, :length].copy(),
-                    ended=int(own[-1]) in ends,
+                    ended=int(own[-1]) in stops,
                     version=version,
                 )
             )
-        return found
+        return responses
 
     @torch.no_grad()
     def prepare(self, requests: Sequence[SamplingRequest]) -> None:
-        """Take the memory for such requests, and capture all steps, so that `sample` does not have to."""
+        """Allocate the memory for these requests and capture all steps, so that `sample` does not have to."""
         self._buffers = self._fitting_buffers(requests)
         for count in slot_counts(self.num_slots) if self.captured else ():
             if count not in self._graphs:
@@ -211,43 +214,44 @@ class Decoder:
     # Memory
 
     def _fitting_buffers(self, requests: Sequence[SamplingRequest]) -> _Buffers:
-        """Those that are there, if all requests fit, or new ones."""
+        """Return the existing buffers if all requests fit, else new ones."""
         if self.shapes is None:
             self.shapes = self.model.layer_shapes()
         longest = max(request.max_new_tokens for request in requests)
         prompts = {id(request.tokens): len(request.tokens) - 1 for request in requests}
         wanted = min(self.num_slots, len(requests)) * longest + sum(prompts.values())
         needed = max(len(request.tokens) - 1 + request.max_new_tokens for request in requests)
-        num_requests, most_keys, before = len(requests), rounded_up(needed, KEYS_STEP), 0
+        num_requests, max_keys, old_capacity = len(requests), rounded_up(needed, KEYS_STEP), 0
         old = self._buffers
         if old is not None:
-            fits = num_requests <= old.num_requests and longest <= old.longest and most_keys <= old.most_keys
-            if fits and wanted <= old.cache.num_places:
+            fits = num_requests <= old.num_requests and longest <= old.longest and max_keys <= old.max_keys
+            if fits and wanted <= old.cache.capacity:
                 return old
             num_requests, longest = max(num_requests, old.num_requests), max(longest, old.longest)
-            most_keys, before = max(most_keys, old.most_keys), old.cache.num_places
+            max_keys, old_capacity = max(max_keys, old.max_keys), old.cache.capacity
             del old
             self.free()
-        limit = self._most_places()
+        limit = self._max_capacity()
         if needed > limit:
             token_bytes = sum(shape.token_bytes for shape in self.shapes)
             raise UserError(
                 "rollout.kv_cache_memory",
-                f"{limit * token_bytes / 2**30:.3g} GiB, but the keys and values of one response with its prompt "
-                f"take {needed * token_bytes / 2**30:.3g}",
+                f"{limit * token_bytes / 2**30:.3g} GiB, but the keys and values of one prompt with its response "
+                f"take {needed * token_bytes / 2**30:.3g} GiB",
                 f"set rollout.kv_cache_memory={np.ceil(needed * token_bytes / 2**30 * 100) / 100:g} or more",
             )
-        num_places = min(limit, max(before, int(wanted * GROWTH)))
+        capacity = min(limit, max(old_capacity, int(wanted * GROWTH)))
         return _Buffers(
-            cache=KVCache.allocated(self.shapes, num_places, self.device),
-            slots=torch.zeros(NUM_ROWS, self.num_slots, dtype=torch.int64, device=self.device),
+            cache=KVCache.allocated(self.shapes, capacity, self.device),
+            slots=torch.zeros(NUM_SLOT_FIELDS, self.num_slots, dtype=torch.int64, device=self.device),
             tokens=torch.zeros(num_requests + 1, longest, dtype=torch.int64, device=self.device),
             logprobs=torch.zeros(num_requests + 1, longest, dtype=torch.float32, device=self.device),
             status=torch.zeros(2, num_requests + 1, dtype=torch.int64, device=self.device),
-            most_keys=most_keys,
+            max_keys=max_keys,
         )
 
-    def _most_places(self) -> int:
+    def _max_capacity(self) -> int:
+        """Maximum number of tokens in the cache."""
         assert self.shapes is not None
         limit = self.cache_bytes
         if limit is None:
@@ -261,25 +265,25 @@ class Decoder:
     # Steps
 
     def prefill(self, prompts: Sequence[_Prompt]) -> None:
-        """Put the keys and values of these prompts into the cache, as many at a time as a pass may have tokens."""
+        """Compute the keys and values of these prompts, in passes of up to PREFILL_TOKENS tokens."""
         assert self._buffers is not None
         while prompts:
             lengths = np.cumsum([prompt.stored for prompt in prompts])
             count = max(1, int(np.searchsorted(lengths, PREFILL_TOKENS, side="right")))
             chosen, prompts = prompts[:count], prompts[count:]
-            row = np.zeros((3, int(lengths[count - 1])), np.int64)  # tokens, positions, places
-            at = 0
+            pack = np.zeros((3, int(lengths[count - 1])), np.int64)  # tokens, positions, cache indices
+            start = 0
             for prompt in chosen:
                 assert prompt.start is not None
-                number = np.arange(prompt.stored)
-                row[:, at : at + prompt.stored] = prompt.tokens[:-1], number, prompt.start + number
-                at += prompt.stored
-            tokens, positions, places = self.uploaded(row)
-            self.model.prefill(tokens, positions, places, [prompt.stored for prompt in chosen], self._buffers.cache)
-            self.statistics.prefilled += at
+                position = np.arange(prompt.stored)
+                pack[:, start : start + prompt.stored] = prompt.tokens[:-1], position, prompt.start + position
+                start += prompt.stored
+            tokens, positions, indices = self.uploaded(pack)
+            self.model.prefill(tokens, positions, indices, [prompt.stored for prompt in chosen], self._buffers.cache)
+            self.statistics.prefilled += start
 
     def run_steps(self, steps: int, occupied: int) -> None:
-        """`steps` tokens in each of the first `occupied` lanes."""
+        """Sample `steps` tokens in each of the first `occupied` slots."""
         if self.captured:
             count = next(size for size in reversed(slot_counts(self.num_slots)) if size >= occupied)
             graph = self._graphs.get(count) or self._capture(count)
@@ -293,21 +297,21 @@ class Decoder:
         self.statistics.slot_steps += steps * count
 
     def _capture(self, count: int) -> torch.cuda.CUDAGraph:
-        """A graph of one step of `count` lanes. Nothing is written meanwhile: no lane is active."""
+        """Capture one step of `count` slots. The warm-up steps write nothing, because all slots are inactive."""
         assert self._buffers is not None
         slots = self._buffers.slots
         kept = slots.clone()
         slots.zero_()
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):  # kernels are compiled, and libraries take their memory, before the capture
+        with torch.cuda.stream(stream):  # warm up: compile kernels, and let libraries allocate, before the capture
             for _ in range(2):
                 self._step(count)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Threads of other libraries may use CUDA meanwhile.
+        # Threads of other libraries may use CUDA during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._step(count)
         slots.copy_(kept)
@@ -316,48 +320,46 @@ class Decoder:
         return graph
 
     def _step(self, count: int) -> None:
-        """One token in each of the first `count` lanes."""
+        """Sample one token in each of the first `count` slots."""
         buffers = self._buffers
         assert buffers is not None
         slots = buffers.slots[:, :count]
-        hidden = self.model.decode(
-            slots[TOKEN], slots[STORED] + slots[WRITTEN], slots, buffers.cache, buffers.most_keys
-        )
+        hidden = self.model.decode(slots[TOKEN], slots[STORED] + slots[WRITTEN], slots, buffers.cache, buffers.max_keys)
         head = self.model.head()
-        drawn = sample_token.sample_token(
+        sampled = sample_token.sample_token(
             sample_token.products(hidden, head), head, slots[KEY], slots[WRITTEN], self.temperature
         )
         active = slots[ACTIVE] != 0
         request = torch.where(active, slots[REQUEST], buffers.num_requests)
         written = torch.where(active, slots[WRITTEN], 0)
-        buffers.tokens[request, written] = drawn.tokens
-        buffers.logprobs[request, written] = drawn.logprobs
+        buffers.tokens[request, written] = sampled.tokens
+        buffers.logprobs[request, written] = sampled.logprobs
         written = written + 1
-        ends = (drawn.tokens[:, None] == self.stops).any(1) | (written >= slots[MAX_NEW_TOKENS])
+        ends = (sampled.tokens[:, None] == self.stops).any(1) | (written >= slots[MAX_NEW_TOKENS])
         buffers.status[0, request] = written
         buffers.status[1, request] = ends.long()
-        slots[TOKEN] = torch.where(active, drawn.tokens, slots[TOKEN])
+        slots[TOKEN] = torch.where(active, sampled.tokens, slots[TOKEN])
         slots[WRITTEN] += active
         slots[ACTIVE] = (active & ~ends).long()
 
     def uploaded(self, array: NDArray[np.int64]) -> Tensor:
-        """On the device, without waiting for it."""
+        """Copy an array to the device without synchronising."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
 
-    def look(self) -> _Look:
-        """The present status of all requests, to be read later."""
+    def copy_status(self) -> _StatusCopy:
+        """Start a copy of the status of all requests, to be read later."""
         assert self._buffers is not None
         status = self._buffers.status
         if self.device.type != "cuda":
-            return _Look(status.clone(), None)
+            return _StatusCopy(status.clone(), None)
         host = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
         host.copy_(status, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return _Look(host, event)
+        return _StatusCopy(host, event)
 
 
 def rounded_up(value: int, step: int) -> int:
@@ -366,15 +368,15 @@ def rounded_up(value: int, step: int) -> int:
 
 def slot_counts(num_slots: int) -> list[int]:
     """256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
-    found = [num_slots]
-    while found[-1] // 2 >= FEWEST_LANES:
-        found.append(found[-1] // 2)
-    return found
+    counts = [num_slots]
+    while counts[-1] // 2 >= MIN_SLOTS:
+        counts.append(counts[-1] // 2)
+    return counts
 
 
 @dataclass(slots=True, eq=False)
-class _Sampling:
-    """One call of `Decoder.sample`: which request is in which lane. Host only."""
+class _Schedule:
+    """The scheduler of one call of `Decoder.sample`: assigns requests to slots. Runs on the host."""
 
     decoder: Decoder
     buffers: _Buffers
@@ -383,80 +385,80 @@ class _Sampling:
     on_tokens: OnTokens | None
     prompts: dict[int, _Prompt] = field(default_factory=dict)  # by the identity of their tokens
     waiting: deque[int] = field(default_factory=deque)
-    occupied: list[_Slot] = field(default_factory=list)  # lane i is occupied[i], once they are arranged
+    occupied: list[_Slot] = field(default_factory=list)  # slot i is occupied[i] after `_arrange`
     extents: Extents = field(default_factory=lambda: Extents(0))
-    transfer_info: dict[int, int] = field(default_factory=dict)  # by request: tokens that `on_tokens` knows
+    num_reported: dict[int, int] = field(default_factory=dict)  # by request: tokens passed to `on_tokens`
 
     def run(self) -> None:
-        self.extents = Extents(self.buffers.cache.num_places)
+        self.extents = Extents(self.buffers.cache.capacity)
         for number, request in enumerate(self.requests):
-            self.prompts.setdefault(id(request.tokens), _Prompt(request.tokens)).waiting += 1
+            self.prompts.setdefault(id(request.tokens), _Prompt(request.tokens)).unfinished += 1
             self.waiting.append(number)
-        earlier: _Look | None = None
+        previous: _StatusCopy | None = None
         while self.waiting or self.occupied:
             changed = self._admit()
-            if changed or any(slot.at != index for index, slot in enumerate(self.occupied)):
+            if changed or any(slot.index != index for index, slot in enumerate(self.occupied)):
                 self._arrange()
             steps = min(BURST, max(slot.remaining for slot in self.occupied))
             self.decoder.run_steps(steps, len(self.occupied))
             for slot in self.occupied:
                 slot.remaining -= steps
-            look = self.decoder.look()
-            # On the CPU nothing is gained by looking later.
-            self._release(look if look.event is None else earlier)
-            earlier = look
+            status = self.decoder.copy_status()
+            # On the CPU there is nothing to gain from reading the status one burst late.
+            self._release(status if status.event is None else previous)
+            previous = status
             if self.on_tokens is not None:
-                self._tell(self.on_tokens)
+                self._report_tokens(self.on_tokens)
 
-    def _tell(self, on_tokens: OnTokens) -> None:
-        """What was written since the last call. Reading it waits for the device."""
+    def _report_tokens(self, on_tokens: OnTokens) -> None:
+        """Pass the tokens since the last call to `on_tokens`. Synchronises with the device."""
         buffers = self.buffers
         lengths, tokens, logprobs = (
             tensor.cpu().numpy() for tensor in (buffers.status[0], buffers.tokens, buffers.logprobs)
         )
         for number in range(len(self.requests)):
-            begin, end = self.transfer_info.get(number, 0), int(lengths[number])
+            begin, end = self.num_reported.get(number, 0), int(lengths[number])
             if end > begin:
-                self.transfer_info[number] = end
+                self.num_reported[number] = end
                 on_tokens(number, tokens[number, begin:end].copy(), logprobs[number, begin:end].copy())
 
     def _admit(self) -> bool:
-        """Give free lanes, and places in the cache, to requests that wait; whether there were any."""
+        """Assign free slots and cache space to waiting requests. Returns whether any was admitted."""
         admitted: list[_Slot] = []
         missing: list[_Prompt] = []
         while self.waiting and len(self.occupied) + len(admitted) < self.decoder.num_slots:
             slot = self._admitted(self.waiting[0], missing)
             if slot is None and not self.occupied and not admitted:
-                self._forget_unused_prompts()
+                self._evict_prompts()
                 slot = self._admitted(self.waiting[0], missing)
-                assert slot is not None, "one response fits into the whole cache"
+                assert slot is not None, "the empty cache has space for one response"
             if slot is None:
                 break
             self.waiting.popleft()
             admitted.append(slot)
         self.occupied += admitted
         if missing:
-            self._look_ahead(missing)
+            self._add_next_prompts(missing)
             self.decoder.prefill(missing)
         return bool(admitted)
 
     def _admitted(self, number: int, missing: list[_Prompt]) -> _Slot | None:
         request = self.requests[number]
         prompt = self.prompts[id(request.tokens)]
-        own = self.extents.take(request.max_new_tokens)
+        own = self.extents.allocate(request.max_new_tokens)
         if own is None:
             return None
         if prompt.start is None:
-            prompt.start = self.extents.take(prompt.stored)
+            prompt.start = self.extents.allocate(prompt.stored)
             if prompt.start is None:
-                self.extents.give(own, request.max_new_tokens)
+                self.extents.free(own, request.max_new_tokens)
                 return None
             if prompt.stored:
                 missing.append(prompt)
         return _Slot(request=number, prompt=prompt, own=own, remaining=request.max_new_tokens)
 
-    def _look_ahead(self, missing: list[_Prompt]) -> None:
-        """Prompts that come next join a pass that is made anyway, where responses do not need their places."""
+    def _add_next_prompts(self, missing: list[_Prompt]) -> None:
+        """Add prompts of waiting requests to this prefill pass if responses do not need their cache space."""
         tokens = sum(prompt.stored for prompt in missing)
         for number in self.waiting:
             request = self.requests[number]
@@ -468,52 +470,53 @@ class _Sampling:
             spare = self.extents.num_free - prompt.stored - free_slots * request.max_new_tokens
             if tokens > PREFILL_TOKENS or spare < 0:
                 return
-            prompt.start = self.extents.take(prompt.stored)
+            prompt.start = self.extents.allocate(prompt.stored)
             if prompt.start is None:
                 return
             missing.append(prompt)
 
-    def _forget_unused_prompts(self) -> None:
-        """Nothing is being written: give back what prompts hold that were prefilled ahead."""
+    def _evict_prompts(self) -> None:
+        """Free the cache space of prompts that were prefilled early. No slot is occupied at this point."""
         for prompt in self.prompts.values():
             if prompt.start is not None:
-                self.extents.give(prompt.start, prompt.stored)
+                self.extents.free(prompt.start, prompt.stored)
                 prompt.start = None
 
     def _arrange(self) -> None:
-        """Move the occupied lanes together on the device, and fill in the new ones."""
+        """Compact the occupied slots on the device and initialise the new ones."""
         num_slots = self.decoder.num_slots
-        table = np.zeros((NUM_ROWS + 2, num_slots), np.int64)  # where each lane was, whether it is new, and what is new
-        kept_from, is_new, fresh = table[0], table[1], table[2:]
+        # For each slot: its previous index, whether it is new, and the fields of a new slot.
+        table = np.zeros((NUM_SLOT_FIELDS + 2, num_slots), np.int64)
+        previous, is_new, fresh = table[0], table[1], table[2:]
         is_new[:] = 1
         for index, slot in enumerate(self.occupied):
-            if slot.at is not None:
-                kept_from[index], is_new[index] = slot.at, 0
+            if slot.index is not None:
+                previous[index], is_new[index] = slot.index, 0
             else:
                 request = self.requests[slot.request]
                 assert slot.prompt.start is not None
                 fresh[[PROMPT, STORED, OWN, ACTIVE], index] = slot.prompt.start, slot.prompt.stored, slot.own, 1
                 fresh[[TOKEN, KEY], index] = request.tokens[-1], request.key
                 fresh[[MAX_NEW_TOKENS, REQUEST], index] = request.max_new_tokens, slot.request
-            slot.at = index
-        given = self.decoder.uploaded(table)
+            slot.index = index
+        uploaded = self.decoder.uploaded(table)
         slots = self.buffers.slots
-        slots.copy_(torch.where(given[1] != 0, given[2:], slots[:, given[0]]))
+        slots.copy_(torch.where(uploaded[1] != 0, uploaded[2:], slots[:, uploaded[0]]))
 
-    def _release(self, look: _Look | None) -> None:
-        """Take back the lanes of responses that have ended."""
-        status = None if look is None else look.read()
-        left: list[_Slot] = []
+    def _release(self, status_copy: _StatusCopy | None) -> None:
+        """Free the slots and the cache space of responses that have ended."""
+        status = None if status_copy is None else status_copy.read()
+        remaining: list[_Slot] = []
         for slot in self.occupied:
             if slot.remaining > 0 and (status is None or not status[1, slot.request]):
-                left.append(slot)
+                remaining.append(slot)
                 continue
-            self.extents.give(slot.own, self.requests[slot.request].max_new_tokens)
-            slot.prompt.waiting -= 1
-            if slot.prompt.waiting == 0:
+            self.extents.free(slot.own, self.requests[slot.request].max_new_tokens)
+            slot.prompt.unfinished -= 1
+            if slot.prompt.unfinished == 0:
                 assert slot.prompt.start is not None
-                self.extents.give(slot.prompt.start, slot.prompt.stored)
+                self.extents.free(slot.prompt.start, slot.prompt.stored)
                 slot.prompt.start = None
-        self.occupied = left
+        self.occupied = remaining
         if status is not None and self.on_progress is not None:
             self.on_progress(int(status[1, : len(self.requests)].sum()))

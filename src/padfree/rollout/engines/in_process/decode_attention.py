@@ -1,18 +1,18 @@
-"""Attention of one new token in each lane to the keys before it, and the place of its own keys in the cache.
+"""Decode attention: one new token in each slot attends to the earlier keys, and its own key and value are cached.
 
-    lane             0                1                     a lane is a row of the decode step
-    prompt, stored   7, 3             7, 3                  the prompt's keys are at places 7 8 9, for both
-    own, written     20, 2            40, 0                 the lane's own keys are at 20 21, and none yet
-    query sees       7 8 9 20 21 *    7 8 9 *               *: the new token, whose key goes to place 22, and to 40
+    slot             0                1
+    prompt, stored   7, 3             7, 3                  the keys of the shared prompt are at cache indices 7 8 9
+    own, written     20, 2            40, 0                 slot 0 has own keys at 20 21, slot 1 has none yet
+    query sees       7 8 9 20 21 *    7 8 9 *               *: the new token; its key goes to index 22, or 40
 
     q [L, H, d]   k [L, Hkv, d]   v [L, Hkv, dv]   keys [M, Hkv, d]   values [M, Hkv, dv]   ->   out [L, H, dv]
 
-`slots` [5 or more, L] holds these numbers in its rows, on the device: a step needs nothing from the host, and one CUDA
-graph is right for all of them. A lane that is not active stores nothing and sees its own token alone. The host says
-only how many keys in front of the new one a lane can have at most (`longest`).
+`slots` [F, L], F at least 5, holds these numbers on the device. A step therefore needs nothing from the host, and one
+CUDA graph serves all steps. An inactive slot stores nothing and attends only to its new token. The host passes only
+`longest`, the maximum number of keys before the new token in any slot.
 
-`decode_attention` is an operator, so that a compiled layer around it stays one graph. On CUDA it is a Triton kernel
-(`triton_decode_attention`); elsewhere, and in float64, it is the reference below.
+`decode_attention` is a custom operator, so that a compiled layer that contains it stays one graph. On CUDA it runs a
+Triton kernel (`triton_decode_attention`). On other devices, and in float64, it runs the reference below.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ def reference(
 ) -> Tensor:
     """[L, H, dv]; stores k and v in the cache."""
     active = slots[ACTIVE] != 0
-    stored, written = (torch.where(active, slots[row], 0) for row in (STORED, WRITTEN))
+    stored, written = (torch.where(active, slots[field], 0) for field in (STORED, WRITTEN))
     new = (slots[OWN] + written)[active]
     keys[new], values[new] = k[active], v[active]
-    before = stored + written  # [L] keys in front of the new one
-    number = torch.arange(int(before.max()), device=q.device)  # [N]
-    places = torch.where(number < stored[:, None], slots[PROMPT][:, None] + number, _own_places(slots, stored, number))
-    seen = number < before[:, None]  # [L, N]
+    before = stored + written  # [L] number of keys before the new one
+    position = torch.arange(int(before.max()), device=q.device)  # [N]
+    indices = torch.where(
+        position < stored[:, None], slots[PROMPT][:, None] + position, _own_indices(slots, stored, position)
+    )
+    seen = position < before[:, None]  # [L, N]
     if window is not None:
-        seen &= number > before[:, None] - window
-    places = torch.where(seen, places, 0)
+        seen &= position > before[:, None] - window
+    indices = torch.where(seen, indices, 0)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     all_keys, all_values = (
-        torch.cat([cached[places], one[:, None]], dim=1).to(dtype) for cached, one in ((keys, k), (values, v))
+        torch.cat([cached[indices], one[:, None]], dim=1).to(dtype) for cached, one in ((keys, k), (values, v))
     )  # [L, N + 1, Hkv, d]
     heads = k.shape[1]
     grouped = q.to(dtype).view(len(q), heads, -1, q.shape[2])  # [L, Hkv, G, d]
@@ -69,8 +71,8 @@ def reference(
     return out.reshape(len(q), q.shape[1], v.shape[2]).to(q.dtype)
 
 
-def _own_places(slots: Tensor, stored: Tensor, number: Tensor) -> Tensor:
-    return slots[OWN][:, None] + number - stored[:, None]
+def _own_indices(slots: Tensor, stored: Tensor, position: Tensor) -> Tensor:
+    return slots[OWN][:, None] + position - stored[:, None]
 
 
 @torch.library.custom_op("padfree::decode_attention", mutates_args=("keys", "values"))

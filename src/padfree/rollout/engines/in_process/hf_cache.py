@@ -1,19 +1,20 @@
-"""Responses sampled from an ordinary HF model, many at a time, with its own attention and key/value cache.
+"""Sample responses in batches from a plain HF model, with its own attention and KV cache.
 
     prompts      7 8          left-padded to one width       - 7 8 | 5 6 0      positions  0 0 1 2 3 4
                  3 4 9                                       3 4 9 | 2 0                   0 1 2 3 4
-    responses    5 6 0        0 is eos: the response ends with it                          ^ pad, not attended to
+    responses    5 6 0        0 is eos: it ends a response                                 ^ padding, not attended to
                  2 0
 
-Prompts of similar length are written together, so that pads are few. Layers that are not attention may see the pads:
-their models get prompts of one length together. Models whose step with a cache is not what the whole row gives, or that
-have no such cache, read the whole row again for every token. `cache_use` tries which of these a model needs.
+A batch holds prompts of similar length, so that there is little padding. Layers other than attention may see the
+padding; for models with such layers, a batch holds prompts of equal length. Some models have no cache, or one whose
+decode steps differ from a forward pass over the whole sequence; for these, every token is a pass over the whole
+sequence. `cache_use` finds out which of the three a model needs.
 
-What is drawn depends on the model, the prompt and
-the key of the response (`noise`), up to the rounding of the logits, and not on what else is in the batch.
+The sampled tokens depend on the model, the prompt and the key of the response (`sampling_rng`), up to rounding of the
+logits. They do not depend on the rest of the batch.
 
-`logprobs` are those of the drawn tokens at the sampler's temperature, in float32: what the trainer compares its own
-with.
+`logprobs` are those of the sampled tokens at the sampling temperature, in float32. The trainer compares its own
+log-probabilities with them.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ if TYPE_CHECKING:
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's eos, and what else the model's generation config names (end of turn).
+    """Tokens that end a response: the eos token of the tokenizer and those of the model's generation config.
 
-    Of the latter only special tokens: the default of many configs is a number that means a word in another vocabulary.
+    Of the generation config only special tokens count: many configs have a default id that is an ordinary token in
+    another vocabulary.
     """
     eos: Any = tokenizer.eos_token_id
     if eos is None:
-        raise UserError("model.tokenizer", "it has no eos token, so that no response can end", "set its eos_token")
+        raise UserError("model.tokenizer", "has no eos token, so no response can end", "set its eos_token")
     named: Any = getattr(model.generation_config, "eos_token_id", None)
     others = [] if named is None else [named] if isinstance(named, int) else list(named)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -54,16 +56,20 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> t
 
 
 CacheUse = Literal["padded", "equal lengths", "none"]
-"""Which prompts are written together, and whether their keys and values are kept; `none`: prompts of one length."""
+"""How the cache is used. "padded": prompts of similar length share a batch. "equal lengths": only prompts of the same
+length do. "none": the same without a cache."""
 
 TRIED_LENGTHS = (6, 1, 14, 6)
 TRIED_TOKENS = 5
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32: rounding stays below 1e-5, a pad that was seen is above 1e-3."""
+"""Of log-probabilities in float32. Rounding stays below 1e-5; a padding token that is seen changes more than 1e-3."""
 
 
 def cache_use(model: PreTrainedModel) -> CacheUse:
-    """The first that draws what the model gives without cache and pad, tried on a small copy on the CPU."""
+    """Find the fastest `CacheUse` that gives the same results as no cache and no padding.
+
+    Tries them on a small copy of the model on the CPU.
+    """
     with undisturbed(), torch.no_grad():
         copy = small_copy(model)
         if copy is None:
@@ -74,23 +80,23 @@ def cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _tried_use(copy: PreTrainedModel) -> CacheUse:
-    """The first that draws what this model gives without cache and pad."""
-    generator = np.random.default_rng(0)
+    """Like `cache_use`, for a small model."""
+    rng = np.random.default_rng(0)
     requests = [
-        SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), max_new_tokens=TRIED_TOKENS, key=key)
+        SamplingRequest(tokens=rng.integers(0, VOCABULARY, length), max_new_tokens=TRIED_TOKENS, key=key)
         for key, length in enumerate(TRIED_LENGTHS)
     ]
     settings: dict[str, Any] = {"temperature": 1.0, "stops": (), "batch_size": len(requests)}
     try:
         exact = write_responses(copy, requests, **settings, use="none")
-    except Exception:  # code that does not run on a CPU, say
+    except Exception:  # for example, code that does not run on a CPU
         return "none"
     for use in USES[:-1]:
         try:
-            found = write_responses(copy, requests, **settings, use=use)
-        except Exception:  # its cache is called otherwise
+            tried = write_responses(copy, requests, **settings, use=use)
+        except Exception:  # the model has another cache interface
             continue
-        if all(_same(*pair) for pair in zip(found, exact, strict=True)):
+        if all(_same(*pair) for pair in zip(tried, exact, strict=True)):
             return use
     return "none"
 
@@ -115,27 +121,27 @@ def write_responses(
     on_finished: OnFinished | None = None,
     on_tokens: OnTokens | None = None,
 ) -> list[Response]:
-    """One response for each request, in their order, `batch_size` at a time. The model must be in evaluation mode.
+    """Return one response for each request, in order, sampled `batch_size` at a time.
 
-    `on_tokens` is called for every token as soon as it is drawn.
+    The model must be in evaluation mode. `on_tokens` is called for every token as soon as it is sampled.
     """
     assert not model.training
     ends = torch.tensor(sorted(stops), device=model.device)
-    found: dict[int, Response] = {}
+    responses: dict[int, Response] = {}
     for chosen in _batches([len(request.tokens) for request in requests], batch_size, padded=use == "padded"):
         together = [requests[index] for index in chosen]
-        tell = None if on_tokens is None else _numbered(on_tokens, chosen)
-        written = _write(model, together, temperature, ends, version, cached=use != "none", on_tokens=tell)
-        found.update(zip(chosen, written, strict=True))
+        on_batch = None if on_tokens is None else _with_request_index(on_tokens, chosen)
+        written = _write(model, together, temperature, ends, version, cached=use != "none", on_tokens=on_batch)
+        responses.update(zip(chosen, written, strict=True))
         if on_finished is not None:
             on_finished(list(zip(chosen, written, strict=True)))
         if on_progress is not None:
-            on_progress(len(found))
-    return [found[index] for index in range(len(requests))]
+            on_progress(len(responses))
+    return [responses[index] for index in range(len(requests))]
 
 
 def _batches(lengths: Sequence[int], size: int, *, padded: bool) -> list[list[int]]:
-    """Which prompts are written together: neighbours in length, or only those of one length."""
+    """Divide prompts into batches: prompts of similar length if `padded`, else only prompts of equal length."""
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
     runs = [order] if padded else [list(run) for _, run in groupby(order, key=lambda index: lengths[index])]
     return [run[first : first + size] for run in runs for first in range(0, len(run), size)]
@@ -156,9 +162,9 @@ def _write(
     input_ids, mask = (tensor.to(device) for tensor in _left_padded([request.tokens for request in requests]))
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     keys = torch.tensor([request.key for request in requests], device=device)
-    max_new_tokens_each = torch.tensor([request.max_new_tokens for request in requests], device=device)
+    limits = torch.tensor([request.max_new_tokens for request in requests], device=device)
     writing = torch.ones(len(requests), dtype=torch.bool, device=device)
-    # Logits of a whole prompt, for every token of the vocabulary, can be larger than the model.
+    # The logits of all prompt tokens can take more memory than the model, so only the last ones are computed.
     known = inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache, tokens, logprobs = None, [], []
@@ -173,55 +179,57 @@ def _write(
         )
         cache = output.past_key_values if cached else None
         scores = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)  # [R, V]
-        drawn = gumbel_argmax(scores, keys, position)
-        tokens.append(drawn)
-        logprobs.append(scores.gather(1, drawn[:, None])[:, 0])
+        sampled = gumbel_argmax(scores, keys, position)
+        tokens.append(sampled)
+        logprobs.append(scores.gather(1, sampled[:, None])[:, 0])
         if on_tokens is not None:
-            for row in writing.nonzero()[:, 0].tolist():
-                on_tokens(row, drawn[row : row + 1].cpu().numpy(), logprobs[-1][row : row + 1].cpu().numpy())
-        writing &= ~torch.isin(drawn, ends) & (position + 1 < max_new_tokens_each)
+            for index in writing.nonzero()[:, 0].tolist():
+                on_tokens(
+                    index, sampled[index : index + 1].cpu().numpy(), logprobs[-1][index : index + 1].cpu().numpy()
+                )
+        writing &= ~torch.isin(sampled, ends) & (position + 1 < limits)
         if not writing.any():
             break
-        input_ids, position_ids = _next(input_ids, position_ids, drawn, cached=cached)
+        input_ids, position_ids = _next(input_ids, position_ids, sampled, cached=cached)
         mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=1)
     return _responses(requests, torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), ends.cpu(), version)
 
 
-def _numbered(on_tokens: OnTokens, numbers: Sequence[int]) -> OnTokens:
-    """For a batch of these requests: called with the index in the batch, it calls `on_tokens` with the request's."""
-    return lambda row, tokens, logprobs: on_tokens(numbers[row], tokens, logprobs)
+def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnTokens:
+    """Wrap `on_tokens` for a batch of these requests: map the index in the batch to the index of the request."""
+    return lambda index, tokens, logprobs: on_tokens(requests[index], tokens, logprobs)
 
 
-def _next(input_ids: Tensor, position_ids: Tensor, drawn: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
-    """What the model reads next: the tokens that were drawn [R], with a cache nothing else."""
-    tokens, positions = drawn[:, None], position_ids[:, -1:] + 1
+def _next(input_ids: Tensor, position_ids: Tensor, sampled: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
+    """The next input of the model: with a cache only the sampled tokens [R], else the whole sequences."""
+    tokens, positions = sampled[:, None], position_ids[:, -1:] + 1
     if cached:
         return tokens, positions
     return torch.cat([input_ids, tokens], 1), torch.cat([position_ids, positions], 1)
 
 
 def _left_padded(prompts: Sequence[NDArray[np.integer[Any]]]) -> tuple[Tensor, Tensor]:
-    """[R, width] token ids, 0 in front of the shorter ones, and which of them are real (int64)."""
+    """Token ids [R, width] int64, left-padded with 0, and a mask [R, width] int64 that is 1 for real tokens."""
     width = max(len(prompt) for prompt in prompts)
     input_ids = np.zeros((len(prompts), width), np.int64)
     mask = np.zeros((len(prompts), width), np.int64)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = 1
+    for index, prompt in enumerate(prompts):
+        input_ids[index, width - len(prompt) :] = prompt
+        mask[index, width - len(prompt) :] = 1
     return torch.from_numpy(input_ids), torch.from_numpy(mask)
 
 
 def _responses(
     requests: Sequence[SamplingRequest], tokens: Tensor, logprobs: Tensor, ends: Tensor, version: int
 ) -> list[Response]:
-    """Each row [L] up to its first token that ends it, or as far as it had room."""
-    found = []
+    """Cut each response [n] after its first stop token, or at its `max_new_tokens`."""
+    responses = []
     is_end = torch.isin(tokens, ends).numpy()
-    for request, row, values, stopped in zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True):
-        cut = stopped[: request.max_new_tokens]
-        ended = bool(cut.any())
-        length = int(cut.argmax()) + 1 if ended else len(cut)
-        found.append(
-            Response(tokens=row[:length].copy(), logprobs=values[:length].copy(), ended=ended, version=version)
+    for request, ids, values, stops in zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True):
+        allowed = stops[: request.max_new_tokens]
+        ended = bool(allowed.any())
+        length = int(allowed.argmax()) + 1 if ended else len(allowed)
+        responses.append(
+            Response(tokens=ids[:length].copy(), logprobs=values[:length].copy(), ended=ended, version=version)
         )
-    return found
+    return responses

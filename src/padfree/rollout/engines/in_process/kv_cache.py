@@ -1,12 +1,12 @@
-"""The memory of a decoder: keys and values of every layer on one token axis, of which prompts and responses have parts.
+"""The KV cache of a decoder: the keys and values of each layer on one token axis, shared by prompts and responses.
 
-    places     0 1 2 | 3 4 5 6 | 7 8 9 10 | 11 …         M in all
-               prompt   response   response   free        both responses attend to places 0 1 2, and then to their own
+    index      0 1 2 | 3 4 5 6 | 7 8 9 10 | 11 …         capacity M
+               prompt   response   response   free        both responses attend to indices 0 1 2, then to their own
 
     layer      keys [M, Hkv, d]      values [M, Hkv, dv]      layers may differ in Hkv, d and dv
 
-A prompt is in the cache once, however many responses follow it. A response has as many places as it has room for tokens
-from the moment it begins, so that nothing has to be found for it while it is written.
+A prompt is stored once for any number of responses. A response reserves `max_new_tokens` entries when it starts, so
+that nothing is allocated while it is sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """What a token takes in the cache of one layer."""
+    """Shape of the keys and values of one token in one layer."""
 
     heads: int  # Hkv
     key_size: int  # d
@@ -34,37 +34,37 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KVCache:
-    """Keys and values of `num_places` tokens for each layer."""
+    """Keys and values of `capacity` tokens for each layer."""
 
-    num_places: int  # M
-    keys: Sequence[Tensor]  # of each layer [M, Hkv, d]
-    values: Sequence[Tensor]  # of each layer [M, Hkv, dv]
+    capacity: int  # M
+    keys: Sequence[Tensor]  # [M, Hkv, d] for each layer
+    values: Sequence[Tensor]  # [M, Hkv, dv] for each layer
 
     @staticmethod
-    def allocated(shapes: Sequence[LayerShape], num_places: int, device: torch.device) -> KVCache:
+    def allocated(shapes: Sequence[LayerShape], capacity: int, device: torch.device) -> KVCache:
         def empty(shape: LayerShape, size: int) -> Tensor:
-            # Zeros: masked keys are multiplied by probability 0, which must not meet a NaN of old memory.
-            return torch.zeros(num_places, shape.heads, size, dtype=shape.dtype, device=device)
+            # Zeros, because masked values are multiplied by probability 0, and 0 times an old NaN is NaN.
+            return torch.zeros(capacity, shape.heads, size, dtype=shape.dtype, device=device)
 
         return KVCache(
-            num_places=num_places,
+            capacity=capacity,
             keys=[empty(shape, shape.key_size) for shape in shapes],
             values=[empty(shape, shape.value_size) for shape in shapes],
         )
 
 
 class Extents:
-    """Which places are free: contiguous ranges, first fit. Host only."""
+    """First-fit allocator of contiguous ranges of the cache. Runs on the host."""
 
     def __init__(self, size: int) -> None:
-        self._free: list[tuple[int, int]] = [(0, size)] if size else []  # (start, end), in order, never touching
+        self._free: list[tuple[int, int]] = [(0, size)] if size else []  # (start, end), sorted and never adjacent
 
     @property
     def num_free(self) -> int:
         return sum(end - start for start, end in self._free)
 
-    def take(self, length: int) -> int | None:
-        """The first of `length` free places side by side, which are taken now; None if there are none."""
+    def allocate(self, length: int) -> int | None:
+        """Allocate `length` contiguous indices and return the first; None if there is no such free range."""
         if length == 0:
             return 0
         for index, (start, end) in enumerate(self._free):
@@ -73,14 +73,14 @@ class Extents:
                 return start
         return None
 
-    def give(self, start: int, length: int) -> None:
-        """Back what `take` gave."""
+    def free(self, start: int, length: int) -> None:
+        """Free a range that `allocate` returned."""
         if length == 0:
             return
         end = start + length
         index = next((i for i, (first, _) in enumerate(self._free) if first > start), len(self._free))
-        assert index == 0 or self._free[index - 1][1] <= start, "these places are free already"
-        assert index == len(self._free) or end <= self._free[index][0], "these places are free already"
+        assert index == 0 or self._free[index - 1][1] <= start, "this range is already free"
+        assert index == len(self._free) or end <= self._free[index][0], "this range is already free"
         if index < len(self._free) and self._free[index][0] == end:
             end = self._free.pop(index)[1]
         if index > 0 and self._free[index - 1][1] == start:

@@ -1,11 +1,12 @@
-"""The model that samples in the training process: modules of its own, with the trained model's weights.
+"""The model for sampling in the training process: its own modules with the weights of the trained model.
 
-    trained, not sharded, in the dtype of the sampler      the same tensors: no second copy
-    trained in shards, with adapters, in another dtype     a whole copy, filled anew at every exchange
+    the trained model is unsharded and has the dtype of the sampler           the same tensors, not copied
+    the trained model is sharded, has adapters, or has another dtype          a whole copy, updated at every weight sync
 
-The modules are fresh ones of the model's class, so that what training puts around its layers (compilation, recompute,
-FSDP2, adapters) does not show in sampling, and the other way round. Shared tensors are those that the trained model
-holds when `update` is called: in a single process with float32 masters, the bfloat16 ones it computes with.
+The modules are new instances of the model's class. Sampling is therefore not affected by what training adds to the
+layers (compilation, recompute, FSDP2, adapters), and training is not affected by sampling. Shared tensors are those
+that the trained model holds when `update` is called: with float32 master weights in a single process, these are the
+bfloat16 weights that it computes with.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from padfree.model.sharing import state_obstacle
 
 
 class PolicyModel:
-    """An HF model in evaluation mode that `update` gives the weights of another."""
+    """An HF model in evaluation mode. `update` sets its weights to those of the trained model."""
 
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.model = empty_copy(trained, dtype)
-        self.state_obstacle = state_obstacle(trained)  # to decoding with nothing but keys and values
-        self.device = torch.empty(0, device=device).device  # "cuda" has the index of the present device
+        self.state_obstacle = state_obstacle(trained)  # why keys and values are not its only decode state, or None
+        self.device = torch.empty(0, device=device).device  # with an index: "cuda" becomes "cuda:0", for example
         restored = restored_buffers(self.model)
         for name, module in self.model.named_modules():
             for buffer_name in module._non_persistent_buffers_set:
@@ -36,7 +37,7 @@ class PolicyModel:
         self.is_shared: bool | None = None  # None: it has no weights yet
 
     def update(self, trained: PreTrainedModel) -> bool:
-        """Take the present weights; whether any of them is at another address now. Every rank takes part."""
+        """Take the current weights of `trained`. Returns whether the address of any weight changed. Collective."""
         before = self._addresses()
         self.is_shared = self._can_share(trained)
         if self.is_shared:
@@ -61,16 +62,16 @@ class PolicyModel:
         return [0 if tensor.is_meta else tensor.data_ptr() for tensor in named_tensors(self.model).values()]
 
     def _allocate(self) -> None:
-        memory: dict[int, Tensor] = {}  # by parameter: tied ones have one
+        memory: dict[int, Tensor] = {}  # by the id of the parameter: tied parameters share memory
         tensors: dict[str, Tensor] = {}
-        for name, tensor in self._places().items():
+        for name, tensor in self._all_tensors().items():
             if id(tensor) not in memory:
                 memory[id(tensor)] = torch.empty_like(tensor, device=self.device)
             tensors[name] = memory[id(tensor)]
         self._assign(tensors)
 
     def _assign(self, tensors: dict[str, Tensor]) -> None:
-        """Put these tensors, by name, in the place of the model's own."""
+        """Replace the tensors of the model with these, by name."""
         parameters: dict[int, nn.Parameter] = {}
         for module_name, module in self.model.named_modules():
             for name, parameter in module._parameters.items():
@@ -84,18 +85,15 @@ class PolicyModel:
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     module._buffers[name] = tensors[clean_name(f"{module_name}.{name}")].detach()
 
-    def _places(self) -> dict[str, Tensor]:
-        """Parameters under all their names, and persistent buffers."""
+    def _all_tensors(self) -> dict[str, Tensor]:
+        """Persistent buffers, and parameters under all their names (tied parameters have several)."""
         names = dict(self.model.named_parameters(remove_duplicate=False))
         return {**names, **named_tensors(self.model)}
 
 
 @torch.no_grad()
 def copy_weights(trained: PreTrainedModel, copy: PreTrainedModel) -> None:
-    """Give `copy`, a whole model, the weights of `trained`, which may be sharded or have adapters.
-
-    Every rank takes part.
-    """
+    """Copy the weights of `trained`, which may be sharded or have adapters, to the whole model `copy`. Collective."""
     targets = named_tensors(copy)
     for name, tensor in whole_tensors(trained):
         targets.pop(name).copy_(tensor)

@@ -1,12 +1,12 @@
-"""One token for each lane, drawn from the softmax of its logits with the noise of `noise`.
+"""Sample one token for each slot from the softmax of its logits, with the Gumbel noise of `sampling_rng`.
 
     logits [L, V] -> cap(logit_scale · (logits + bias)) / temperature = x      cap(y) = softcap · tanh(y / softcap)
     token = argmax(x + noise(key, position, token))        logprob = x[token] - logsumexp(x)       both [L]
 
-Keys and positions are on the device, so a step needs nothing from the host. `sample_token` takes the Triton kernel on
-CUDA, which reads the logits once, and the reference elsewhere. Both add the same float32 noise. They draw the same
-token unless the two best sums are as close together as their rounding: the reference subtracts logsumexp(x) before it
-adds the noise, and the kernel does not know it yet.
+Keys and positions are on the device, so a step needs nothing from the host. On CUDA, `sample_token` runs a Triton
+kernel that reads the logits once; on other devices it runs the reference. Both add the same float32 noise, so they
+sample the same token unless the two largest sums differ by no more than rounding. The rounding differs because the
+reference subtracts logsumexp(x) before it adds the noise, and the kernel subtracts it afterwards.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from padfree.rollout.sampling_rng import gumbel_argmax
 
 
 def products(hidden: Tensor, head: LmHead) -> Tensor:
-    """[L, D] -> [L, V]: hidden @ weight.T; on CUDA in float32, as the trainer has its logits."""
+    """[L, D] -> [L, V]: hidden @ weight.T. On CUDA the result is float32, like the logits of the trainer."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
     return torch.nn.functional.linear(hidden, head.weight)
 
 
 def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
-    """`logits` [L, V] are those of `products`; `keys` and `positions` [L] int64."""
+    """Reference implementation. `logits` [L, V] come from `products`; `keys` and `positions` are [L] int64."""
     logits = logits.float()
     if head.bias is not None:
         logits = logits + head.bias.float()
@@ -42,7 +42,7 @@ def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, tem
 
 
 def sample_token(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
-    """The same as `reference`, as fast as the device allows."""
+    """Like `reference`, with the fastest implementation for the device."""
     if logits.is_cuda and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_sample_token import sample_token as sample_token_on_cuda
 

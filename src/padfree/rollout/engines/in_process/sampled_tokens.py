@@ -1,4 +1,4 @@
-"""What the kernels of a decode step share with their references: the rows of `slots`, and what is drawn."""
+"""Definitions shared by the kernels of a decode step and their references: fields of `slots`, and sampled tokens."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 PROMPT, STORED, OWN, WRITTEN, ACTIVE = range(5)
-NUM_ROWS = 5
-"""The rows of `slots` [5 or more, L] that attention reads (`decode_attention` has the picture)."""
+NUM_ATTENTION_FIELDS = 5
+"""The fields of `slots` [F, L] that attention reads; see the picture in `decode_attention`."""
 
 
 class SampledTokens(NamedTuple):
-    """What was drawn for each lane."""
+    """The token sampled in each slot."""
 
     tokens: Tensor  # [L] int64
     logprobs: Tensor  # [L] float32

@@ -1,11 +1,11 @@
 """`rollout.engine = "in_process"`: the training process samples from the model it trains.
 
-    on a GPU                        `decode`: lanes, a KV cache of ours, steps as CUDA graphs
-    on the CPU, or where a model    `hf_cache`: transformers' own attention and cache
-    cannot be decoded like that
+    on a GPU                            `decode`: slots, padfree's KV cache, decode steps as CUDA graphs
+    on the CPU, or if `decode` does     `hf_cache`: the attention and cache of transformers
+    not support the model
 
-Every rank has a whole model and samples its own share of the requests. Weights are shared with the trained model where
-they can be (`weights`). What is drawn is the same either way, up to rounding of the logits.
+Every rank has a whole model and samples its share of the requests. It shares its weights with the trained model if
+possible (`policy_model`). Both implementations sample the same tokens, up to rounding of the logits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from padfree.warning import PadfreeWarning
 def make_in_process_sampler(
     config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
 ) -> InProcessSampler:
-    """A sampler for the model of a run; `trained` says of which class it is. Here weights need no `score` to arrive."""
+    """Make a sampler for the class of model of `trained`. `score` is not used: weights are copied in memory."""
     return InProcessSampler(
         PolicyModel(trained, getattr(torch, config.model.dtype), mesh.device),
         stops=stop_tokens(tokenizer, trained),
@@ -45,7 +45,7 @@ def make_in_process_sampler(
 
 
 class InProcessSampler:
-    """Samples from a model of this process."""
+    """Samples from a model in this process."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class InProcessSampler:
         compiled: bool = False,
         decodes: bool | None = None,
     ) -> None:
-        """`decodes`: whether the cache is ours; None: on a GPU, where the model can be decoded like that."""
+        """`decodes`: whether to use padfree's `Decoder`; None: on a GPU, if the model is supported."""
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled
         self._decodes = _decodes(policy) if decodes is None else decodes
         self._cache_use: CacheUse = "padded"
-        self._decoder: Decoder | None = None  # made when there are weights
+        self._decoder: Decoder | None = None  # made at the first call of `sample`
         self._version = 0
         self._metrics: dict[str, float] = {}
         if not self._decodes:
@@ -85,13 +85,13 @@ class InProcessSampler:
         on_finished: OnFinished | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Response]:
-        """As in `Sampler`. `on_tokens` is told tokens while they are written: each one, or every few on a GPU."""
+        """See `Sampler`. `on_tokens` receives tokens as they are sampled: one by one, or several at a time on a GPU."""
         begin = time.perf_counter()
         if self._decodes:
             decoder = self._decoder = self._decoder or self._made_decoder()
             responses = decoder.sample(requests, version=self._version, on_progress=on_progress, on_tokens=on_tokens)
             if on_finished is not None:
-                on_finished(list(enumerate(responses)))  # all at once: they are on the device until the last has ended
+                on_finished(list(enumerate(responses)))  # all at once, because they stay on the device until the end
         else:
             responses = write_responses(
                 self.policy.model,
@@ -128,7 +128,7 @@ class InProcessSampler:
 
 
 def _hf_attention(model: PreTrainedModel) -> str:
-    """Of transformers' own: there are versions of it whose sdpa leaves a soft cap out without a word."""
+    """An attention implementation of transformers. Some versions silently ignore the soft cap in sdpa."""
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
@@ -137,8 +137,8 @@ def _cache_use(model: PreTrainedModel) -> CacheUse:
     use = cache_use(model)
     if use == "none":
         warnings.warn(
-            f"{type(model).__name__} is sampled very slowly, without a cache: transformers' own does not give what the "
-            "whole row gives",
+            f"{type(model).__name__} is sampled very slowly, without a KV cache, because its results with the cache of "
+            "transformers differ from a forward pass over the whole sequence",
             PadfreeWarning,
             stacklevel=3,
         )
@@ -146,13 +146,15 @@ def _cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _decodes(policy: PolicyModel) -> bool:
-    """Whether the model is decoded with a cache of ours. Where a GPU has to do without, that is said."""
+    """Whether to use the `Decoder`. Warns if a model on a GPU is not supported."""
     if policy.device.type != "cuda":
         return False
     reason = policy.state_obstacle or unsupported_reason(policy.model)
     if importlib.util.find_spec("triton") is None:
-        reason = "its kernels need triton, which is not installed"
+        reason = "padfree's kernels need triton, which is not installed"
     if reason is not None:
         name = type(policy.model).__name__
-        warnings.warn(f"{name} is sampled slowly, with transformers' own cache: {reason}", PadfreeWarning, stacklevel=3)
+        warnings.warn(
+            f"{name} is sampled slowly, with the cache of transformers: {reason}", PadfreeWarning, stacklevel=3
+        )
     return reason is None

@@ -1,16 +1,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""`decode_attention` as a Triton kernel: every key of the cache that a lane sees is read once.
+"""`decode_attention` as a Triton kernel: each slot reads each of its cached keys once.
 
-    grid (lane, key head, split)     a program has the queries of one key head [G, d], G padded to 16 for tl.dot,
-                                     and goes through `span` keys, BLOCK at a time
+    grid (slot, key head, split)     a program handles the queries of one key head [G, d], G padded to 16 for tl.dot,
+                                     and iterates over `span` keys, BLOCK at a time
 
-    split 0   new token, keys    0 ..  511     A long lane is many programs, so that none of them is the last to end by
-    split 1              keys  512 .. 1023     far. Each split leaves its maximum, sum and weighted values, and a second
-    split 2              keys 1024 .. 1100     kernel joins them. Where no lane can have more than one, there is none
+    split 0   new token, keys    0 ..  511     The keys of a long slot are split over several programs, so that no
+    split 1              keys  512 .. 1023     program runs much longer than the others. Each split stores its maximum,
+    split 2              keys 1024 .. 1100     sum and weighted values; a second kernel combines them. If `longest`
+                                               allows only one split, the first kernel writes the result.
 
-How many keys a lane has is read on the device. A program behind the last of them ends at once. The new token is not
-read back from the cache: split 0 begins with it, and stores it.
+The number of keys of a slot is read on the device. A program past the last key ends at once. The new token is not read
+back from the cache: split 0 starts with it and stores it.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from torch import Tensor
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 BLOCK = 64
-"""Keys at a time; half of them where heads are large."""
+"""Keys per iteration; half of that if the heads are large."""
 
 SHARED_MEMORY = 96 << 10
-"""Bytes of a program at most: what the smaller GPUs have."""
+"""Maximum bytes of shared memory for a program, which smaller GPUs also have."""
 
 SPAN = 512
-"""Keys of a split; half of them where lanes are few."""
+"""Keys per split; half of that if there are fewer than FEW_PROGRAMS programs."""
 
 FEW_PROGRAMS = 512
-"""Lanes times key heads below which they are few."""
+"""Slots times key heads."""
 
 _PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMPT, STORED, OWN, WRITTEN, ACTIVE))
 
 
 def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter, which was decided when this module was imported."""
+    """Whether these kernels run in Triton's interpreter. This is fixed when the module is imported."""
     return not isinstance(_attend_kernel, triton.JITFunction)
 
 
@@ -53,7 +54,7 @@ def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _with_sinks(peak, total, weighted, sinks, row, inside):
-    """A learned score for each head joins the softmax and carries no value."""
+    """Add the attention sink to the softmax: a learned score for each head, without a value."""
     sink = tl.load(sinks + row, mask=inside, other=float("-inf")).to(tl.float32)
     higher = tl.maximum(peak, sink)
     faded = tl.exp(peak - higher)
@@ -139,11 +140,11 @@ def _join_kernel(
     HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each lane and query head: `HEADS` are those."""
+    """Combine the splits; one program for each slot and query head. `HEADS` is the number of query heads."""
     row = tl.program_id(0) * HEADS + tl.program_id(1)
     split, column = tl.arange(0, PADDED), tl.arange(0, DV_PADDED)
     peak = tl.load(peaks + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    used = peak > float("-inf")  # an unused split has left nothing else
+    used = peak > float("-inf")  # an unused split has stored nothing else
     highest = tl.max(peak, axis=0)
     if HAS_SINKS:
         sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)
@@ -176,7 +177,7 @@ def attend(
     *,
     span: int | None = None,
 ) -> Tensor:
-    """[L, H, dv]; stores k and v in the cache. `span`, a multiple of `BLOCK`, is found from the number of lanes."""
+    """[L, H, dv]; stores k and v in the cache. `span`: keys per split, a multiple of `BLOCK`; None: chosen by size."""
     num_slots, num_heads, size = q.shape
     heads, value_size = v.shape[1], v.shape[2]
     assert slots.stride(1) == 1
@@ -210,5 +211,5 @@ def attend(
 
 
 def _padded(size: int) -> int:
-    """What `tl.dot` takes: a power of two, 16 or more."""
+    """Round up to a size that `tl.dot` accepts: a power of two, at least 16."""
     return max(16, int(triton.next_power_of_2(size)))

@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""`sample_token` as a Triton kernel: logits are read once, and neither scores nor noise are ever stored.
+"""`sample_token` as a Triton kernel: it reads the logits once, and stores neither scores nor noise.
 
-    grid (lane, block of the vocabulary)     a program leaves five numbers of its `BLOCK` logits
+    grid (slot, block of the vocabulary)     a program stores five numbers for its `BLOCK` logits
       -> peaks, totals    [L, blocks]        maximum of x, and the sum of exp(x - maximum)
-      -> bests, choices   [L, blocks]        the best x + noise, and the token it belongs to
+      -> bests, choices   [L, blocks]        the largest x + noise, and its token
       -> chosen           [L, blocks]        x of that token
-    and a few torch operations on these      token [L], logprob [L]
+    then a few torch operations              token [L], logprob [L]
 
-The noise is that of `noise.gumbel_noise`: 64-bit integers that wrap, and two logarithms in float64 that are rounded to
-float32 at the end. Two libraries whose float64 logarithms differ in the last bit give the same float32 but for one case
-in 2**28 or so.
+The noise equals `sampling_rng.gumbel_noise`: 64-bit integer arithmetic that wraps, then two float64 logarithms that are
+rounded to float32 at the end. If the float64 logarithms of two libraries differ in the last bit, the float32 results
+differ in about one of 2**28 cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from padfree.rollout.engines.in_process.sampled_tokens import SampledTokens
 from padfree.rollout.sampling_rng import GREEDY
 
 BLOCK = 2048
-"""Tokens of the vocabulary for one program."""
+"""Tokens of the vocabulary per program."""
 
 _INCREMENT, _FIRST, _SECOND = (tl.constexpr(number) for number in SPLITMIX64)
 GREEDY_KEY = tl.constexpr(GREEDY)
@@ -43,7 +43,7 @@ def _mixed(values):
 
 @triton.jit
 def _noise(key, position, token):
-    """Of the tokens at one position of one response, float32."""
+    """Gumbel noise of tokens at one position of one response, float32."""
     at_position = _mixed((key ^ position).to(tl.uint64))
     bits = (_mixed(at_position ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
@@ -75,7 +75,7 @@ def _sample_kernel(
         x = tl.where(x < 0.0, -magnitude, magnitude)
     x = tl.where(inside, tl.div_rn(x, temperature), float("-inf"))
 
-    comparable = tl.where(x == x, x, float("-inf"))  # a NaN is in the sum, and so in the log-probability
+    comparable = tl.where(x == x, x, float("-inf"))  # a NaN stays in the sum, and so in the log-probability
     peak = tl.max(comparable, axis=0)
     sums = comparable + _noise(tl.load(keys + slot), tl.load(positions + slot), token)
     choice = tl.argmax(sums, axis=0)
@@ -88,7 +88,7 @@ def _sample_kernel(
 
 
 def noise_of(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """[L, V] float32: what the kernel adds to its logits, to be compared with `noise.gumbel_noise`."""
+    """The noise [L, V] float32 that the kernel adds, to compare it with `sampling_rng.gumbel_noise`."""
     out = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=keys.device)
     _noise_kernel[(len(keys), triton.cdiv(vocabulary, BLOCK))](keys, positions, out, vocabulary, N=BLOCK)
     return out
@@ -97,7 +97,7 @@ def noise_of(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 def sample_token(
     logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float, *, block: int = BLOCK
 ) -> SampledTokens:
-    """`logits` [L, V] contiguous; `keys` and `positions` [L] int64, contiguous."""
+    """Sample a token in each slot. `logits` [L, V]; `keys` and `positions` [L] int64, contiguous."""
     num_slots, vocabulary = logits.shape
     num_blocks = triton.cdiv(vocabulary, block)
     peaks, totals, bests, chosen = (
@@ -110,7 +110,7 @@ def sample_token(
         N=block, HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None, num_warps=8,
     )  # fmt: skip
     winner = bests.argmax(1, keepdim=True)
-    # A lane of NaN has no winner within the vocabulary; its log-probability says so, and its token must be one.
+    # A slot whose logits are all NaN has no winner. Its log-probability is NaN; the token must still be a valid id.
     tokens = choices.gather(1, winner)[:, 0].clamp(0, vocabulary - 1)
     peak = peaks.amax(1, keepdim=True)
     total = (totals * torch.exp(peaks - peak)).sum(1)

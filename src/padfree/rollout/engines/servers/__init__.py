@@ -1,19 +1,19 @@
-"""Rollouts from servers, whichever engine they run. What differs between engines is a `ServerApi`, one file each.
+"""Rollouts from inference servers, for any engine. Each engine implements `ServerApi` in one file.
 
-    trainer, rank 0     weights ──process group, or files──▶ server 0, server 1, ...   a canary checks that they arrived
+    trainer, rank 0     weights ──process group, or files──▶ server 0, server 1, ...   a canary verifies the transfer
     trainer, all ranks  prompts (token ids) ─────▶ the least loaded server ─────▶ token ids, log-probabilities, version
 
-api            ServerApi: what an engine implements, and the checks that all answers go through
-http           servers that are spoken to in JSON over HTTP
-start          make_server_sampler: servers of a run, started or given, and checked
-sampler        all of it as a `Sampler`
-pool           which server is asked next, and what happens to the requests of one that fails
-weight_sync    weights bucket by bucket, from a model that may be sharded
-buckets        the form of a bucket, and the server's side of receiving it
-canary         whether the server's log-probabilities are those of the trainer
-launch         servers that a run starts: watching, restarts, the end
-watchdog       the process between a run and its server: no server outlives the run, even one killed with -9
+server_api         ServerApi: the methods that an engine implements, and checks of all answers
+http               base class for servers that speak JSON over HTTP
+start              make_server_sampler: starts or connects to the servers of a run and checks them
+sampler            ServerSampler: the `Sampler`
+pool               load balancing, and retries of the requests of a failed server
+weight_sync        sends the weights of a model, sharded or not, to the servers, bucket by bucket
+buckets            the layout of a bucket, and the receiving side in the server
+canary             compares the log-probabilities of a server with those of the trainer
+server_processes   servers that a run starts: monitoring, restarts, shutdown
+watchdog           a process between a run and its server that stops the server when the run ends, even by kill -9
 
-The sampler's event loop (`rollout.loop_thread`) has a thread of its own. All requests, probes and calls of a weight
-sync run on it; collectives of the trainer stay in the main thread.
+All requests, probes and weight-sync calls run on one event loop in its own thread (`rollout.loop_thread`). Collectives
+of the trainer stay in the main thread.
 """

@@ -1,14 +1,15 @@
-"""A bucket of weights and how it travels: what the trainer and the servers must know alike.
+"""Buckets of weights and their transfer: the code shared by the trainer and the servers.
 
-    bucket    q q q . k k v v v    uint8, one broadcast; every tensor begins at a multiple of ALIGNMENT bytes
+    bucket    q q q . k k v v v    uint8, one broadcast; every tensor starts at a multiple of ALIGNMENT bytes
 
-    trainer   join_group(rank 0)   BucketForm over the engine's own protocol   broadcast, or a safetensors file
-    server    Receiver.join        Receiver.tensors(form): names and tensors   the same
+    trainer   join_group(rank 0)   sends the BucketForm by the engine's protocol   broadcasts, or writes a file
+    server    Receiver.join        Receiver.tensors(form): names and tensors       receives, or reads the file
 
-A group belongs to one server: a server that dies takes nothing from the others, and one that comes back gets another
-group. A bucket is one broadcast to all workers of a server: gloo between CPUs, NCCL between GPUs, with the same code.
+Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
+new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.
 
-This module is imported in a server's environment, which has torch and safetensors, and not all that padfree needs.
+This module is also imported by the server. Its environment has torch and safetensors, but not all dependencies of
+padfree.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketForm:
-    """What a bucket holds; `file` is where it is, None: it comes by broadcast."""
+    """The tensors of a bucket. `file`: the safetensors file that holds them; None: they are broadcast."""
 
     names: Sequence[str]
-    dtypes: Sequence[str]  # of torch, such as bfloat16
+    dtypes: Sequence[str]  # torch names such as bfloat16
     shapes: Sequence[Sequence[int]]
     file: str | None = None
 
@@ -46,12 +47,12 @@ class BucketForm:
 
     @property
     def transfer_info(self) -> dict[str, Any]:
-        """As JSON, for `BucketForm(**transfer_info)` on the other side."""
+        """JSON values for `BucketForm(**transfer_info)` in the server."""
         transfer_info: dict[str, Any] = {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
         return transfer_info if self.file is None else {**transfer_info, "file": self.file}
 
     def _ends(self) -> list[int]:
-        """The end of each tensor's bytes, and 0 in front."""
+        """End offset of each tensor in bytes, with a leading 0."""
         ends = [0]
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             size = prod(shape) * getattr(torch, dtype).itemsize
@@ -59,7 +60,7 @@ class BucketForm:
         return ends
 
     def parts(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a buffer [num_bytes] uint8, each a view of it."""
+        """Iterate over the tensors of a buffer [num_bytes] uint8, as views of it."""
         for name, dtype, shape, begin in zip(self.names, self.dtypes, self.shapes, self._ends()[:-1], strict=True):
             kind = getattr(torch, dtype)
             yield name, buffer[begin : begin + prod(shape) * kind.itemsize].view(kind).view(tuple(shape))
@@ -68,7 +69,7 @@ class BucketForm:
 def join_group(
     store: Store, rank: int, world: int, *, backend: str, address: str, device: torch.device, timeout: float
 ) -> Any:
-    """A process group of its own, beside whatever groups the process has; `address` is this process's."""
+    """Join a process group that is independent of the default one. `address` is that of this process."""
     limit = timedelta(seconds=timeout)
     options: Any
     if backend == "nccl":
@@ -79,40 +80,40 @@ def join_group(
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout = limit
-    options._devices = [kind.create_device(hostname=address)]  # not what the host's name may stand for
+    options._devices = [kind.create_device(hostname=address)]  # the host name may resolve to another address
     return kind(store, rank, world, options)
 
 
 def broadcast(group: Any, buffer: Tensor) -> None:
-    """From rank 0, the trainer."""
+    """Broadcast from rank 0, the trainer."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([buffer], options).wait()
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine that `host` sees."""
+    """The address of this machine on the route to `host`."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # of a datagram socket: nothing is sent
+        probe.connect(target)  # a datagram socket sends nothing here
         return str(probe.getsockname()[0])
 
 
 class Receiver:
-    """The server's side, in each of its workers. `device` is the worker's."""
+    """Receives buckets in a worker of a server. `device` is that of the worker."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._group: Any = None
-        self._place = device  # where broadcast buckets arrive
+        self._buffer_device = device  # of broadcast buckets
 
     def join(self, transfer_info: Mapping[str, Any], rank: int) -> None:
-        """What the trainer says before its first bucket (`ServerApi.join`); ranks of workers begin at 1."""
+        """Connect to the trainer with the `transfer_info` of `ServerApi.join`. Ranks of workers start at 1."""
         self._group = None
-        if transfer_info["way"] == "files":
+        if transfer_info["transport"] == "files":
             return
         if transfer_info["backend"] == "nccl" and self.device.type != "cuda":
-            raise RuntimeError(f"padfree: the trainer is on a GPU, this worker is on {self.device}")
+            raise RuntimeError(f"padfree: the trainer is on a GPU, but this worker is on {self.device}")
         address, port, world, timeout = (
             transfer_info["address"],
             transfer_info["port"],
@@ -121,7 +122,7 @@ class Receiver:
         )
         limit = timedelta(seconds=timeout)
         store = TCPStore(address, port, world, is_master=False, timeout=limit, wait_for_workers=False)
-        self._place = self.device if transfer_info["backend"] == "nccl" else torch.device("cpu")
+        self._buffer_device = self.device if transfer_info["backend"] == "nccl" else torch.device("cpu")
         own = address_towards(address, port)
         self._group = join_group(
             store, rank, world, backend=transfer_info["backend"], address=own, device=self.device, timeout=timeout
@@ -131,12 +132,12 @@ class Receiver:
         self._group = None
 
     def tensors(self, form: BucketForm) -> Iterator[tuple[str, Tensor]]:
-        """The names and tensors of a bucket. Tensors stay valid when the next bucket arrives."""
+        """Receive a bucket: names and tensors. The tensors stay valid when the next bucket arrives."""
         if form.file is not None:
             return _read(form, self.device)
         if self._group is None:
-            raise RuntimeError("padfree: a bucket by broadcast, but no process group; join one first")
-        buffer = torch.empty(form.num_bytes, dtype=torch.uint8, device=self._place)
+            raise RuntimeError("padfree: a bucket is broadcast, but there is no process group; join one first")
+        buffer = torch.empty(form.num_bytes, dtype=torch.uint8, device=self._buffer_device)
         broadcast(self._group, buffer)
         return form.parts(buffer)
 

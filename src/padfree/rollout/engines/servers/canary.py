@@ -1,18 +1,21 @@
-"""Whether a server has the weights it was given: its log-probabilities are compared with the trainer's.
+"""Canary: verify that a server has the weights it was sent by comparing its log-probabilities with the trainer's.
 
-    fixed sequences     t t t t t t | d d d     given tokens, scored at temperature 1; then a few that the server draws
-    server   s          . s s s s s | s s s     at the temperature of the run
-    trainer  t          . t t t t t | t t t     its own log-probabilities of the same tokens
+    fixed sequences     f f f f f f | n n n     fixed tokens, scored at temperature 1; then new tokens that the server
+                                                samples at the temperature of the run
+    server   s          . s s s s s | s s s     log-probabilities of the server
+    trainer  t          . t t t t t | t t t     log-probabilities of the trainer for the same tokens
 
-    difference   mean |s - t|                                       more than the limit: the weights did not arrive
-    followed     <s - s', t - t'> / <t - t', t - t'>                s', t' of the exchange before; 1 where the server
-                                                                    changed as the trainer did, 0 where it did not
+    difference   mean |s - t|                            above the limit: the weights did not arrive
+    followed     <s - s', t - t'> / <t - t', t - t'>     s', t': at the previous weight sync. 1 if the server changed
+                                                         as the trainer did, 0 if it did not change
 
-A step of training may change less than bfloat16 rounds, so that old weights pass the first test. The second one sees
-them, because the rounding of the same kernels on the same tokens is much the same before and after. It is made where
-the trainer's change, over all tokens, stands out SIGNAL times from the difference that the exchange before had left.
+A training step may change the log-probabilities by less than bfloat16 rounding, so old weights can pass the first test.
+The second test detects them, because the same kernels round the same tokens in nearly the same way before and after.
+It runs only if the norm of the trainer's change is at least SIGNAL times the difference per token (root mean square)
+at the previous weight sync.
 
-The drawn tokens show that the server reports log-probabilities at the temperature, which is an option of vLLM.
+The sampled tokens verify that the server reports log-probabilities at the sampling temperature, which is an option of
+vLLM.
 """
 
 from __future__ import annotations
@@ -36,10 +39,11 @@ TEXT = (
     "Question: which is heavier, a litre of water or a litre of oil? Answer: water, since oil floats on it. "
     "Rain was forecast for Tuesday, so they moved the picnic to Wednesday and told everyone twice."
 )
-LENGTH, DRAWN = 64, 4
+LENGTH, NUM_SAMPLED = 64, 4
+"""Tokens of a fixed sequence, and tokens that the server samples after it."""
 NUM_SEQUENCES = 4
 LIMITS = {"float32": 2e-3, "bfloat16": 0.1}
-"""Mean difference at most, by `model.dtype`. Measured: 1e-6 in float32."""
+"""Maximum mean difference, by `model.dtype`. Measured: 1e-6 in float32."""
 SIGNAL = 16.0
 FOLLOWED = 0.5
 
@@ -47,8 +51,8 @@ Floats = NDArray[np.float64]
 
 
 def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[list[int]]:
-    """Of ordinary text, where the tokenizer makes enough of it; else of token ids from all of the vocabulary."""
-    length = max(2, min(LENGTH, longest - DRAWN))
+    """Tokenise ordinary text; if the tokenizer gives too few or unknown tokens, use random token ids."""
+    length = max(2, min(LENGTH, longest - NUM_SAMPLED))
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
     unknown: Any = getattr(tokenizer, "unk_token_id", None)
     if len(ids) < length or max(ids) >= vocabulary or ids.count(unknown) > len(ids) // 4:
@@ -57,95 +61,100 @@ def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[l
     return [ids[start : start + length] for start in starts]
 
 
-Rows = Sequence[tuple[Sequence[int], Sequence[float]]]
-"""Of each sequence its tokens, and the log-probabilities of all but the first."""
+ScoredSequences = Sequence[tuple[Sequence[int], Sequence[float]]]
+"""For each sequence, its tokens and the log-probabilities of all tokens but the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CanaryScores:
-    """Log-probabilities of all sequences end to end."""
+    """Log-probabilities of all sequences, concatenated."""
 
-    given: Floats  # [n] of the tokens that every exchange scores
-    drawn: Floats  # [m]
+    fixed: Floats  # [n] of the fixed tokens
+    sampled: Floats  # [m] of the sampled tokens
 
     @staticmethod
-    def of(rows: Sequence[Sequence[float]], num_drawn: int) -> CanaryScores:
-        """From those of all tokens but the first, the last `num_drawn` of each row being drawn."""
-        arrays = [np.asarray(row, np.float64) for row in rows]
+    def of(sequences: Sequence[Sequence[float]], num_sampled: int) -> CanaryScores:
+        """Split the log-probabilities of each sequence; its last `num_sampled` tokens were sampled."""
+        arrays = [np.asarray(sequence, np.float64) for sequence in sequences]
         return CanaryScores(
-            given=np.concatenate([row[: len(row) - num_drawn] for row in arrays]),
-            drawn=np.concatenate([row[len(row) - num_drawn :] for row in arrays]),
+            fixed=np.concatenate([array[: len(array) - num_sampled] for array in arrays]),
+            sampled=np.concatenate([array[len(array) - num_sampled :] for array in arrays]),
         )
 
 
 class Canary:
-    """Remembers what each server and the trainer gave at the last exchange."""
+    """Compares servers with the trainer. Keeps the scores of the last weight sync."""
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
         self.limit, self._api = limit, api
-        self._before: dict[str, tuple[CanaryScores, CanaryScores]] = {}
+        self._previous: dict[str, tuple[CanaryScores, CanaryScores]] = {}
 
-    def compare(self, rows: Mapping[str, Rows], score: Score, temperature: float, version: int) -> dict[str, float]:
-        """The numbers of this exchange, the worst of all servers; a UserError if one has other weights.
+    def compare(
+        self, scored: Mapping[str, ScoredSequences], score: Score, temperature: float, version: int
+    ) -> dict[str, float]:
+        """Metrics of this weight sync, the worst over all servers; a UserError if a server has other weights.
 
-        `rows` are what servers have scored, by address. All ranks call it alike, since `score` is collective.
+        `scored` are the answers of the servers, by URL. Collective, because `score` is.
         """
-        samples = [Sample(tokens=np.array(tokens)) for found in rows.values() for tokens, _ in found]
+        samples = [Sample(tokens=np.array(tokens)) for sequences in scored.values() for tokens, _ in sequences]
         if not samples:
             return {}
         plain = score(samples, 1.0)
         heated = plain if temperature == 1.0 else score(samples, temperature)
         trainer = [
-            [*cold[1 : len(cold) - DRAWN], *hot[len(hot) - DRAWN :]] for cold, hot in zip(plain, heated, strict=True)
+            [*cold[1 : len(cold) - NUM_SAMPLED], *hot[len(hot) - NUM_SAMPLED :]]
+            for cold, hot in zip(plain, heated, strict=True)
         ]
-        numbers: dict[str, float] = {}
-        for url, found in rows.items():
-            own, trainer = trainer[: len(found)], trainer[len(found) :]
-            theirs = CanaryScores.of([logprobs for _, logprobs in found], DRAWN)
-            for name, value in self.judge(url, theirs, CanaryScores.of(own, DRAWN), version).items():
+        metrics: dict[str, float] = {}
+        for url, sequences in scored.items():
+            own, trainer = trainer[: len(sequences)], trainer[len(sequences) :]
+            theirs = CanaryScores.of([logprobs for _, logprobs in sequences], NUM_SAMPLED)
+            for name, value in self.check(url, theirs, CanaryScores.of(own, NUM_SAMPLED), version).items():
                 worse = min if name == "canary_followed" else max
-                numbers[name] = worse(numbers.get(name, value), value)
-        return numbers
+                metrics[name] = worse(metrics.get(name, value), value)
+        return metrics
 
-    def judge(self, url: str, server: CanaryScores, trainer: CanaryScores, version: int) -> dict[str, float]:
-        """The numbers of this exchange; a line if the weights are not those of the trainer."""
-        apart = np.abs(server.given - trainer.given)
-        drawn_apart = float(np.abs(server.drawn - trainer.drawn).mean())
-        found = {
-            "canary_difference": float(apart.mean()),
-            "canary_largest": float(apart.max()),
-            "canary_drawn_difference": drawn_apart,
+    def check(self, url: str, server: CanaryScores, trainer: CanaryScores, version: int) -> dict[str, float]:
+        """Metrics of one server at this weight sync; a UserError if its weights are not the trainer's."""
+        differences = np.abs(server.fixed - trainer.fixed)
+        sampled_difference = float(np.abs(server.sampled - trainer.sampled).mean())
+        metrics = {
+            "canary_difference": float(differences.mean()),
+            "canary_largest": float(differences.max()),
+            "canary_drawn_difference": sampled_difference,
         }
-        what = f"rollout.servers: {url} was given policy version {version}"
-        cure = self._api.cure_weights
-        if not found["canary_difference"] <= self.limit:
+        what = f"rollout.servers: {url} was sent policy version {version}"
+        fix = self._api.fix_weights
+        if not metrics["canary_difference"] <= self.limit:
             raise UserError.of(
-                f"{what}, but its log-probabilities differ from the trainer's by {found['canary_difference']:.3g} a "
-                f"token ({server.given.mean():.4f} instead of {trainer.given.mean():.4f}), over {self.limit:g}; {cure}"
+                f"{what}, but its log-probabilities differ from the trainer's by {metrics['canary_difference']:.3g} "
+                f"per token ({server.fixed.mean():.4f} instead of {trainer.fixed.mean():.4f}), more than "
+                f"{self.limit:g}; {fix}"
             )
-        if not drawn_apart <= self.limit:
+        if not sampled_difference <= self.limit:
             raise UserError.of(
-                f"{what}, but the log-probabilities of drawn tokens differ by {drawn_apart:.3g} from the trainer's at "
-                f"the temperature of the run, over {self.limit:g}; {self._api.cure_temperature}"
+                f"{what}, but its log-probabilities of sampled tokens differ by {sampled_difference:.3g} per token "
+                f"from the trainer's at the temperature of the run, more than {self.limit:g}; "
+                f"{self._api.fix_temperature}"
             )
         followed = self._followed(url, server, trainer)
         if followed is not None:
-            found["canary_followed"] = followed
+            metrics["canary_followed"] = followed
             if followed < FOLLOWED:
                 raise UserError.of(
-                    f"{what}, but its log-probabilities changed by {followed:.0%} of what the trainer's did; {cure}"
+                    f"{what}, but its log-probabilities changed by only {followed:.0%} of the trainer's change; {fix}"
                 )
-        self._before[url] = server, trainer
-        return found
+        self._previous[url] = server, trainer
+        return metrics
 
     def _followed(self, url: str, server: CanaryScores, trainer: CanaryScores) -> float | None:
-        """None: this cannot be told, there is no exchange before, or the change is lost in the rounding."""
-        if url not in self._before:
+        """The `followed` metric; None at the first weight sync, or if the change is too small to measure."""
+        if url not in self._previous:
             return None
-        server_before, trainer_before = self._before[url]
-        change = trainer.given - trainer_before.given
-        noise = np.linalg.norm(server_before.given - trainer_before.given) / np.sqrt(len(change))
+        server_before, trainer_before = self._previous[url]
+        change = trainer.fixed - trainer_before.fixed
+        rounding = np.linalg.norm(server_before.fixed - trainer_before.fixed) / np.sqrt(len(change))
         size = float(np.linalg.norm(change))
-        if size == 0.0 or size < SIGNAL * noise:
+        if size == 0.0 or size < SIGNAL * rounding:
             return None
-        return float((server.given - server_before.given) @ change) / size**2
+        return float((server.fixed - server_before.fixed) @ change) / size**2

@@ -1,10 +1,10 @@
-"""Servers that are spoken to in JSON over HTTP, and a line for everything that can be wrong with an answer.
+"""Servers that speak JSON over HTTP. Every malformed answer or broken connection becomes a clear error.
 
     HttpServer.call("GET", "/weight_info")     -> {"weight_version": "40"}
     async with HttpServer.connected() as connection: ...     several calls on one connection
 
-A connection is opened with its first call and never opened again: all its calls are answered by one and the same
-process, because a connection does not outlive its server.
+A connection opens at its first call and never reconnects. All its calls are therefore answered by the same server
+process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from padfree.errors import UserError
 from padfree.rollout.engines.servers.server_api import FailedError, LateError, ServerApi
 
 _BROKEN = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
-"""What a connection may raise that breaks off, or on which something else than HTTP is spoken."""
+"""Exceptions of a connection that broke, or whose peer does not speak HTTP."""
 
 
 class HttpServer(ServerApi):
-    """Every call opens a connection of its own, so that calls need nothing from each other."""
+    """A server whose calls are independent: each opens its own connection."""
 
-    cure_route: ClassVar[str]  # for a server that has no such route
+    fix_route: ClassVar[str]  # the fix for a server without the route
 
     @asynccontextmanager
     async def connected(self, timeout: float | None = None) -> AsyncIterator[HttpConnection]:
@@ -40,20 +40,20 @@ class HttpServer(ServerApi):
             connection.close()
 
     async def call(
-        self, method: str, path: str, body: Any = None, *, timeout: float | None = None, cure: str | None = None
+        self, method: str, path: str, body: Any = None, *, timeout: float | None = None, fix: str | None = None
     ) -> dict[str, Any]:
-        """The JSON object that a route answers with; `cure` is for a server that has no such route."""
+        """Return the JSON object that a route answers. `fix` is the advice for a server without the route."""
         async with self.connected(timeout) as connection:
-            return await connection.call(method, path, body, cure=cure or self.cure_route)
+            return await connection.call(method, path, body, fix=fix or self.fix_route)
 
-    async def tell(self, path: str, body: Any, *, cure: str) -> None:
-        """Post to a route that answers with a sentence."""
+    async def tell(self, path: str, body: Any, *, fix: str) -> None:
+        """Post to a route whose answer is not JSON and is ignored."""
         async with self.connected() as connection:
-            await connection.answer("POST", path, body, cure=cure)
+            await connection.answer("POST", path, body, fix=fix)
 
 
 class HttpConnection:
-    """One connection to a server, for calls one after the other."""
+    """One connection to a server, for consecutive calls."""
 
     def __init__(self, server: HttpServer, timeout: float) -> None:
         self._server, self._timeout = server, timeout
@@ -64,18 +64,18 @@ class HttpConnection:
         if self._streams is not None:
             self._streams[1].close()
 
-    async def call(self, method: str, path: str, body: Any = None, *, cure: str | None = None) -> dict[str, Any]:
-        content = await self.answer(method, path, body, cure=cure)
+    async def call(self, method: str, path: str, body: Any = None, *, fix: str | None = None) -> dict[str, Any]:
+        content = await self.answer(method, path, body, fix=fix)
         try:
             answer = json.loads(content) if content else {}
         except (ValueError, RecursionError):
-            raise self._server.lost(f"{path} answered what is no JSON ({content[:80]!r})") from None
+            raise self._server.lost(f"{path} did not answer with JSON ({content[:80]!r})") from None
         if not isinstance(answer, dict):
-            raise self._server.lost(f"{path} answered {type(answer).__name__} in place of a JSON object")
+            raise self._server.lost(f"{path} answered {type(answer).__name__} instead of a JSON object")
         return answer
 
-    async def answer(self, method: str, path: str, body: Any, *, cure: str | None) -> bytes:
-        """Without a `cure`, 404 is a refusal as any other."""
+    async def answer(self, method: str, path: str, body: Any, *, fix: str | None) -> bytes:
+        """Return the content of the answer. Without a `fix`, status 404 is treated like other 4xx."""
         lost, url = self._server.lost, self._server.url
         try:
             async with asyncio.timeout(self._timeout):
@@ -83,24 +83,24 @@ class HttpConnection:
         except TimeoutError:
             raise LateError(f"rollout.servers: {url} {path} did not answer within {self._timeout:g} s") from None
         except _BROKEN as error:
-            line = " ".join(str(error).split())
-            if self._streams is None and f"[Errno {errno.ECONNREFUSED}]" in line:
+            reason = " ".join(str(error).split())
+            if self._streams is None and f"[Errno {errno.ECONNREFUSED}]" in reason:
                 raise lost("refused the connection") from None
-            raise lost(f"{path} broke off ({type(error).__name__}: {line})") from None
-        if status == 404 and cure is not None:
-            raise UserError("rollout.servers", f"{url} has no route {path}", cure)
+            raise lost(f"{path} broke the connection ({type(error).__name__}: {reason})") from None
+        if status == 404 and fix is not None:
+            raise UserError("rollout.servers", f"{url} has no route {path}", fix)
         if status >= 500 or status in (408, 429):
             raise FailedError(f"rollout.servers: {url} {path} answered {status} ({_message(content)})")
         if status >= 400:
             raise UserError(
                 "rollout.servers",
-                f"{url} refused {path} ({status}: {_message(content)})",
-                "start it for the model and the lengths of this run",
+                f"{url} rejected {path} ({status}: {_message(content)})",
+                "start it with the model and the maximum lengths of this run",
             )
         return content
 
     async def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
-        """A request and its answer: the status and the content."""
+        """Send a request; return the status and the content of the answer."""
         if self._streams is None:
             context = _tls() if self._server.url.startswith("https:") else None
             self._streams = await asyncio.open_connection(self._server.host, self._server.port, ssl=context)
@@ -112,7 +112,7 @@ class HttpConnection:
         writer.write(head.encode() + data)
         await writer.drain()
         status = 100
-        while status < 200:  # 1xx only says that the answer is still to come
+        while status < 200:  # 1xx: the final answer follows
             status = int((await _line(reader)).split()[1])
             headers: dict[str, str] = {}
             while line := await _line(reader):
@@ -133,12 +133,12 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _chunks(reader: asyncio.StreamReader) -> bytes:
-    found = []
+    chunks = []
     while size := int((await _line(reader)).split(b";")[0], 16):
-        found.append((await reader.readexactly(size + 2))[:size])
+        chunks.append((await reader.readexactly(size + 2))[:size])
     while await _line(reader):  # trailing headers
         pass
-    return b"".join(found)
+    return b"".join(chunks)
 
 
 @cache
@@ -147,7 +147,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _message(content: bytes) -> str:
-    """What an error answer says, short enough for a line."""
+    """The error message of an answer, shortened to one line."""
     text = content.decode(errors="replace")
     with suppress(ValueError, RecursionError):
         answer = json.loads(text)

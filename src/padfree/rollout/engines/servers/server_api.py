@@ -1,18 +1,18 @@
-"""What the rest of padfree asks of a server, whichever engine it runs: `ServerApi`.
+"""`ServerApi`: the interface between padfree and an inference server, independent of the engine.
 
-    check                            is it a server for this run? The name that it gives to the model
-    version                          the policy version of its weights; None: weights that it has loaded itself
-    complete, score                  tokens to a response; log-probabilities of given tokens
-    pause, resume                    a pause ends every response under way with the tokens that it has ("cut")
-    join, begin, bucket, finish      a weight sync (`buckets` has the form of a bucket)
-    command, environment             the command line of a server that a run starts
+    check                            check that the server fits the run; returns its name of the model
+    version                          the policy version of its weights; None: weights that it loaded itself
+    complete, score                  sample a response; compute log-probabilities of given tokens
+    pause, resume                    a pause interrupts every response in progress, which returns its tokens so far
+    join, begin, bucket, finish      a weight sync (`buckets` defines a bucket)
+    command, environment             command line and environment variables of a server that a run starts
 
-An engine is one subclass and says how its servers are spoken to. All coroutines run on one event loop. Everything else
-(which server is asked next, retries, the canary, starting and watching servers, staleness) is generic.
+An engine is one subclass that implements the protocol of its servers. All coroutines run on one event loop. Everything
+else is generic: load balancing, retries, the canary, starting and watching servers, staleness.
 
-There are two kinds of failure. `ServerLostError`: the server is gone, hangs, or answers with an error of its own or
-with less than was asked for; another server can be asked, or the same one later. `UserError`: it would answer the same
-again (no such route, another vocabulary, weights of another version), and only the user can cure that.
+There are two kinds of failure. `ServerLostError`: the server is gone, hangs, returns an error or an incomplete answer;
+the request can be repeated on another server, or later. `UserError`: a retry would fail in the same way (unknown route,
+other vocabulary, weights of another version), and only the user can fix it.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from padfree.rollout.token_ids import checked_ids
 
 
 class ServerLostError(RuntimeError):
-    """A server that cannot be relied on now. Its line names the server."""
+    """A server does not work at the moment. The message names the server."""
 
 
 class FailedError(ServerLostError):
-    """A server that answers with an error of its own. One that `bucket` raises means that it cannot load weights."""
+    """A server returned an error. If `bucket` raises it, the server cannot load the weights."""
 
 
 class LateError(ServerLostError):
-    """A server that has not answered in time."""
+    """A server did not answer in time."""
 
 
 class RestartedError(ServerLostError):
-    """A server that answers and has lost the weights it was given."""
+    """A server answers, but has lost the weights it was sent."""
 
 
 class VersionError(UserError):
-    """A server whose weights are of another version than a request is for."""
+    """The weights of a server have another policy version than the request."""
 
 
 class IncompleteError(Exception):
-    """An answer without what was asked for."""
+    """An answer lacks a required part."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """How tokens are drawn: the same for all requests of a run."""
+class SamplingSettings:
+    """How tokens are sampled: the same for all requests of a run."""
 
     temperature: float
     stops: Sequence[int]
@@ -69,15 +69,15 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """What a server must serve for a run."""
+    """The model that a server must serve for a run."""
 
     model: ModelConfig
     lora_rank: int  # 0: no adapters
-    adapted: Sequence[str]  # names of the modules that have adapters
+    adapted: Sequence[str]  # names of the modules with adapters
     vocabulary: int
     temperature: float
-    text: str  # and its token ids by the run's tokenizer
-    tokens: Sequence[int]
+    text: str  # a text to compare tokenizers with
+    tokens: Sequence[int]  # its token ids by the tokenizer of the run
 
     @property
     def path(self) -> str:
@@ -87,13 +87,13 @@ class ServedModel:
 
     @property
     def random(self) -> bool:
-        """Whether there are no weights at `path`: all come from the trainer."""
+        """Whether `path` has no weights, so that all weights come from the trainer."""
         return self.model.init == "random" or Path(self.model.path).is_file()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What a server has drawn. `reason`: "stop", "length", "cut" by a pause, or the server's own word."""
+    """Tokens that a server sampled. `reason`: "stop", "length", "cut" (interrupted by a pause), or another reason."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -101,15 +101,15 @@ class Completion:
 
 
 class ServerApi(ABC):
-    """One server, by its address."""
+    """One server at a URL."""
 
-    takes_adapters: ClassVar[bool] = False  # by `load_adapters`; without it adapters are merged into the weights
-    completing: ClassVar[str] = "complete"  # the call of `complete`, as messages name it
-    cure_stops: ClassVar[str] = "start it with the stop tokens of the run"
-    cure_length: ClassVar[str] = "start it for {length} tokens or more"
-    cure_name: ClassVar[str] = "start all with the same name for it"
-    cure_weights: ClassVar[str] = "see that it can load weights of this model while it runs, or raise rollout.canary"
-    cure_temperature: ClassVar[str] = "start it so that it reports log-probabilities at the temperature"
+    takes_adapters: ClassVar[bool] = False  # implements `load_adapters`; else adapters are merged into the weights
+    complete_name: ClassVar[str] = "complete"  # name of the `complete` call in messages
+    fix_stops: ClassVar[str] = "start it with the stop tokens of the run"
+    fix_length: ClassVar[str] = "start it with a maximum length of {length} tokens or more"
+    fix_name: ClassVar[str] = "start all servers with the same name"
+    fix_weights: ClassVar[str] = "check that it can load weights of this model at run time, or raise rollout.canary"
+    fix_temperature: ClassVar[str] = "start it so that it reports log-probabilities at the sampling temperature"
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
@@ -120,165 +120,175 @@ class ServerApi(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
-    # Every engine has these
+    # Implemented by every engine
 
     @abstractmethod
     async def check(self, served: ServedModel) -> str:
-        """What the server calls its model; a UserError if it is not a server for this run.
+        """Return the server's name of the model; a UserError if the server does not fit the run.
 
-        A weight sync that a killed run has left unfinished is ended.
+        Also ends a weight sync that a killed run left unfinished.
         """
 
     @abstractmethod
     async def version(self, *, timeout: float | None = None) -> str | None:
-        """The version that `finish` gave to the weights; None: they are those that the server loaded itself."""
+        """Return the version that `finish` set; None if the server still has the weights it loaded itself."""
 
     @abstractmethod
     async def complete(
-        self, request: SamplingRequest, drawing: Drawing, *, model: str, version: int, salt: str
+        self, request: SamplingRequest, sampling: SamplingSettings, *, model: str, version: int, salt: str
     ) -> Completion:
-        """Draw tokens from the whole softmax, with the seed `request.key`; `noise.GREEDY` means the likeliest tokens.
+        """Sample tokens from the full softmax with the seed `request.key`; greedy if it is `sampling_rng.GREEDY`.
 
-        The weights are those of `version` from the first token to the last: see `need_version`. Keys and values are
-        cached for requests of the same `salt` and version alone.
+        All tokens must be sampled from the weights of `version` (see `need_version`). The server may reuse cached keys
+        and values only for requests with the same `salt` and version.
         """
 
     @abstractmethod
     async def score(
-        self, sequences: Sequence[Sequence[int]], *, drawn: int, temperature: float, model: str, salt: str
+        self, sequences: Sequence[Sequence[int]], *, num_sampled: int, temperature: float, model: str, salt: str
     ) -> list[tuple[list[int], list[float]]]:
-        """For each sequence its tokens and `drawn` more, and the log-probabilities of all but the first.
+        """Extend each sequence by `num_sampled` tokens; return its tokens and all log-probabilities but the first.
 
-        Those of the given tokens are at temperature 1, those of the drawn ones at `temperature`.
+        The log-probabilities of given tokens are at temperature 1, those of sampled tokens at `temperature`.
         """
 
     @abstractmethod
     async def pause(self) -> None:
-        """Cut all responses under way. Those asked for later wait."""
+        """Interrupt all responses in progress. Later requests wait for `resume`."""
 
     @abstractmethod
     async def resume(self) -> None: ...
 
     @abstractmethod
     async def workers(self) -> int:
-        """Processes that take part in a group."""
+        """Number of worker processes that receive weights."""
 
     @abstractmethod
     async def join(self, transfer_info: Mapping[str, Any]) -> None:
-        """Before the first bucket, for `Receiver.join` in each worker."""
+        """Call `Receiver.join` in each worker. Precedes the first bucket."""
 
     @abstractmethod
     async def begin(self) -> None:
-        """Begin a weight sync; one that is under way is ended first."""
+        """Begin a weight sync. Ends an unfinished one first."""
 
     @abstractmethod
     async def bucket(self, form: BucketForm) -> None:
-        """Receive and load one bucket, by `Receiver.tensors` in each worker."""
+        """Receive and load one bucket with `Receiver.tensors` in each worker."""
 
     @abstractmethod
     async def finish(self, version: int) -> None:
-        """All buckets have arrived: the weights are of this version. Nothing cached for others is used again."""
+        """End a weight sync: set the version of the weights, and drop caches of earlier weights."""
 
     @classmethod
     @abstractmethod
-    def command(cls, words: Sequence[str], served: ServedModel, *, name: str, port: int) -> list[str]:
-        """`rollout.launch.command`, and what the run needs behind it."""
+    def command(cls, arguments: Sequence[str], served: ServedModel, *, name: str, port: int) -> list[str]:
+        """Append the options that the run needs to `rollout.launch.command`."""
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        """Variables of a server that a run starts."""
+        """Environment variables of a server that a run starts."""
         return {}
 
     async def load_adapters(self, folder: Path, *, name: str, model: str, version: int) -> None:
-        """Serve the adapters in the folder as `name`, and no others of `model`. Only if `takes_adapters`."""
+        """Serve the adapters in `folder` as `name` and unload older ones of `model`. Needs `takes_adapters`."""
         raise AssertionError(f"{type(self).__name__} does not take adapters: they are merged into the weights")
 
-    # For those who write and ask one
+    # Helpers for engines, and calls with checks
 
     def lost(self, what: str) -> ServerLostError:
         return ServerLostError(f"rollout.servers: {self.url} {what}")
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """A block that takes an answer apart: whatever another form of it raises is a ServerLostError."""
+        """Parse an answer inside this block: an unexpected format becomes a ServerLostError."""
         try:
             yield
         except (IncompleteError, KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise self.lost(f"{what} ({' '.join(str(error).split())})") from None
 
     def need_version(self, found: str | None, version: int) -> None:
-        """Refuse weights of another version."""
+        """Raise an error unless the server has the weights of `version`."""
         if found is None:
-            raise RestartedError(f"rollout.servers: {self.url} has restarted, it has none of the run's weights")
+            raise RestartedError(f"rollout.servers: {self.url} has restarted and lost the weights of the run")
         if found != str(version):
             raise VersionError(
                 "rollout.servers",
                 f"{self.url} serves policy version {found!r}, not {version}",
-                "let no other run use it, and start it again",
+                "make sure that no other run uses it, and restart it",
             )
 
     async def respond(
-        self, request: SamplingRequest, drawing: Drawing, *, model: str, version: int, salt: str, cut: bool = False
+        self,
+        request: SamplingRequest,
+        sampling: SamplingSettings,
+        *,
+        model: str,
+        version: int,
+        salt: str,
+        cut: bool = False,
     ) -> Response:
-        """One response. With `cut` it may be one that a pause has ended."""
-        found = await self.complete(request, drawing, model=model, version=version, salt=salt)
-        number, ended = len(found.tokens), bool(found.tokens) and found.tokens[-1] in drawing.stops
-        if cut and found.reason == "cut":
-            if number > request.max_new_tokens or max(found.tokens, default=0) >= drawing.vocabulary:
-                raise self.lost(f"{self.completing} answered {number} tokens that were not asked for")
+        """Sample one response and check it. `cut`: whether a partial response, interrupted by a pause, is allowed."""
+        completion = await self.complete(request, sampling, model=model, version=version, salt=salt)
+        number = len(completion.tokens)
+        ended = bool(completion.tokens) and completion.tokens[-1] in sampling.stops
+        if cut and completion.reason == "cut":
+            if number > request.max_new_tokens or max(completion.tokens, default=0) >= sampling.vocabulary:
+                raise self.lost(f"{self.complete_name} answered {number} tokens that were not requested")
         else:
-            self._check_whole(found, request, drawing, ended)
+            self._check_whole(completion, request, sampling, ended)
         return Response(
-            tokens=np.array(found.tokens, np.int64),
-            logprobs=np.array(found.logprobs, np.float32),
+            tokens=np.array(completion.tokens, np.int64),
+            logprobs=np.array(completion.logprobs, np.float32),
             ended=ended,
             version=version,
         )
 
     async def scored(
-        self, sequences: Sequence[Sequence[int]], *, drawn: int, vocabulary: int, **settings: Any
+        self, sequences: Sequence[Sequence[int]], *, num_sampled: int, vocabulary: int, **settings: Any
     ) -> list[tuple[list[int], list[float]]]:
-        """What `score` gives, checked."""
-        found = await self.score(sequences, drawn=drawn, **settings)
+        """Call `score` and check the result."""
+        scored = await self.score(sequences, num_sampled=num_sampled, **settings)
         with self.reading("answered without the log-probabilities of the canary"):
-            for sequence, (tokens, logprobs) in zip(sequences, found, strict=True):
-                if len(tokens) != len(sequence) + drawn:
-                    raise IncompleteError(f"{len(tokens) - len(sequence)} tokens instead of {drawn}")
+            for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):
+                if len(tokens) != len(sequence) + num_sampled:
+                    raise IncompleteError(f"{len(tokens) - len(sequence)} tokens instead of {num_sampled}")
                 checked_tokens(tokens[1:], logprobs, vocabulary=vocabulary)
-        return found
+        return scored
 
-    def _check_whole(self, found: Completion, request: SamplingRequest, drawing: Drawing, ended: bool) -> None:
-        number, max_new_tokens = len(found.tokens), request.max_new_tokens
-        if found.reason not in ("stop", "length"):  # cut by a pause, or ended by an error of the engine
-            reason = "abort" if found.reason == "cut" else found.reason
-            raise self.lost(f"{self.completing} ended a response by {reason!r}")
+    def _check_whole(
+        self, completion: Completion, request: SamplingRequest, sampling: SamplingSettings, ended: bool
+    ) -> None:
+        number, max_new_tokens = len(completion.tokens), request.max_new_tokens
+        if completion.reason not in ("stop", "length"):  # interrupted by a pause, or ended by an error of the engine
+            reason = "abort" if completion.reason == "cut" else completion.reason
+            raise self.lost(f"{self.complete_name} ended a response with reason {reason!r}")
         if not 1 <= number <= max_new_tokens:
-            raise self.lost(f"{self.completing} answered {number} tokens where 1 to {max_new_tokens} were asked for")
-        if max(found.tokens) >= drawing.vocabulary:
+            raise self.lost(f"{self.complete_name} answered {number} tokens instead of 1 to {max_new_tokens}")
+        if max(completion.tokens) >= sampling.vocabulary:
             raise UserError(
                 "rollout.servers",
-                f"{self.url} drew token {max(found.tokens)} of a vocabulary of {drawing.vocabulary}",
+                f"{self.url} sampled token {max(completion.tokens)} with a vocabulary of {sampling.vocabulary}",
                 "start it with the model of model.path",
             )
-        if not ended and found.reason == "stop":
+        if not ended and completion.reason == "stop":
             raise UserError(
                 "rollout.servers",
-                f"{self.url} ends responses at token {found.tokens[-1]}, which does not end one here",
-                self.cure_stops,
+                f"{self.url} ends responses at token {completion.tokens[-1]}, which is not a stop token of the run",
+                self.fix_stops,
             )
         if not ended and number < max_new_tokens:
-            cure = self.cure_length.format(length=len(request.tokens) + max_new_tokens)
+            fix = self.fix_length.format(length=len(request.tokens) + max_new_tokens)
             raise UserError(
-                "rollout.servers", f"{self.url} ended a response after {number} of {max_new_tokens} tokens", cure
+                "rollout.servers", f"{self.url} ended a response after {number} of {max_new_tokens} tokens", fix
             )
 
 
 def checked_tokens(tokens: Any, logprobs: Any, *, vocabulary: int = 1 << 31) -> tuple[list[int], list[float]]:
-    """Drawn tokens and their log-probabilities as a server has sent them."""
-    found = checked_ids(tokens, vocabulary, "token_ids")
+    """Check tokens and log-probabilities that a server sent."""
+    ids = checked_ids(tokens, vocabulary, "token_ids")
     values = [float(value) for value in logprobs]
-    if len(values) != len(found):
-        raise IncompleteError(f"{len(found)} tokens and {len(values)} log-probabilities")
+    if len(values) != len(ids):
+        raise IncompleteError(f"{len(ids)} tokens and {len(values)} log-probabilities")
     if not np.isfinite(values).all() or max(values, default=0.0) > 1e-4:
-        raise IncompleteError("log-probabilities above 0, or no numbers")
-    return found, values
+        raise IncompleteError("log-probabilities that are above 0 or not finite")
+    return ids, values

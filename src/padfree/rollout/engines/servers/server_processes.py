@@ -1,15 +1,15 @@
-"""Servers that a run starts itself, and a task that starts again what has ended or hangs.
+"""Servers that a run starts itself, and a task that restarts servers that have ended or hang.
 
     rollout.launch.command   python -m vllm.entrypoints.openai.api_server --enforce-eager
     rollout.launch.devices   "0", "1"                            one server for each entry
       -> server 0            ... --model M --port 40117 --weight-transfer-config ...    CUDA_VISIBLE_DEVICES=0
       -> server 1            ...
 
-The engine adds what a run needs of a server to the command (`ServerApi.command`). The output of server 0 goes to
-`servers/0.log` in the run folder. Each server has a watchdog (`watchdog`), which ends it when the run is gone.
+The engine appends the options that the run needs to the command (`ServerApi.command`). The output of server 0 goes to
+`servers/0.log` in the run folder. Each server has a watchdog (`watchdog`), which stops it when the run ends.
 
-A server that ends, or does not answer a probe within PROBE seconds, is started again, after 1, 2, 4, ... up to
-LONGEST_PAUSE seconds. It comes back without the run's weights, and gets them with the next weight sync.
+A server that ends, or does not answer a probe within PROBE seconds, is restarted after 1, 2, 4, ... up to
+LONGEST_PAUSE seconds. It restarts without the weights of the run and receives them at the next weight sync.
 """
 
 from __future__ import annotations
@@ -32,34 +32,35 @@ from padfree.rollout.engines.servers.server_api import ServedModel, ServerApi, S
 WATCHDOG = Path(__file__).with_name("watchdog.py")
 EVERY, PROBE, LONGEST_PAUSE, GRACE = 1.0, 30.0, 60.0, 15.0
 """Seconds."""
-FRUITLESS = 3
-"""So many starts of a server may end before it has answered once."""
+MAX_FAILED_STARTS = 3
+"""The run ends if a server ends this many times in succession before it answers once."""
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")
 
 
-class Launched:
-    """One server that this process starts, and starts again."""
+class LaunchedServer:
+    """One server that this process starts and restarts."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, server: ServerApi) -> None:
         self.server, self.log, self.starts, self.answered = server, log, 0, False
         self._command, self._environment = list(command), dict(environment)
         self._watchdog: subprocess.Popen[bytes] | None = None
-        self._fruitless = 0
+        self._failed_starts = 0
         self._not_before = 0.0
 
-    async def look(self) -> str | None:
-        """Start it if it is not there, end it if it hangs; a line if there is no hope."""
+    async def check(self) -> str | None:
+        """Start the server if it is not running, end it if it hangs. Returns an error message if it cannot start."""
         now = time.monotonic()
         if self._watchdog is not None and self._watchdog.poll() is not None:
-            ended = self._watchdog.returncode
-            self.sign_off()  # the pipe is ours to close
+            status = self._watchdog.returncode
+            self.begin_end()  # close our end of the pipe
             self._watchdog = None
-            self._fruitless = 0 if self.answered else self._fruitless + 1
-            if self._fruitless >= FRUITLESS:
+            self._failed_starts = 0 if self.answered else self._failed_starts + 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
                 return (
-                    f"rollout.launch: {self.server.url} ended with status {ended} before it answered, {FRUITLESS} "
-                    f"times ({self._last_line()}); correct rollout.launch.command, its output is in {self.log}"
+                    f"rollout.launch: {self.server.url} ended with status {status} before it answered, "
+                    f"{MAX_FAILED_STARTS} times ({self._last_line()}); correct rollout.launch.command, its output is "
+                    f"in {self.log}"
                 )
             self._not_before = now + min(2.0 ** min(self.starts - 1, 6), LONGEST_PAUSE)
         if self._watchdog is None:
@@ -71,19 +72,19 @@ class Launched:
             self.answered = True
         except ServerLostError:
             if self.answered and self._watchdog.poll() is None:
-                await self.end()  # it hangs; its start is the next look's
+                await self.end()  # it hangs; the next check starts it
         except UserError:
-            self.answered = True  # and whoever asks it for something says what is wrong
+            self.answered = True  # the next request reports the error
         return None
 
-    def sign_off(self) -> None:
-        """Tell the watchdog to end the server, and do not wait for it."""
+    def begin_end(self) -> None:
+        """Gather the watchdog to end the server, without waiting."""
         if self._watchdog is not None:
             assert self._watchdog.stdin is not None
             self._watchdog.stdin.close()
 
     async def end(self) -> None:
-        self.sign_off()
+        self.begin_end()
         watchdog = self._watchdog
         if watchdog is None:
             return
@@ -116,12 +117,12 @@ class Launched:
 
 
 class Launcher:
-    """All servers that a run starts. `start` begins a task that watches them until `close`."""
+    """All servers that a run starts. `start` creates a task that watches them until `close`."""
 
-    def __init__(self, launched: Sequence[Launched]) -> None:
+    def __init__(self, launched: Sequence[LaunchedServer]) -> None:
         self.launched = launched
-        self.hopeless: str | None = None
-        self.left_alone = asyncio.Lock()  # held while no server is to be probed: one that loads weights answers late
+        self.fatal_error: str | None = None  # a server cannot be started
+        self.probe_lock = asyncio.Lock()  # held during a weight sync: a server answers late while it loads weights
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -133,35 +134,35 @@ class Launcher:
         return sum(one.starts - 1 for one in self.launched)
 
     async def start(self, seconds: float) -> None:
-        """Start all, and wait until all answer."""
+        """Start all servers and wait until all answer."""
         self._watching = self._watching or asyncio.create_task(self._watch())
         deadline = time.monotonic() + seconds
         while missing := [one for one in self.launched if not one.answered]:
-            if self.hopeless is not None:
-                raise UserError.of(self.hopeless)
+            if self.fatal_error is not None:
+                raise UserError.of(self.fatal_error)
             if time.monotonic() > deadline:
                 raise UserError(
                     "rollout.launch",
                     f"{missing[0].server.url} did not answer within {seconds:g} s",
-                    f"raise rollout.timeout, or see its output in {missing[0].log}",
+                    f"raise rollout.timeout, or read its output in {missing[0].log}",
                 )
             await asyncio.sleep(0.1)
 
     async def _watch(self) -> None:
         while True:
-            async with self.left_alone:
-                found = await asyncio.gather(*map(self._look, self.launched))
-            self.hopeless = self.hopeless or next(filter(None, found), None)
+            async with self.probe_lock:
+                messages = await asyncio.gather(*map(self._check, self.launched))
+            self.fatal_error = self.fatal_error or next(filter(None, messages), None)
             await asyncio.sleep(EVERY)
 
-    async def _look(self, one: Launched) -> str | None:
-        """A line if there is no hope: whatever goes wrong here, somebody waits for the server."""
+    async def _check(self, one: LaunchedServer) -> str | None:
+        """Like `LaunchedServer.check`, with every exception as an error message, because another thread waits."""
         try:
-            return await one.look()
-        except OSError as error:  # no more processes, a full disk
+            return await one.check()
+        except OSError as error:  # the process limit, or a full disk
             return (
-                f"rollout.launch: {one.server.url} cannot be started ({error}); make room for it, its output would be "
-                f"in {one.log}"
+                f"rollout.launch: {one.server.url} cannot be started ({error}); free disk space or processes, its "
+                f"output goes to {one.log}"
             )
         except Exception as error:
             return f"rollout.launch: {one.server.url} cannot be watched ({error!r}); please report this"
@@ -171,27 +172,30 @@ class Launcher:
             self._watching.cancel()
             await asyncio.wait([self._watching])
         for one in self.launched:
-            one.sign_off()
+            one.begin_end()
         await asyncio.gather(*(one.end() for one in self.launched))
 
 
 def make_launcher(
     api: type[ServerApi], settings: LaunchConfig, served: ServedModel, folder: Path, timeout: float
 ) -> Launcher:
-    """A server for each entry of `rollout.launch.devices`, none of them started; their output goes to `folder`."""
+    """Make a launcher with a server for each entry of `rollout.launch.devices`. Their output goes to `folder`.
+
+    Does not start the servers.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"padfree-{secrets.token_hex(4)}"  # no other server that happens to be there has it
+    name = f"padfree-{secrets.token_hex(4)}"  # unique: another server at the same port has another name
     launched = []
     for number, (devices, port) in enumerate(zip(settings.devices, _free_ports(len(settings.devices)), strict=True)):
         command = api.command(settings.command, served, name=name, port=port)
         environment = {**_environment(devices), **api.environment(), **settings.environment}
         server = api(f"http://127.0.0.1:{port}", timeout)
-        launched.append(Launched(command, environment, folder / f"{number}.log", server))
+        launched.append(LaunchedServer(command, environment, folder / f"{number}.log", server))
     return Launcher(launched)
 
 
 def _environment(devices: str) -> dict[str, str]:
-    """This process's, without what torchrun says to it, and with the devices of the server."""
+    """The environment of this process without torchrun's variables, and with the devices of the server."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -1,7 +1,7 @@
-"""The start of a sampler on servers: are they the right ones for a run? Then its parts are put together.
+"""Make the sampler for inference servers: start or find the servers, check them, and build the sampler.
 
-rank 0     starts servers (`rollout.launch`) or takes those that run (`rollout.servers`), and checks each of them
-all ranks  hear from rank 0 where the servers are and what they call the model, or why there are none
+rank 0     starts the servers (`rollout.launch`) or uses running ones (`rollout.servers`), and checks each of them
+all ranks  receive the URLs and the name of the model from rank 0, or its error
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from padfree.rollout.base import Score
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
 from padfree.rollout.engines.servers.canary import LIMITS, TEXT, Canary, canary_sequences
 from padfree.rollout.engines.servers.sampler import ServerSampler, broadcast_object, end_servers
-from padfree.rollout.engines.servers.server_api import Drawing, LateError, ServedModel, ServerApi, ServerLostError
+from padfree.rollout.engines.servers.server_api import (
+    LateError,
+    SamplingSettings,
+    ServedModel,
+    ServerApi,
+    ServerLostError,
+)
 from padfree.rollout.engines.servers.server_processes import Launcher, make_launcher
 from padfree.rollout.engines.servers.weight_sync import FilesTransport, GroupTransport, WeightStream, WeightSync
 from padfree.rollout.loop_thread import LoopThread
@@ -34,19 +40,19 @@ from padfree.rollout.loop_thread import LoopThread
 def make_server_sampler(
     api: type[ServerApi], config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
 ) -> ServerSampler:
-    """A sampler on servers that run already (`rollout.servers`), or that are started now (`rollout.launch`)."""
+    """Make a sampler for running servers (`rollout.servers`), or start them (`rollout.launch`). Collective."""
     rollout, first = config.rollout, mesh.loss.rank == 0
     if rollout.launch.command and not _same_machine(mesh):
         raise UserError(
             "rollout.launch.command",
-            "starts servers on one machine, the run is on several",
-            "start them yourself and give rollout.servers",
+            "can start servers on one machine only, but the run uses several",
+            "start the servers yourself and set rollout.servers",
         )
     served = served_model(config, trained, tokenizer)
     loop = LoopThread("servers")
     launcher: Launcher | None = None
     try:
-        found: Any = None
+        shared: Any = None
         if first:
             try:
                 servers: Sequence[ServerApi] = [api(url, rollout.timeout) for url in rollout.servers]
@@ -55,13 +61,13 @@ def make_server_sampler(
                     launcher = make_launcher(api, rollout.launch, served, logs, rollout.timeout)
                     servers = launcher.servers
                     loop.run(launcher.start(rollout.timeout))
-                found = [server.url for server in servers], loop.run(check_servers(servers, served))
+                shared = [server.url for server in servers], loop.run(check_servers(servers, served))
             except UserError as error:
-                found = str(error)
-        found = broadcast_object(found, mesh)
-        if isinstance(found, str):
-            raise UserError.of(found)
-        servers = [api(url, rollout.timeout) for url in found[0]]
+                shared = str(error)
+        shared = broadcast_object(shared, mesh)
+        if isinstance(shared, str):
+            raise UserError.of(shared)
+        servers = [api(url, rollout.timeout) for url in shared[0]]
         folder = transfer_folder(config)
         longest = min(config.batch.max_tokens, getattr(trained.config, "max_position_embeddings", None) or 1 << 30)
         return ServerSampler(
@@ -74,17 +80,17 @@ def make_server_sampler(
                 loop=loop,
                 first=first,
                 stream=WeightStream(trained, getattr(torch, config.model.dtype)),
-                way=GroupTransport(mesh.device, rollout.timeout)
+                transport=GroupTransport(mesh.device, rollout.timeout)
                 if rollout.transfer == "group"
                 else FilesTransport(folder),
                 folder=folder,
                 base=config.model.path,
-                model=found[1],
+                model=shared[1],
                 adapters=bool(config.lora.rank) and api.takes_adapters,
                 launcher=launcher,
             ),
             launcher=launcher,
-            drawing=Drawing(served.temperature, tuple(stop_tokens(tokenizer, trained)), served.vocabulary),
+            sampling=SamplingSettings(served.temperature, tuple(stop_tokens(tokenizer, trained)), served.vocabulary),
             canary=Canary(rollout.canary or LIMITS[config.model.dtype], api),
             sequences=canary_sequences(tokenizer, vocabulary=served.vocabulary, longest=longest),
             score=score,
@@ -92,7 +98,7 @@ def make_server_sampler(
             concurrency=rollout.max_concurrent,
             timeout=rollout.timeout,
         )
-    except BaseException:  # an interrupt while servers start, too: nobody would end them
+    except BaseException:  # also an interrupt while servers start: they would keep running
         end_servers(loop, launcher)
         raise
 
@@ -110,21 +116,22 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
 
 
 async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> str:
-    """What they call their model; a line if one is not there, or is a server of something else."""
+    """Return the servers' name of the model; a UserError if a server does not answer or does not fit the run."""
     try:
         names = {await server.check(served) for server in servers}
     except LateError as error:
-        raise UserError.of(f"{error}; see that it is well, or raise rollout.timeout") from None
+        raise UserError.of(f"{error}; check the server, or raise rollout.timeout") from None
     except ServerLostError as error:
         raise UserError.of(f"{error}; start it, or correct rollout.servers") from None
     if len(names) > 1:
-        raise UserError("rollout.servers", f"they call the model {' and '.join(sorted(names))}", servers[0].cure_name)
+        problem = f"the servers have different names for the model: {', '.join(sorted(names))}"
+        raise UserError("rollout.servers", problem, servers[0].fix_name)
     return names.pop()
 
 
 def transfer_folder(config: Config) -> Path:
-    """A folder of the run's own for weights: where it is said, or in memory for servers of this machine."""
-    mark = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
+    """The folder for weights, unique to the run: `rollout.transfer_folder`, or in memory for local servers."""
+    digest = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
     memory = Path("/dev/shm")
     if config.rollout.transfer_folder is not None:
         parent = Path(config.rollout.transfer_folder).resolve()
@@ -132,11 +139,11 @@ def transfer_folder(config: Config) -> Path:
         parent = memory
     else:
         parent = Path(config.run.folder).resolve()
-    return parent / f"padfree-weights-{mark}"
+    return parent / f"padfree-weights-{digest}"
 
 
 def _same_machine(mesh: Mesh) -> bool:
-    """Whether all ranks run on one. Every rank calls it."""
+    """Whether all ranks run on one machine. Collective."""
     names: list[Any] = [None] * mesh.loss.size
     dist.all_gather_object(names, socket.gethostname(), group=mesh.loss.group)
     return len(set(names)) == 1

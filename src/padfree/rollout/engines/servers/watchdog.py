@@ -1,14 +1,14 @@
-"""A process between a run and a server that it has started: the server does not outlive the run.
+"""A process between a run and a server that the run started. It stops the server when the run ends.
 
     run ──pipe──▶ watchdog ──▶ server and its workers, in a session of their own
     the run ends, even by kill -9: the pipe closes,
-    and the watchdog has another parent             ->  SIGTERM to the session, after GRACE seconds SIGKILL
-    the server ends                                 ->  the watchdog ends with its exit status
+    and the watchdog gets another parent            ->  SIGTERM to the session, SIGKILL after GRACE seconds
+    the server ends                                 ->  the watchdog exits with the status of the server
 
-    python watchdog.py COMMAND ...        standard input is the pipe; standard output and error are the server's
+    python watchdog.py COMMAND ...        standard input is the pipe; standard output and error go to the server
 
-Run as a file, and with the standard library alone, so that it starts in milliseconds. The session is the watchdog's
-own: an interrupt from a terminal, which the run answers by finishing its step, does not reach the server.
+The module is run as a file and imports only the standard library, so that it starts in milliseconds. It has its own
+session: Ctrl-C in a terminal, after which the run finishes its step, does not reach the server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 def main(command: list[str]) -> int:
     parent = os.getppid()
     os.setsid()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through `finally` below
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # runs `finally` below
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_watchdog)
     try:
         while server.poll() is None and os.getppid() == parent:
@@ -44,18 +44,18 @@ def main(command: list[str]) -> int:
 
 
 def _die_with_watchdog() -> None:
-    """Where the system can do that (Linux): a watchdog that is killed takes its server along."""
+    """On Linux, have the kernel send SIGTERM to the server if the watchdog is killed."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """All processes of the server's session: workers may be alive when their parent is not."""
+    """End all processes of the server's session: workers may outlive their parent."""
     deadline = time.monotonic() + GRACE
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)
         while time.monotonic() < deadline:
-            server.poll()  # a child that nobody has waited for still counts as one of the group
+            server.poll()  # reap the child: a zombie still counts as a member of the process group
             os.killpg(server.pid, 0)
             time.sleep(POLL)
         os.killpg(server.pid, signal.SIGKILL)

@@ -1,16 +1,16 @@
-"""A weight sync: the weights of a model that may be sharded go to every server that takes them.
+"""Weight sync: send the weights of a model, sharded or not, to the servers.
 
-    trained model     q.weight [shards]  k.weight [shards]  ...         every rank gathers each tensor in turn
-      -> layers       names and shapes as in HF files, experts one by one; rank 0 holds one layer
-      -> buckets      of about BUCKET bytes, uint8                      rank 0 holds one
-      -> way          "group"   a broadcast to the workers of each server, in a process group of its own
-                      "files"   a safetensors file that all servers read, removed afterwards
+    trained model     q.weight [shards]  k.weight [shards]  ...         all ranks gather each tensor in turn
+      -> layers       names and shapes as in HF files, one tensor per expert; rank 0 holds one layer
+      -> buckets      of about BUCKET bytes, uint8; rank 0 holds one bucket
+      -> transport    "group"   a broadcast to the workers of each server, in a separate process group
+                      "files"   a safetensors file that all servers read; it is removed afterwards
 
-    main thread       gather | bucket 0 ............ | gather | bucket 1 ...     collectives, and waits for the servers
-    event loop                 server 0: bucket, server 1: bucket                all servers at the same time
+    main thread       gather | bucket 0 ............ | gather | bucket 1 ...     collectives; waits for the servers
+    event loop                 server 0: bucket, server 1: bucket                all servers concurrently
 
-Whatever happens to the servers, every rank goes through all tensors, because gathering them is collective. Adapters
-travel alone, as files, to engines that take them; for others they are merged into the weights.
+All ranks iterate over all tensors even if servers fail, because gathering is collective. If the engine supports
+adapters, only the adapters are sent, as files. Otherwise they are merged into the weights.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from padfree.rollout.engines.servers.server_processes import Launcher
 from padfree.rollout.loop_thread import LoopThread
 
 BUCKET = 256 << 20
+"""Bytes of a bucket, unless one tensor is larger."""
 
 Named = tuple[str, Tensor]
 
 
 class WeightStream:
-    """The tensors of a model under the names, in the shapes and in the dtypes that HF files of `dtype` have."""
+    """The tensors of a model with the names, shapes and dtypes of an HF checkpoint in `dtype`."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self._empty = empty_copy(model, dtype)
@@ -55,7 +56,7 @@ class WeightStream:
         self._dtypes = {name: tensor.dtype for name, tensor in named_tensors(self._empty).items() if name in parameters}
 
     def buckets(self, model: PreTrainedModel, *, keep: bool, size: int = BUCKET) -> Iterator[list[Named]]:
-        """Every rank must go through all of them; if `keep` is false they are empty."""
+        """Iterate over the buckets. Collective: all ranks must exhaust the iterator. Empty unless `keep`."""
         bucket: list[Named] = []
         held = 0
         for _, layer in groupby(whole_tensors(model), key=lambda named: _layer_of(named[0])):
@@ -74,9 +75,9 @@ class WeightStream:
 
 
 def _layer_of(name: str) -> str:
-    """`model.layers.3` of `model.layers.3.mlp.experts.7.up_proj.weight`; the name itself outside of layers."""
+    """`model.layers.3.mlp.experts.7.up_proj.weight` -> `model.layers.3`; a name outside of layers is unchanged."""
     parts = name.split(".")
-    return next((".".join(parts[: place + 1]) for place, part in enumerate(parts) if part.isdigit()), name)
+    return next((".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()), name)
 
 
 def form_of(bucket: Sequence[Named], file: Path | None = None) -> BucketForm:
@@ -89,24 +90,24 @@ def form_of(bucket: Sequence[Named], file: Path | None = None) -> BucketForm:
 
 
 def packed(bucket: Sequence[Named], form: BucketForm, device: torch.device) -> Tensor:
-    """[num_bytes] uint8"""
+    """Copy a bucket into one buffer, [num_bytes] uint8."""
     buffer = torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)
-    for (_, source), (_, place) in zip(bucket, form.parts(buffer), strict=True):
-        place.copy_(source)
+    for (_, source), (_, target) in zip(bucket, form.parts(buffer), strict=True):
+        target.copy_(source)
     return buffer
 
 
 class GroupTransport:
-    """Buckets go by broadcast. Both ways have these methods."""
+    """Sends buckets by broadcast. `FilesTransport` has the same methods."""
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._device, self._timeout = device, timeout
-        self._groups: dict[str, tuple[Any, Any]] = {}  # by address: the group, and the store it was made with
+        self._groups: dict[str, tuple[Any, Any]] = {}  # by URL: the process group and its rendezvous store
         self._buffer: Tensor | None = None
 
     async def connect(self, server: ServerApi) -> None:
-        """Whatever must be agreed on before the first bucket."""
+        """Set up the connection before the first bucket."""
         if server.url in self._groups:
             return
         world = 1 + await server.workers()
@@ -114,7 +115,7 @@ class GroupTransport:
         limit = timedelta(seconds=self._timeout)
         store = TCPStore(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
         transfer_info = {
-            "way": "group",
+            "transport": "group",
             "backend": self._backend,
             "address": address,
             "port": store.port,
@@ -127,14 +128,14 @@ class GroupTransport:
                 store, 0, world, backend=self._backend, address=address, device=self._device, timeout=self._timeout
             )
 
-        self._groups[server.url] = await meanwhile(server, server.join(transfer_info), join), store
+        self._groups[server.url] = await call_during(server, server.join(transfer_info), join), store
 
     def prepare(self, bucket: Sequence[Named]) -> BucketForm:
-        """Once for all servers, in the main thread."""
+        """Prepare a bucket once for all servers. Runs in the main thread."""
         form = form_of(bucket)
         self._buffer = packed(bucket, form, self._device)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the threads that send have streams of their own
+            torch.cuda.synchronize(self._device)  # the sending threads use other streams
         return form
 
     async def send(self, server: ServerApi, form: BucketForm) -> None:
@@ -147,34 +148,35 @@ class GroupTransport:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 
-        await meanwhile(server, server.bucket(form), push)
+        await call_during(server, server.bucket(form), push)
 
     def forget(self, server: ServerApi) -> None:
-        """It was lost: what was agreed on with it is void."""
+        """Drop the connection to a server that was lost."""
         self._groups.pop(server.url, None)
 
     def clear(self) -> None:
-        """All buckets have arrived."""
+        """Release the buffer after the last bucket."""
         self._buffer = None
 
 
-async def meanwhile(server: ServerApi, call: Awaitable[None], act: Callable[[], Any]) -> Any:
-    """Make a call that the server answers when `act` was done here, in a thread. What fails on either side fails this.
+async def call_during(server: ServerApi, call: Awaitable[None], function: Callable[[], Any]) -> Any:
+    """Await a call of the server while `function` runs in a thread; the server answers once both sides are done.
 
-    If the server refuses at once, `act` waits in vain until its own timeout; its thread is left behind.
+    Returns the result of `function`. An error on either side is raised. If the server rejects the call at once,
+    `function` keeps running in its thread until its own timeout.
     """
-    acting = asyncio.get_running_loop().run_in_executor(None, act)
-    acting.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may be left behind
+    running = asyncio.get_running_loop().run_in_executor(None, function)
+    running.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may never be awaited
     await call
     try:
-        return await acting
-    except (RuntimeError, ValueError) as error:  # of the connection; anything else is a mistake of ours
+        return await running
+    except (RuntimeError, ValueError) as error:  # of the connection; any other exception is a bug
         reason = " ".join(str(error).split())[:200]
         raise server.lost(f"lost the connection for weights ({reason})") from None
 
 
 class FilesTransport:
-    """Buckets are safetensors files in a folder that servers see under the same name."""
+    """Writes buckets as safetensors files to a folder that the servers see under the same path."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -183,20 +185,20 @@ class FilesTransport:
 
     async def connect(self, server: ServerApi) -> None:
         if server.url not in self._connected:
-            await server.join({"way": "files"})
+            await server.join({"transport": "files"})
             self._connected.add(server.url)
 
     def prepare(self, bucket: Sequence[Named]) -> BucketForm:
-        beside = self._file.with_suffix(".writing")
+        temporary = self._file.with_suffix(".writing")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.cpu() for name, tensor in bucket}, beside)
-            beside.replace(self._file)
+            save_file({name: tensor.cpu() for name, tensor in bucket}, temporary)
+            temporary.replace(self._file)
         except OSError as error:
             raise UserError(
                 "rollout.transfer_folder",
                 f"{self._folder} cannot be written ({error.strerror or error})",
-                "give a folder that the servers see, with room for a bucket",
+                "set a folder that the servers can read, with space for a bucket",
             ) from None
         return form_of(bucket, self._file)
 
@@ -210,71 +212,75 @@ class FilesTransport:
         self._file.unlink(missing_ok=True)
 
 
-Act = Callable[[ServerApi], Awaitable[None]]
+ServerCall = Callable[[ServerApi], Awaitable[None]]
 
 
-async def each(servers: Sequence[ServerApi], act: Act) -> dict[ServerApi, ServerLostError]:
-    """Do it for all of them at once; those that were lost. Any other error is raised when all have ended."""
+async def for_each(servers: Sequence[ServerApi], call: ServerCall) -> dict[ServerApi, ServerLostError]:
+    """Run `call` for all servers concurrently and return the servers that were lost.
+
+    Any other error is raised after all calls have ended.
+    """
     failed: dict[ServerApi, ServerLostError] = {}
-    for server, found in zip(servers, await asyncio.gather(*map(act, servers), return_exceptions=True), strict=True):
-        if isinstance(found, ServerLostError):
-            failed[server] = found
-        elif found is not None:
-            raise found
+    for server, error in zip(servers, await asyncio.gather(*map(call, servers), return_exceptions=True), strict=True):
+        if isinstance(error, ServerLostError):
+            failed[server] = error
+        elif error is not None:
+            raise error
     return failed
 
 
 @dataclass(kw_only=True, slots=True)
 class SyncOutcome:
-    """Of a weight sync, on rank 0."""
+    """The result of a weight sync, on rank 0."""
 
-    failed: dict[str, str] = field(default_factory=dict)  # a line by address for each server without the weights
-    refused: set[str] = field(default_factory=set)  # those of them that were there, and could not load weights
+    failed: dict[str, str] = field(default_factory=dict)  # error message by URL for each server without the weights
+    refused: set[str] = field(default_factory=set)  # URLs of the servers that answered but could not load the weights
     num_bytes: int = 0
-    error: str | None = None  # that only the user can cure
+    error: str | None = None  # a problem that only the user can fix; it ends the run
 
 
 @dataclass(kw_only=True, eq=False)
 class WeightSync:
-    """Gives the weights of a model to servers. Every rank makes one and calls it alike; `first` is rank 0."""
+    """Sends the weights of a model to servers. Every rank has one, and its calls are collective; `first`: rank 0."""
 
     servers: Sequence[ServerApi]
     loop: LoopThread
     first: bool
     stream: WeightStream
-    way: GroupTransport | FilesTransport
+    transport: GroupTransport | FilesTransport
     folder: Path
     base: str  # the folder of the model without adapters
-    model: str  # what the servers call it
-    adapters: bool  # whether these travel alone
+    model: str  # its name on the servers
+    adapters: bool  # whether only adapters are sent
     launcher: Launcher | None
 
     def name(self, version: int) -> str:
-        """What the servers call the policy."""
+        """Name of the policy on the servers."""
         return f"{self.model}-step-{version}" if self.adapters else self.model
 
     def close(self) -> None:
         for server in self.servers:
-            self.way.forget(server)
+            self.transport.forget(server)
         if self.first:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def hand_over(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
-        with self._servers_left_alone():
+    def send(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
+        """Send the current weights as policy version `version`. Collective."""
+        with self._probes_paused():
             return (self._send_adapters if self.adapters else self._send_weights)(trained, version)
 
     def _send_weights(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
         outcome = SyncOutcome()
-        taking = list(self.servers) if self.first else []
+        receivers = list(self.servers) if self.first else []
 
-        def attempt(act: Act, *, loads: bool = False) -> None:
+        def attempt(call: ServerCall, *, loads: bool = False) -> None:
             try:
-                for server, error in self.loop.run(each(taking, act)).items() if taking else ():
+                for server, error in self.loop.run(for_each(receivers, call)).items() if receivers else ():
                     outcome.failed[server.url] = str(error)
                     if loads and isinstance(error, FailedError):
                         outcome.refused.add(server.url)
-                    self.way.forget(server)
-                    taking.remove(server)
+                    self.transport.forget(server)
+                    receivers.remove(server)
             except UserError as wrong:
                 outcome.error = outcome.error or str(wrong)
 
@@ -284,33 +290,33 @@ class WeightSync:
 
         attempt(self._begin)
         if outcome.error is not None:
-            taking.clear()
+            receivers.clear()
         for bucket in self.stream.buckets(trained, keep=self.first):
-            if taking and outcome.error is None:
+            if receivers and outcome.error is None:
                 try:
-                    form = self.way.prepare(bucket)
+                    form = self.transport.prepare(bucket)
                 except UserError as wrong:
                     outcome.error = str(wrong)
                     continue
                 outcome.num_bytes += form.num_bytes
-                attempt(lambda server, form=form: self.way.send(server, form), loads=True)  # type: ignore[misc]
-        self.way.clear()
+                attempt(lambda server, form=form: self.transport.send(server, form), loads=True)  # type: ignore[misc]
+        self.transport.clear()
         attempt(finish)
         return outcome
 
     async def _begin(self, server: ServerApi) -> None:
         await server.pause()
         if await server.version() is None:
-            self.way.forget(server)  # a new process behind the same address
-        await self.way.connect(server)
+            self.transport.forget(server)  # the server process restarted at the same address
+        await self.transport.connect(server)
         await server.begin()
 
     def _send_adapters(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
-        """The adapters alone, as files."""
+        """Send only the adapters, as files."""
         name = self.name(version)
         folder = self.folder / name
         if self.first and self.folder.is_dir():
-            for earlier in self.folder.iterdir():  # a server may read what it was given last once more
+            for earlier in self.folder.iterdir():  # kept until now because a server may read them again
                 shutil.rmtree(earlier, ignore_errors=True)
         export_adapters(trained, folder, base=self.base)
         outcome = SyncOutcome()
@@ -319,24 +325,24 @@ class WeightSync:
 
         async def load(server: ServerApi) -> None:
             await server.pause()
-            await server.resume()  # adapters can be added while it runs; nothing of the last version may
+            await server.resume()  # the pause ends responses of the last version; loading adapters needs no pause
             await server.load_adapters(folder, name=name, model=self.model, version=version)
 
         outcome.num_bytes = sum(path.stat().st_size for path in folder.iterdir())
         try:
-            lost = self.loop.run(each(self.servers, load))
+            lost = self.loop.run(for_each(self.servers, load))
             outcome.failed = {server.url: str(error) for server, error in lost.items()}
         except UserError as wrong:
             outcome.error = str(wrong)
         return outcome
 
     @contextmanager
-    def _servers_left_alone(self) -> Iterator[None]:
+    def _probes_paused(self) -> Iterator[None]:
         if self.launcher is None:
             yield
             return
-        self.loop.run(self.launcher.left_alone.acquire())
+        self.loop.run(self.launcher.probe_lock.acquire())
         try:
             yield
         finally:
-            self.loop.call(self.launcher.left_alone.release)
+            self.loop.call(self.launcher.probe_lock.release)
