@@ -1,15 +1,16 @@
-"""How the documentation is built: `make docs` turns these Markdown pages and the docstrings into docs/_build/html.
+"""Sphinx configuration: `make docs` builds docs/_build/html from the Markdown pages and the docstrings.
 
-Docstrings are plain text with aligned pictures, code in single backticks. `docstring_lines` makes of each what Sphinx
-shows unchanged:
+Docstrings are plain text with aligned pictures and code in single backticks. `docstring_lines` converts a docstring to
+reStructuredText:
 
-    Lay the samples end to end.          a paragraph: `code` becomes ``code``, signs that mean something are escaped
+    Lay the samples end to end.          paragraph: `code` becomes ``code``, special characters are escaped
 
-        samples   [1 2]  [7]             indented lines, and paragraphs that are aligned columns: shown as they stand
+        samples   [1 2]  [7]             indented lines and aligned columns become a literal block
         packed     1 2    7
 
-The pages of the API reference (docs/api, not kept in git) are written here, one for each package: the names it exports,
-then what the module docstrings say. Where a package exports nothing itself, those of its modules.
+This file also writes the pages of the API reference into docs/api, which is not in git. There is one page per package:
+the names that the package exports, then the docstrings of its modules. If a package exports nothing, the page lists the
+names of its modules.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ autodoc_mock_imports = [name for name in ("triton",) if importlib.util.find_spec
 maximum_signature_line_length = 88
 
 NO_PAGE = ("__main__", "cli", "page")
-"""Modules without names for users."""
+"""Modules without a public API."""
 
 MARKED = re.compile(r"(?P<code>`[^`]+`)|(?P<emphasis>(?<!\w)\*\w+\*(?!\w))|[\\*|_<]")
 ALIGNED = re.compile(r"\S {2,}\S")
 
 
 def docstring_lines(text: str) -> list[str]:
-    """A plain docstring as reStructuredText."""
+    """Convert a plain docstring to reStructuredText."""
     lines: list[str] = []
     for block in _blocks(text.splitlines()):
         if _is_picture(block):
@@ -62,7 +63,7 @@ def docstring_lines(text: str) -> list[str]:
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:
-    """Paragraphs, and runs of indented lines, which may have empty lines among them."""
+    """Split lines into paragraphs and indented blocks. An indented block may contain empty lines."""
     blocks: list[list[str]] = []
     gap = 0
     for line in lines:
@@ -86,7 +87,7 @@ def _is_picture(block: list[str]) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """`code` as ``code``, *emphasis* as it is, and every other sign meant as itself."""
+    """Turn `code` into ``code``, keep *emphasis*, and escape every other special character."""
 
     def replaced(found: re.Match[str]) -> str:
         if found["emphasis"]:
@@ -100,7 +101,7 @@ def _escaped(text: str) -> str:
 
 
 def field_comment(owner: type[Any], name: str) -> str:
-    """The comment behind a dataclass field: `tokens: ndarray  # [n] what the tokenizer gave`."""
+    """The comment after a dataclass field, such as `[n] token ids` in `tokens: ndarray  # [n] token ids`."""
     for kind in owner.__mro__[:-1]:
         source = inspect.getsource(kind) if kind.__module__.startswith("padfree") else ""
         if found := re.search(rf"^ +{name}: [^#\n]*# (.+)$", source, re.MULTILINE):
@@ -122,7 +123,7 @@ def _skip(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) 
 
 
 def reference_pages() -> dict[str, str]:
-    """The Markdown of every page of the API reference by its name."""
+    """The Markdown of every page of the API reference, by page name."""
     names = [module.name for module in pkgutil.iter_modules(padfree.__path__) if module.name not in NO_PAGE]
     pages = {f"padfree.{name}": _package_page(f"padfree.{name}") for name in names}
     rows = [(name, getattr(padfree, name).__module__) for name in padfree.__all__]
@@ -135,7 +136,7 @@ def reference_pages() -> dict[str, str]:
 
 
 def _home(module: str) -> str:
-    """`padfree.packing.fill` -> `padfree.packing`, whose page has what it exports."""
+    """The package whose page documents a module: `padfree.packing.fill` -> `padfree.packing`."""
     return ".".join(module.split(".")[:2])
 
 
@@ -151,7 +152,7 @@ def _package_page(name: str) -> str:
 
 
 def _module(name: str, *, members: bool) -> str:
-    option = "" if members else "   :no-members:\n   :no-index:\n"  # functions have the names of their modules here
+    option = "" if members else "   :no-members:\n   :no-index:\n"  # some functions have the same name as their module
     return f"```{{eval-rst}}\n.. automodule:: {name}\n{option}```"
 
 

@@ -1,9 +1,9 @@
-"""Draws docs/layouts.svg: one packed row, and what each context rank holds of it in every layout.
+"""Draw docs/layouts.svg: one pack, and the tokens of each context rank in every layout.
 
 python docs/pictures.py
 
-    documents    one bar, each document a shade of grey
-    layout       the same bar in the colours of the ranks; beside it the causal work of each rank over the mean
+    documents    one bar; neighbouring documents have different shades of grey
+    layout       the same bar in the colours of the ranks; on the right, the causal work of each rank over the mean
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ GREYS = ("#9a9a9a", "#c4c4c4")
 LEFT, WIDTH, BAR, GAP, BARS = 96, 620, 26, 30, 120
 
 
-def row() -> Segments:
-    """The documents, and a pad where their tokens are no multiple of the ranks."""
+def pack_segments() -> Segments:
+    """The documents, padded to a multiple of the number of ranks."""
     return Segments.from_lengths(LENGTHS, pad_length=-sum(LENGTHS) % RANKS)
 
 
 def picture() -> str:
-    segments = row()
+    segments = pack_segments()
     kinds = get_args(LayoutKind)
     parts = [_documents(segments)]
-    for place, kind in enumerate(kinds, start=1):
-        parts.append(_layout(segments, make_layout(segments, RANKS, kind), place * (BAR + GAP) + 20))
+    for index, kind in enumerate(kinds, start=1):
+        parts.append(_layout(segments, make_layout(segments, RANKS, kind), index * (BAR + GAP) + 20))
     height = (len(kinds) + 1) * (BAR + GAP) + 10
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + BARS + 70} {height}" '
-        'font-family="sans-serif" font-size="13" role="img" aria-label="context-parallel layouts of one row">\n'
+        'font-family="sans-serif" font-size="13" role="img" aria-label="context-parallel layouts of one pack">\n'
         f"{body}\n</svg>\n"
     )
 

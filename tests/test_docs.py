@@ -1,12 +1,12 @@
-"""What the README and docs/ show is true: code runs and prints what they say, commands parse, settings exist.
+"""Checks the README and the pages of docs/: code runs, commands parse, settings and links exist.
 
-    ```python      runs, in order, one namespace a page; a ```text block right behind it is what it prints
-    ```toml        a recipe, or a part of one: loads
-    ```json        parses, line by line where it is several records
+    ```python      is executed in order, with one namespace per page; a ```text block that follows is its output
+    ```toml        is a recipe or a part of one, and loads
+    ```json        parses; several records are parsed line by line
     ```sh          and indented blocks: `padfree` commands parse, their recipes load, `make` targets exist
-    `a.b=c`        in docs/coming-from.md: there is such a setting, and it takes this value
+    `a.b=c`        in docs/coming-from.md and the guides: the setting exists; in coming-from.md it accepts this value
 
-Links lead to pages and headings that exist, on a code host and in the built pages.
+Links point to pages and headings that exist, on a code host and in the built documentation.
 """
 
 from __future__ import annotations
@@ -29,19 +29,30 @@ import pytest
 from padfree.attention.selection import BACKENDS
 from padfree.cli.main import TRAINING, parsed, parser
 from padfree.config import Config, config_from_dict, load_config
+from padfree.config.mixture import DataSource
 from padfree.config.recipe_files import shipped_recipes
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+GENERATED = ("api", "_build")  # written by `make docs`
+DOCS = sorted(
+    page for page in (ROOT / "docs").rglob("*.md") if page.relative_to(ROOT / "docs").parts[0] not in GENERATED
+)
+PAGES = [ROOT / "README.md", *DOCS]
 FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (\S.*)$", re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+NOT_SETTINGS = {"run.holder.json", "run.json", "run.lock", "batch.py", "rollout.advantages", "data.columns.context"}
 LANGUAGES = {"python", "text", "toml", "json", "sh", "{toctree}"}
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=page_name)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -49,7 +60,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def plain(page: Path) -> str:
-    """The text of a page without its fenced blocks."""
+    """The text of a page without fenced blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
@@ -65,7 +76,7 @@ def test_python_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     namespace: dict[str, object] = {"__name__": "__docs__"}
-    with patch.dict(BACKENDS):  # a page adds one
+    with patch.dict(BACKENDS):  # a page registers a backend
         for code, output in PRINTED.findall(page.read_text(encoding="utf-8")):
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
@@ -75,7 +86,7 @@ def test_python_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, monkey
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of every command line of a page that begins with padfree, torchrun or make."""
+    """The words of every command line that begins with padfree, torchrun or make."""
     lines = [line for body in blocks(page, "sh") for line in body.replace("\\\n", " ").splitlines()]
     lines += INDENTED.findall(plain(page)) + INLINE.findall(plain(page))
     found = []
@@ -97,7 +108,7 @@ def test_commands_parse_and_their_recipes_load(page: Path) -> None:
         if words[0] == "torchrun":
             assert words[words.index("-m") + 1] == "padfree", words
             words = words[words.index("-m") + 1 :]
-        if len(words) == 2:  # named, not called: there is such a command
+        if len(words) == 2:  # only the name of a command
             with pytest.raises(SystemExit, match="0"):
                 parser().parse_args([words[1], "--help"])
             continue
@@ -107,7 +118,7 @@ def test_commands_parse_and_their_recipes_load(page: Path) -> None:
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """A part of a recipe with what every run must be given."""
+    """Add the required settings to a part of a recipe."""
     values = {section: dict(table) for section, table in values.items()}
     for section in ("model", "data", "batch", "run", "loss"):
         values.setdefault(section, {})
@@ -117,7 +128,7 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
     values["run"] = {"folder": "runs/x", "steps": 100, **values["run"]}
     values["batch"].setdefault("max_tokens", 8192)
     if "tokens" not in values["batch"]:
-        values["batch"].setdefault("samples", values.get("rollout", {}).get("group", 8))
+        values["batch"].setdefault("samples", values.get("rollout", {}).get("samples_per_prompt", 8))
     if "rollout" in values or "reference" in values:
         values["loss"].setdefault("kind", "clip")
     if "reference" in values:
@@ -150,7 +161,7 @@ def test_settings_that_coming_from_names_exist() -> None:
     page = ROOT / "docs" / "coming-from.md"
     named = 0
     for line in page.read_text(encoding="utf-8").splitlines():
-        ours = line.rsplit("|", 2)[-2] if line.startswith("|") else line  # the last column of a table
+        ours = line.rsplit("|", 2)[-2] if line.startswith("|") else line  # the last column of a table has our settings
         for code in INLINE.findall(ours):
             if re.fullmatch(r"[a-z]+(\.[a-z_]+)+(=.*)?", code) and code.partition(".")[0] in sections:
                 name, _, value = code.partition("=")
@@ -159,7 +170,7 @@ def test_settings_that_coming_from_names_exist() -> None:
                     completed_recipe = completed({"loss": {"kind": "clip"}, "parallel": {}})
                     section, _, setting = name.partition(".")
                     completed_recipe.setdefault(section, {})[setting] = _parsed(value)
-                    if code == "loss.aggregation=constant":  # which the page names with its divisor
+                    if code == "loss.aggregation=constant":  # needs a divisor
                         completed_recipe["loss"]["constant"] = 4096.0
                     config_from_dict(completed_recipe)
                 named += 1
@@ -171,24 +182,48 @@ def _parsed(text: str) -> Any:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that a code host and MyST give the headings of a page."""
+    """The anchors that a code host and MyST generate for the headings of a page."""
     headings = HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=page_name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in LINK.findall(plain(page)):
         path = page.parent / target if target else page
         assert path.exists(), target
-        assert page.parent == ROOT or ROOT / "docs" in path.resolve().parents, f"{target}: not part of the built pages"
+        assert page.parent == ROOT or ROOT / "docs" in path.resolve().parents, f"{target}: not in the built pages"
         if anchor:
             assert anchor in anchors(path), f"{target}#{anchor}"
 
 
 def test_the_index_lists_every_page() -> None:
+    """Experiments have an index of their own."""
     listed = {target for target, _ in LINK.findall(plain(ROOT / "docs" / "index.md"))}
-    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    pages = {str(page.relative_to(ROOT / "docs")) for page in DOCS}
+    assert listed == {page for page in pages if not page.startswith("experiments/")} - {"index.md"} | {
+        "experiments/index.md"
+    }
+
+
+def test_settings_that_the_pages_name_exist() -> None:
+    """A word in code such as `parallel.context` that begins with a section is a setting, or a table of settings."""
+    names = setting_names(Config) | setting_names(DataSource, "data.sources.")
+    sections = {name for name in names if "." not in name}
+    named = {
+        (page_name(page), name)
+        for page in PAGES
+        if page.name != "coming-from.md" and page.parent.name not in ("experiments", "reference")  # former settings
+        for code in INLINE.findall(plain(page))
+        for name in re.findall(r"^[a-z]+(?:\.[a-z_]+)+(?==|$)", code)
+        if name.partition(".")[0] in sections
+    }
+    assert len(named) > 200
+    assert {each for each in named if each[1] not in names | NOT_SETTINGS} == set()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -211,7 +246,7 @@ def test_help_is_one_screen_with_an_example(
 
 
 def module_of(name: str) -> ModuleType:
-    """docs/<name>.py, which is no part of the package."""
+    """docs/<name>.py, which is not in the package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -220,7 +255,7 @@ def module_of(name: str) -> ModuleType:
     return module
 
 
-def test_the_picture_of_the_layouts_is_what_the_code_draws() -> None:
+def test_the_picture_of_the_layouts_is_current() -> None:
     assert (ROOT / "docs" / "layouts.svg").read_text(encoding="utf-8") == module_of("pictures").picture()
 
 
@@ -261,10 +296,10 @@ Then text.
 """
 
 
-def test_docstrings_are_shown_as_they_stand() -> None:
+def test_docstrings_become_restructured_text() -> None:
     conf = module_of("conf")
     assert conf.docstring_lines(DOCSTRING) == [*SHOWN.splitlines(), ""]
     from padfree.batch import Sample
 
-    assert conf.field_comment(Sample, "logprobs") == "[n] what the sampler reported"
+    assert conf.field_comment(Sample, "logprobs").startswith("[n] ")
     assert conf.field_comment(Sample, "reward") == ""

@@ -1,4 +1,4 @@
-"""Files beside the package agree with it: the version, the workflow's commands, the recipes."""
+"""Files outside the package agree with it: the version, the CI workflow, the recipes."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def test_the_workflow_runs_what_ci_runs() -> None:
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_every_recipe_loads_by_name_and_says_what_it_is(name: str) -> None:
+def test_every_recipe_loads_by_name_and_has_a_summary(name: str) -> None:
     config = load_config(name)
     assert config == load_config(shipped_recipes()[name])
     assert config.loss.command == name.partition("-")[0]
     assert summary(shipped_recipes()[name]).endswith((".", ":"))
 
 
-def test_a_file_is_taken_before_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_takes_precedence_over_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert recipe_path("sft") == shipped_recipes()["sft"]
-    (tmp_path / "sft").mkdir()  # such as a run folder
+    (tmp_path / "sft").mkdir()  # a folder is not a recipe
     assert recipe_path("sft") == shipped_recipes()["sft"]
     (tmp_path / "dpo").write_text("")
     assert recipe_path("dpo") == Path("dpo")
@@ -61,9 +61,9 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.endswith("use rl-local\n")
 
 
-def test_a_command_without_a_recipe_takes_the_one_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_without_a_recipe_uses_the_one_of_the_same_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert default_recipe("sft") == "sft"
-    assert default_recipe("rl") is None  # there are several
+    assert default_recipe("rl") is None  # several recipes
     for words in (["sft"], ["sft", "model.path=./no/where"], ["sft", "--model", "./no/where", "--dry-run"]):
         assert main([*words, "model.path=./no/where"]) == 1
         assert capsys.readouterr().err.startswith("padfree sft: model.path: './no/where' does not exist")
@@ -72,7 +72,7 @@ def test_a_command_without_a_recipe_takes_the_one_with_its_name(capsys: pytest.C
     assert "`padfree recipes` lists" in capsys.readouterr().err
 
 
-def test_env_names_every_package_that_may_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_names_every_optional_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert "env" in COMMANDS
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
