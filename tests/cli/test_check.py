@@ -90,7 +90,7 @@ def test_a_broken_one_exits_with_1_and_says_what_failed(
         (["--layout", "cp"], "--layout: 'cp'; give data and context ranks, as in dp=2,cp=2"),
         (["--layout", "tp=2"], "--layout: 'tp=2'; give data and context ranks, as in dp=2,cp=2"),
         (["--layout", "dp=2,cp=2"], "--layout: 'dp=2,cp=2' needs 4 processes, but there are 1; start it with torchrun"),
-        (["--json", "/no/where/report.json"], "--json: /no/where is no folder; create it first"),
+        (["--json", "/no/where/report.json"], "--json: /no/where is not a folder; create it first"),
         (["--data", "nowhere.jsonl"], "data: nowhere.jsonl"),
         (["--model", "no/where"], "--model: 'no/where' is not on this disk, and the Hub is not asked"),
     ],
@@ -131,7 +131,7 @@ def test_a_report_that_cannot_be_written_is_said_before_the_check(
     (tmp_path / "file").write_text("")
     assert main(["check", "--model", model, "--json", str(tmp_path / "file" / "report.json")]) == 1
     assert capsys.readouterr().err.startswith(
-        f"padfree check: --json: {tmp_path / 'file'} is no folder; give a file in"
+        f"padfree check: --json: {tmp_path / 'file'} is not a folder; give a file in"
     )
 
 

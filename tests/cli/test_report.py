@@ -63,7 +63,7 @@ def test_mistakes_are_one_line_and_exit_code_1(folders: list[str], capsys: pytes
         (["a", "--output", "a/metrics.jsonl"], "--output: a/metrics.jsonl; give a file name that ends in .html"),
         (
             ["a", "--output", "a/metrics.jsonl/x.html"],
-            "--output: a/metrics.jsonl is no folder; give a file in a folder",
+            "--output: a/metrics.jsonl is not a folder; give a file in a folder",
         ),
     ):
         assert main(["report", *arguments]) == 1

@@ -37,8 +37,8 @@ def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a file"
     file.write_text("x")
     assert refused(tmp_path) == f"--json: {tmp_path} is a folder; give the name of a file"
-    assert refused(tmp_path / "no" / "r.json") == f"--json: {tmp_path / 'no'} is no folder; create it first"
-    assert refused(file / "r.json") == f"--json: {file} is no folder; give a file in a folder"
+    assert refused(tmp_path / "no" / "r.json") == f"--json: {tmp_path / 'no'} is not a folder; create it first"
+    assert refused(file / "r.json") == f"--json: {file} is not a folder; give a file in a folder"
     assert "is a file; give another folder" in refused(file / "deep" / "r.json", makes_folder=True)
     assert refused(file, folder=True) == f"run.folder: {file}, but {file} is a file; give another folder"
     assert (

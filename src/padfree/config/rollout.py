@@ -68,7 +68,7 @@ class RolloutConfig:
     agent: tuple[str, ...] = setting(
         (),
         about="The words of a program that plays one episode; it finds the policy at OPENAI_BASE_URL.",
-        needs=need_of("reward", fix="set rollout.reward: it rewards what the program of rollout.agent prints"),
+        needs=need_of("reward", fix="set rollout.reward=exact_match or another reward, for the output of the program"),
     )
     episode_timeout: float = setting(
         300.0,
