@@ -27,6 +27,7 @@ from padfree.checkpoint.checkpointer import latest_in, step_of
 from padfree.cli.main import main
 from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh
+from padfree.errors import UserError
 from padfree.record.metrics_file import MetricsFile
 from padfree.stop_signals import SAME_REQUEST_SECONDS
 from padfree.testing.models import save_with_tokenizer
@@ -317,7 +318,7 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
 
     def make(groups: Any) -> list[Sample]:
         if rank == 1 and how == "reward":
-            raise ValueError("reward: mine:score raised ZeroDivisionError; mend it")
+            raise UserError("reward", "mine:score raised ZeroDivisionError", "fix it")
         if rank == 1 and how == "bug":
             raise KeyError("missing")
         if rank == 1 and how == "kill":
@@ -348,9 +349,9 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
 @pytest.mark.parametrize(
     ("how", "messages"),
     [
-        ("reward", ["stopped, because rank 1 failed: reward: mine:score raised", "ValueError reward: mine:score"]),
+        ("reward", ["stopped, because rank 1 failed: reward: mine:score raised", "UserError reward: mine:score"]),
         ("bug", ["stopped, because rank 1 failed: KeyError: 'missing'", "KeyError 'missing'"]),
-        ("disk", ["ValueError run.folder: metrics.jsonl cannot be written", "because rank 0 failed: run.folder: "]),
+        ("disk", ["UserError run.folder: metrics.jsonl cannot be written", "because rank 0 failed: run.folder: "]),
         ("kill", ["PeerLostError rank 0: rank 1 is gone, stuck or cut off; look at what was logged there (", None]),
         ("stuck", ["stopped, because rank 1 failed: ZeroDivisionError: division by zero", "ZeroDivisionError"]),
     ],
@@ -470,7 +471,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_resumes(
     whole = make_trainer(make_config(tmp_path / "whole", model_folder, **RL), mesh)
     whole.run()
     config = make_config(tmp_path / "run", model_folder, **RL, checkpoint={"every": 1})
-    for step, place in ((1, "checkpoint.checkpointer.write_safetensors"), (3, "record.metrics.MetricsFile.write")):
+    for step, place in ((1, "checkpoint.checkpointer.write_safetensors"), (3, "record.metrics_file.MetricsFile.write")):
         trainer = make_trainer(config, mesh)
 
         def fill(_: Any, step: int = step, place: str = place, trainer: Any = trainer) -> None:

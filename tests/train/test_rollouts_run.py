@@ -66,7 +66,7 @@ def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
         "model": {"path": str(model_path)},
         "data": {"path": [str(data)], "columns": {"question": "prompt"}, "epochs": None},
         "batch": {"samples": 12, "max_tokens": 40},
-        "rollout": {"reward": f"{HERE}:share_of_digits", "group": 3, "max_new_tokens": 6, "batch": 5},
+        "rollout": {"reward": f"{HERE}:share_of_digits", "samples_per_prompt": 3, "max_new_tokens": 6, "max_concurrent": 5},
         "loss": {"kind": "clip", "temperature": 0.8},
         "optimizer": {"lr": 2e-3, "eps": 1e-3},
         "checkpoint": {"export": False},
