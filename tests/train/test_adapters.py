@@ -176,7 +176,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh: Mesh, folder: Path) -> 
         (
             path,
             {"lora": {"targets": ["q_proj"]}},
-            r"down_proj.lora_A.default.weight is \[2, 32\] F32 there and missing",
+            r"down_proj.lora_A.default.weight is \[2, 32\] F32 in the checkpoint and missing",
         ),
     ]
     for checkpoint, sections, message in cases:
