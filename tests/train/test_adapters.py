@@ -161,7 +161,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh: Mesh, folder: Path) -> 
     none = save(folder, build_engine(make_config(folder, lora={"rank": 0, "dropout": 0.0}), mesh))
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (path, {"lora": {"rank": 0}}, r"it has adapters\); set lora.rank, or give another run.folder"),
-        (none, {}, r"it has no adapters, this run has\); set lora.rank to 0, or give another run.folder"),
+        (none, {}, r"it has no adapters, but this run has\); set lora.rank to 0, or give another run.folder"),
         (
             path,
             {"lora": {"rank": 3}},
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh: Mesh, folder: Path) -> 
         (
             path,
             {"lora": {"targets": ["q_proj"]}},
-            r"down_proj.lora_A.default.weight is \[2, 32\] F32 there and missing",
+            r"down_proj.lora_A.default.weight is \[2, 32\] F32 in the checkpoint and missing",
         ),
     ]
     for checkpoint, sections, message in cases:

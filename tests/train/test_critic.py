@@ -249,7 +249,7 @@ def test_a_critic_of_its_own_and_rollouts_of_the_run(folder: Path, tmp_path: Pat
                 "critic": {"path": str(reward_model), "lr": 1e-2},
                 "data": {"path": [str(prompts)], "epochs": None},
                 "loss": {"kind": "clip", "advantage": "gae"},
-                "rollout": {"reward": f"model:{reward_model}", "group": 2, "max_new_tokens": 4},
+                "rollout": {"reward": f"model:{reward_model}", "samples_per_prompt": 2, "max_new_tokens": 4},
                 "run": {"folder": str(tmp_path / "rl"), "steps": 2, "device": "cpu"},
             }
         )

@@ -119,7 +119,7 @@ def make_engine(mesh: Mesh, mode: WeightMode, pack_settings: PackSettings, *, gr
     parallelize(model, transformations(mesh))
     scorer = Scorer(model, mesh, max_tokens=max_tokens // mesh.context.size, pack_settings=pack_settings)
     constant = 77.0 if mode == "constant" else None
-    settings = LossSettings(loss=SFTSettings(), weights=mode, constant=constant, groups_are_rows=grouped)
+    settings = LossSettings(loss=SFTSettings(), aggregation=mode, constant=constant, groups_are_rows=grouped)
     return Engine(scorer, make_optimizer(model, OptimizerConfig(lr=0.0)), settings)
 
 
@@ -254,7 +254,7 @@ def test_the_dry_run_counts_rows_samples_and_what_they_share(rows_run: Config, t
 
 
 def test_the_plan_counts_what_is_shared(rows_run: Config, tmp_path: Path) -> None:
-    from padfree.tools.planner.epoch import Shape
+    from padfree.tools.planner.epoch import PlanShape
     from padfree.tools.planner.run_plan import make_plan
     from padfree.tools.planner.steps import load_steps
     from padfree.tools.planner.time_model import choose_time_model
@@ -265,7 +265,7 @@ def test_the_plan_counts_what_is_shared(rows_run: Config, tmp_path: Path) -> Non
     assert [step.tolist() for step in found.steps] == [[len(sample) for sample in batch] for batch in batches]
     trees = [collate(batch, share_prefixes="auto", cost=cost_of(rows_run)).num_tokens for batch in batches]
     assert found.shared_tokens == int(data.lengths.sum()) - sum(trees)
-    plan = make_plan(found, Shape(ranks=1, max_tokens=4000), choose_time_model(rows_run, None, None))
+    plan = make_plan(found, PlanShape(ranks=1, max_tokens=4000), choose_time_model(rows_run, None, None))
     assert plan.epoch.slot_tokens.tolist() == trees
     assert "6 rows, 16 samples" in next(plan.lines())
     assert plan.summary()["rows"] == 6

@@ -53,7 +53,7 @@ def gradients(settings: DistillSettings) -> tuple[float, dict[str, Tensor]]:
         engine = Engine(scorer, optimizer, LossSettings(loss=settings, aggregation="sample-mean"), micro_batch_loss)
         prepared = engine.prepare(make_samples())
         sums = engine.gradients(prepared)
-        loss = float(engine._summed(prepared, sums, False)[0])
+        loss = float(engine._sum_over_ranks(prepared, sums, False)[0])
         found = {}
         for name, parameter in student.named_parameters():
             assert parameter.grad is not None, name

@@ -474,7 +474,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_resumes(
     whole = make_trainer(make_config(tmp_path / "whole", model_folder, **RL), mesh)
     whole.run()
     config = make_config(tmp_path / "run", model_folder, **RL, checkpoint={"every": 1})
-    for step, place in ((1, "checkpoint.checkpointer.write_safetensors"), (3, "record.metrics.MetricsFile.write")):
+    for step, place in ((1, "checkpoint.checkpointer.write_safetensors"), (3, "record.metrics_file.MetricsFile.write")):
         trainer = make_trainer(config, mesh)
 
         def fill(_: Any, step: int = step, place: str = place, trainer: Any = trainer) -> None:

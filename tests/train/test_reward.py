@@ -299,7 +299,7 @@ def rl_config(folder: Path, reward_model: Path, place: Path) -> Config:
             "data": {"path": [str(prompts)], "epochs": None},
             "loss": {"kind": "clip"},
             "batch": {"samples": 4, "max_tokens": 64},
-            "rollout": {"reward": f"model:{reward_model}", "group": 2, "max_new_tokens": 5},
+            "rollout": {"reward": f"model:{reward_model}", "samples_per_prompt": 2, "max_new_tokens": 5},
             "eval": {"path": [str(prompts)], "pass_threshold": -100.0},
             "run": {"folder": str(place / "rl"), "steps": 2, "device": "cpu"},
         }
