@@ -79,7 +79,7 @@ def test_chat_prompts_end_where_the_response_begins(tmp_path: Path) -> None:
         ValueError, match=r"line 1: 'messages' ends with the role 'assistant'; expected the conversation to end"
     ):
         read(tmp_path, [{"messages": [user, said]}], template=CHAT)
-    with refused("prompt_format"):
+    with refused("data.prompt_format"):
         read(tmp_path, [{"messages": [user]}])
     with pytest.raises(ValueError, match=r"line 1: 'prompt' is a list of 1; expected a string"):
         read(tmp_path, [{"prompt": [user]}])
@@ -108,7 +108,7 @@ def test_a_bad_row_is_named_or_skipped_and_listed(row: Any, reason: str, tmp_pat
 
 def test_prompts_that_leave_too_few_tokens(tmp_path: Path) -> None:
     rows = [{"prompt": "1" * length} for length in (2, 5, 8, 9)]
-    with refused("max_length"):
+    with refused("data.max_length"):
         read(tmp_path, rows, max_length=8)
     cut = read(tmp_path, rows, max_length=8, overlong="truncate")
     assert [(len(prompt.tokens), prompt.max_new_tokens) for prompt in cut.prompts] == [(2, 4), (5, 3)]
