@@ -35,12 +35,12 @@ def candidates(batch: int = 1, *, own: int = 4, there: int = 40, **settings: Any
     )
 
 
-def resolved(asked: Candidates, differs: Any) -> dict[int, bool]:
+def resolved(requested: Candidates, differs: Any) -> dict[int, bool]:
     signal: dict[int, bool] = {}
-    new = asked.begin()
+    new = requested.first()
     while new:
-        signal |= {index: differs(asked.groups[index].prompt) for index in new}
-        new = asked.more(signal)
+        signal |= {index: differs(requested.groups[index].prompt) for index in new}
+        new = requested.more(signal)
     return signal
 
 
@@ -51,31 +51,31 @@ def test_the_first_groups_that_differ_are_chosen_for_any_oversampling(oversample
 
     plain = candidates()
     expected = [plain.groups[index].prompt.uid for index in plain.chosen(resolved(plain, differs))]
-    asked = candidates(oversample=oversample)
-    signal = resolved(asked, differs)
-    found = [asked.groups[index].prompt.uid for index in asked.chosen(signal)]
+    requested = candidates(oversample=oversample)
+    signal = resolved(requested, differs)
+    found = [requested.groups[index].prompt.uid for index in requested.chosen(signal)]
     assert found == expected
     assert len(found) == 4
-    assert all(signal[index] for index in asked.chosen(signal))
-    counted = asked.metrics(signal)
+    assert all(signal[index] for index in requested.chosen(signal))
+    counted = requested.metrics(signal)
     assert counted["groups_asked"] == counted["groups_equal"] + 4 + counted["groups_surplus"]
 
 
 def test_at_the_bound_the_batch_is_filled_up() -> None:
-    asked = candidates(filter_bound=2.0)
-    signal = resolved(asked, lambda prompt: prompt.uid == "p2")
-    assert asked.asked == 8
-    assert asked.chosen(signal) == [0, 1, 2, 3]
+    requested = candidates(filter_bound=2.0)
+    signal = resolved(requested, lambda prompt: prompt.uid == "p2")
+    assert requested.num_requested == 8
+    assert requested.chosen(signal) == [0, 1, 2, 3]
     few = candidates(there=5)
     assert len(few.chosen(resolved(few, lambda prompt: False))) == 4
-    assert few.asked == 5, "there are no more prompts"
+    assert few.num_requested == 5, "there are no more prompts"
 
 
 def test_spare_prompts_are_others_and_follow_from_seed_and_batch() -> None:
     def spare(batch: int) -> list[str]:
-        asked = candidates(batch)
-        resolved(asked, lambda prompt: False)
-        return [group.prompt.uid for group in asked.groups[4:]]
+        requested = candidates(batch)
+        resolved(requested, lambda prompt: False)
+        return [group.prompt.uid for group in requested.groups[4:]]
 
     assert spare(1) == spare(1) != spare(2)
     assert not {"p0", "p1", "p2", "p3"} & set(spare(1))
@@ -84,11 +84,11 @@ def test_spare_prompts_are_others_and_follow_from_seed_and_batch() -> None:
 
 def test_without_a_filter_the_groups_are_those_of_the_batch() -> None:
     groups = [RolloutGroup(prompt=prompt, size=2) for prompt in prompts(3)]
-    asked = Candidates(1, groups, RolloutConfig(samples_per_prompt=2), SparePrompts(prompts(9), seed=0))
-    assert asked.begin() == range(3)
-    assert asked.more({0: False, 1: False, 2: False}) == range(0)
-    assert asked.chosen({0: False, 1: False, 2: False}) == [0, 1, 2]
-    assert asked.metrics({0: False, 1: False, 2: False}) == {}
+    requested = Candidates(1, groups, RolloutConfig(samples_per_prompt=2), SparePrompts(prompts(9), seed=0))
+    assert requested.first() == range(3)
+    assert requested.more({0: False, 1: False, 2: False}) == range(0)
+    assert requested.chosen({0: False, 1: False, 2: False}) == [0, 1, 2]
+    assert requested.metrics({0: False, 1: False, 2: False}) == {}
 
 
 @pytest.mark.parametrize(("length", "lost"), [(1, 0.0), (4, 0.0), (5, 0.25), (6, 0.5), (8, 1.0)])
@@ -124,5 +124,5 @@ def test_a_filtered_run_in_the_process(model_folder: Path, tmp_path: Path) -> No
     assert any(line["groups_equal"] > 0 for line in whole)
     enough = [line["groups_asked"] - line["groups_equal"] >= 4 for line in whole]
     kept = [line["groups_without_signal"] for line in whole]
-    assert all(has or asked["groups_asked"] == 12 for has, asked in zip(enough, whole, strict=True))
+    assert all(has or requested["groups_asked"] == 12 for has, requested in zip(enough, whole, strict=True))
     assert all(isinstance(count, int) for count in kept)

@@ -206,7 +206,7 @@ class OtherTokenizer:
         ),
         ({"backend": "nccl"}, "has the weight transfer backend 'nccl'; start it with VLLM_SERVER_DEV_MODE=1 and"),
         ({"missing": {"/weight_info"}}, "has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"),
-        ({"missing": {"/v1/models"}}, "has no route /v1/models; give the address of a vLLM server"),
+        ({"missing": {"/v1/models"}}, "has no route /v1/models; set the URL of a vLLM server"),
     ],
 )
 def test_a_server_of_something_else(changes: dict[str, Any], line: str) -> None:
