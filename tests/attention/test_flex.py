@@ -61,7 +61,7 @@ def test_a_mask_is_cached_by_the_values_of_the_segments() -> None:
     def mask(lengths: list[int], **change: object) -> object:
         segments = Segments.from_lengths(lengths)
         options = AttentionSpec(**{"scale": 1.0, **change})
-        return flex._remembered_mask(flex._Key(segments, segments, options, torch.device("cpu")))
+        return flex._cached_mask(flex._MaskKey(segments, segments, options, torch.device("cpu")))
 
     assert mask([3, 4]) is mask([3, 4])
     assert mask([3, 4]) is not mask([4, 3])

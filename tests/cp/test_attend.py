@@ -277,7 +277,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(results: list[dict[str, Any]
         ("key heads", "method: 'ulysses'", "allgather"),
         ("window", "method: 'ring'", "allgather"),
         ("causal", "window: 3", "causal=True"),
-        ("group", "group: None", "shard()"),
+        ("group", "group: is not set", "shard()"),
         ("tokens", "q: shape", "one element per token"),
         ("wrong rank", "group:", "of this group"),
     ):

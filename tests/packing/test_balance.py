@@ -143,7 +143,7 @@ def test_samples_of_no_cost_spread() -> None:
         ([1, float("nan")], 1, {}, "costs: is nan for sample 1"),
         (["a"], 1, {}, "give a flat list of numbers"),
         ([1, 2], 1, {"lengths": [1]}, "lengths: 1 entries for 2 costs"),
-        ([1.5, 2], 1, {"cap": 9}, "costs: float64"),
+        ([1.5, 2], 1, {"cap": 9}, "costs: got a float64"),
         ([], 1, {"cap": 0}, "cap: 0; give 1 or more"),
         ([1, 9, 2], 3, {"cap": 8}, "cap: 8 is less than the 9 tokens of sample 1"),
         ([5, 5, 5], 2, {"cap": 7}, "2 parts of 7 cannot hold 15 tokens; raise cap or k"),

@@ -131,7 +131,7 @@ def test_round_trip(samples: list[Sample], max_tokens: int, multiple_of: int, by
 
 def test_collate_is_one_pack() -> None:
     assert collate(THREE).num_samples == 3
-    with refused("samples", "empty list"):
+    with refused("samples", "is empty"):
         collate([])
 
 

@@ -106,7 +106,7 @@ def test_bins_are_a_sequence() -> None:
     [
         ([3, 9, 2], 8, "sample 1 has 9 tokens, but capacity is 8"),
         ([3, -1], 8, "is -1 for sample 1"),
-        ([3.5], 8, "lengths: float64"),
+        ([3.5], 8, "lengths: got a float64"),
         ([[3]], 8, r"shape \(1, 1\)"),
         ([3], 0, "capacity: 0"),
     ],
