@@ -62,17 +62,17 @@ def test_masks_and_already_packed_features() -> None:
     ("settings", "features", "message"),
     [
         ({}, [], "features: empty list"),
-        ({}, [{"text": "x"}], r"features: no input_ids in feature 0 \(it has \['text'\]\)"),
+        ({}, [{"text": "x"}], r"features: feature 0 has no input_ids \(it has \['text'\]\)"),
         ({}, [{"input_ids": [1, 2], "attention_mask": [1, 0]}], "attention_mask: zeros in feature 0"),
         ({}, [{"input_ids": [1, 2], "labels": [2, IGNORE]}], "labels: feature 0 differs"),
         ({}, [{"input_ids": [1, 2], "loss_mask": [1]}], r"loss_mask: shape \(1,\) for 2 tokens"),
         ({}, [{"input_ids": [1, 2], "loss_mask": [1, 2]}], "loss_mask: values other than 0 and 1 in feature 0"),
         ({}, [{"input_ids": [1.5, 2]}], "input_ids of feature 0: float64 array"),
-        ({}, [{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths: 1 in all for 2 tokens"),
-        ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "seq_lengths: 2 in all for 2 tokens"),
+        ({}, [{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths: add up to 1, but feature 0 has 2 tokens"),
+        ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "seq_lengths: add up to 2, but feature 0 has 2 tokens"),
         ({"length": 8}, FEATURES, "length: 8 for 9 tokens"),
         ({"length": 12, "multiple_of": 8}, FEATURES, "length: 12 is not a multiple of multiple_of=8"),
-        ({"multiple_of": 0}, FEATURES, "multiple_of: 0; give a whole number"),
+        ({"multiple_of": 0}, FEATURES, "multiple_of: 0 is not a positive integer; give"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -132,7 +132,7 @@ def test_flash_attention_must_be_told_the_lengths(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=r"StableLmForCausalLM .*outputs differ"):
         PackedCollator(not_told)
     monkeypatch.setattr(told.config, "_attn_implementation_internal", "my_attention")
-    with pytest.raises(ValueError, match="attention implementation 'my_attention' is none of"):
+    with pytest.raises(ValueError, match="attention implementation 'my_attention' is not supported"):
         PackedCollator(told)
 
 
@@ -140,7 +140,7 @@ def test_what_is_no_stock_model_is_refused() -> None:
     with pytest.raises(ValueError, match="model: str; give the transformers model itself"):
         PackedCollator("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
     model = attach(tiny_model())
-    with pytest.raises(ValueError, match=r"is attached.*; take it off with model\.set_attn_implementation\('sdpa'\)"):
+    with pytest.raises(ValueError, match=r"is attached.*; detach it with model\.set_attn_implementation\('sdpa'\)"):
         PackedCollator(model)
     model.set_attn_implementation("sdpa")
     PackedCollator(model)
@@ -150,7 +150,7 @@ def test_another_attention_needs_another_collator() -> None:
     model = tiny_model()
     collator = PackedCollator(model)
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"was sdpa .* and is eager now; make another PackedCollator\(model\)"):
+    with pytest.raises(ValueError, match=r"changed from sdpa to eager .*; create a new PackedCollator\(model\)"):
         collator(FEATURES)
     PackedCollator(model)(FEATURES)
 
@@ -167,7 +167,7 @@ def test_samples_that_change_the_frequencies_of_others_are_refused() -> None:
     model = stock("LlamaForCausalLM", {**HEADS, "max_position_embeddings": 16, "rope_parameters": rope})
     collator = PackedCollator(model)
     collator([{"input_ids": [1] * 16}, {"input_ids": [2] * 16}])
-    with pytest.raises(ValueError, match="longer than 16 tokens, and the longest here has 17; keep samples"):
+    with pytest.raises(ValueError, match=r"more than 16 tokens .*, and the longest has 17; use samples"):
         collator([{"input_ids": [1] * 17}])
 
 

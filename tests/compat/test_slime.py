@@ -156,7 +156,7 @@ def test_partitions(rng: np.random.Generator) -> None:
     ("change", "message"),
     [
         ({"loss_masks": [[1]]}, "loss_masks: 1 entries for 2 sequences"),
-        ({"advantages": [[0.0], [0.0]]}, "advantages: 1 entries at sequence 0 for a response of 2"),
+        ({"advantages": [[0.0], [0.0]]}, "advantages: has 1 entries for sequence 0, whose response has 2 tokens"),
         ({"response_lengths": [9, 2]}, "response_lengths: 9 at sequence 0 of 4 tokens"),
         ({"rewards": [1.0]}, "rewards: 1 entries for 2 sequences"),
         ({"max_tokens_per_gpu": 3}, "max_tokens_per_gpu: 3 is less than the 4 tokens of sequence 0"),
@@ -176,7 +176,9 @@ def test_unpacking_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="rewards: 3 entries where 2 were expected"):
         unpack_sequences({**packed, "rewards": torch.zeros(3)})
     (whole,) = pack_sequences(**sequences([4, 4], [2, 4]))
-    with pytest.raises(ValueError, match="log_probs: the response of sequence 1 is its whole 4 tokens"):
+    with pytest.raises(
+        ValueError, match="log_probs: cannot score the first token of sequence 1, whose response is all of its 4 tokens"
+    ):
         unpack_sequences({**whole, "log_probs": torch.zeros(7)})
     with refused("cp_size"):
         pad_packed_sequence_with_cp(packed, 0)

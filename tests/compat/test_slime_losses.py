@@ -53,7 +53,7 @@ def test_gather_log_probs_packed(leading: bool, temperature: float | None) -> No
     torch.testing.assert_close(found, expected)
     with refused("input_ids"):
         gather_log_probs_packed(logits, tokens, allow_compile=False)
-    with pytest.raises(ValueError, match="give one packed row"):
+    with pytest.raises(ValueError, match="give logits"):
         gather_log_probs_packed(torch.randn(2, 4, 11), tokens, allow_compile=False)
 
 

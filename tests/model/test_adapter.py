@@ -130,7 +130,7 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
     [
         ({"attn_context": None}, r"attn_context: missing in the call of LlamaForCausalLM"),
         ({"position_ids": None}, r"position_ids: missing"),
-        ({"attention_mask": torch.ones(1, 13)}, r"attention_mask: given to LlamaForCausalLM; leave it out"),
+        ({"attention_mask": torch.ones(1, 13)}, r"attention_mask: was passed to LlamaForCausalLM; remove it"),
         ({"labels": torch.zeros(1, 13, dtype=torch.long)}, r"labels: given to LlamaForCausalLM; .*padfree\.head"),
         ({"past_key_values": transformers.DynamicCache()}, r"past_key_values: given to LlamaForCausalLM"),
         ({"use_cache": True}, r"use_cache: True in the call of LlamaForCausalLM; pass use_cache=False"),
@@ -138,13 +138,13 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
         ({"output_attentions": True}, r"output_attentions: True"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 13])},
-            r"cu_seq_lens_q: reached LlamaAttention and padfree does not know it",
+            r"cu_seq_lens_q: reached LlamaAttention, but padfree does not support it",
         ),
         ({"is_causal": False}, r"is_causal: False in LlamaAttention"),
         ({"input_ids": torch.zeros(2, 13, dtype=torch.long)}, r"input_ids: 2 rows; .*padfree\.pack"),
         (
             {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": torch.arange(12)[None]},
-            r"attn_context: made for 13 tokens, input_ids has 12; pass both from one LocalBatch",
+            r"attn_context: is for 13 tokens, but the input has 12; take both from the same LocalBatch",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -216,7 +216,7 @@ def test_frequencies_that_follow_the_longest_sample_are_held_to_their_limit(
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {**SMALL, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-LATER = "its layers see tokens that come later"
+LATER = "its attention is not causal"
 
 
 @pytest.mark.parametrize(
@@ -228,14 +228,14 @@ LATER = "its layers see tokens that come later"
         (
             "StableLmForCausalLM",
             HEADS,
-            "attn_context: did not reach StableLmAttention; its model drops keyword arguments",
+            "attn_context: did not reach StableLmAttention, because the model drops keyword arguments",
         ),
         ("NemotronForCausalLM", HEADS, "attn_context: did not reach NemotronAttention"),
         ("BertLMHeadModel", {**HEADS, "is_decoder": False}, "is_causal: False in BertSelfAttention"),
         ("Gemma3ForCausalLM", {**HEADS, "use_bidirectional_attention": True}, LATER),
         ("LlamaForCausalLM", {**HEADS, "is_causal": False}, LATER),
         ("LlamaForCausalLM", {**HEADS, "attention_chunk_size": 16}, "attention_chunk_size 16"),
-        ("LlamaForCausalLM", {**HEADS, "local_window": 16}, "local_window 16 may be a mask"),
+        ("LlamaForCausalLM", {**HEADS, "local_window": 16}, "local_window 16 may imply a mask"),
         ("BartForConditionalGeneration", {"vocab_size": 64, "d_model": 32}, "an encoder and a decoder"),
     ],
 )

@@ -198,7 +198,7 @@ def fsdp_cases(rank: int, world: int) -> None:
     backward(logits, batch)
     assert_same(whole(results(model, logits)), run(plain, batch))
 
-    with refused("model", "FSDPGemma3ForCausalLM is sharded already"):
+    with refused("model", "FSDPGemma3ForCausalLM is already sharded"):
         attach(model)
 
 

@@ -110,7 +110,7 @@ def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     model = attach(build("qwen3_5"))
     run(model, row(LENGTHS))
     assert ways(model) == {False}
-    assert list(varlen_kernel._TRIALS.values()) == ["the trial failed (RuntimeError: no kernel image)"]
+    assert list(varlen_kernel._TRIALS.values()) == ["the test failed (RuntimeError: no kernel image)"]
 
 
 @pytest.mark.parametrize(("triton", "refused"), [("3.3.1", False), ("3.6.0", True), ("3.7.0", True), ("3.7.1", False)])

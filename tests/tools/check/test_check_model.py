@@ -24,9 +24,9 @@ from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.tools.check import cases as cases
 
-ALONE, REVERSED = "every sample in a row alone", "a few rows, samples reversed"
+ALONE, REVERSED = "one sample per pack", "a few packs, samples reversed"
 LEAKS = ("leak from even to odd samples", "leak from odd to even samples")
-PADS = ("pad behind every row", "pad of other tokens")
+PADS = ("pad after every pack", "pad of other tokens")
 SHARED = "shared prefixes"
 ALL = {"packed", ALONE, REVERSED, SHARED, *LEAKS, *PADS}
 
@@ -173,7 +173,7 @@ def test_a_loss_that_is_not_finite_is_told_before_anything_is_compared(tmp_path:
     with torch.no_grad():
         model.model.norm.weight.fill_(3e38)  # finite, but what it makes is not, in float32
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="itself gives no finite loss"):
+    with pytest.raises(ValueError, match="gives a non-finite loss"):
         check_model(tmp_path, cases.make_samples(), device="cpu")
 
 

@@ -54,7 +54,7 @@ def test_the_report_names_its_reference(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(exact_module, "free_memory", lambda device: 1e3)
     report = check_model(config, samples, device="cpu")
     assert report.passed
-    assert report.reference.startswith("transformers in float32 (float64 needs about 0.0 GiB more, and 0.0 GiB may be ")
+    assert report.reference.startswith("transformers in float32 (float64 needs about 0.0 GiB, but only 0.0 GiB can be ")
     assert report.reference.endswith("), one sample at a time, sdpa attention")
 
 
@@ -72,7 +72,7 @@ def test_a_model_that_does_not_run_in_float64_is_checked_in_its_own_dtype(monkey
     monkeypatch.setattr(rms_norm, "forward", no_float64)
     report = check_model(config, cases.make_samples(), device="cpu")
     assert report.passed
-    assert "in float32 (float64 does not run: no kernel for Double), one sample" in report.reference
+    assert "in float32 (the model does not run in float64: no kernel for Double), one sample" in report.reference
 
 
 def test_the_losses_of_pairs_have_the_same_reference() -> None:

@@ -39,10 +39,10 @@ def figures_in(path: Path) -> list[Any]:
 CAPTIONS = (
     "Lengths of the samples",
     "Fill of the micro-batches, ",
-    "Micro-batches of step ",
-    "Data ranks: slowest over the mean, ",
-    "Padded over packed",
-    "Context ranks of a long row",
+    "Packs of step ",
+    "Data ranks: slowest rank over the mean, ",
+    "Padded relative to packed",
+    "Context ranks of a long pack",
 )
 
 

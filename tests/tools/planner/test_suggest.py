@@ -93,7 +93,7 @@ def test_large_steps_use_the_memory_there_is() -> None:
     cost = replace(COST, constant=float(COST([4096])[0]))
     found = suggest([lengths], shape, cost, need=need, memory=MEMORY)
     assert found.max_tokens == most
-    assert f"max tokens {most:,}: as many as memory allows" in found.reasons
+    assert f"max tokens {most:,}: the most that memory allows" in found.reasons
 
 
 def test_one_long_sample_a_step_is_worth_more_context_ranks() -> None:
@@ -111,7 +111,7 @@ def test_a_sample_that_no_context_holds() -> None:
     found = suggest([np.array([longest, 10])], shape, COST, need=need, memory=MEMORY)
     assert found.context == 2
     assert "data.max_length=" in found.reasons[1]
-    assert found.reasons[2].startswith("parallel.checkpointing=full would let a device hold about")
+    assert found.reasons[2].startswith("with parallel.checkpointing=full a device would have room for about")
 
 
 def test_weights_that_do_not_fit() -> None:
@@ -122,4 +122,4 @@ def test_weights_that_do_not_fit() -> None:
     assert found.overrides() == []
     assert found.reasons[0].startswith("nothing fits: ")
     ranks = next(ranks for ranks in (2, 4, 8) if need.most_tokens(PlanShape(ranks=ranks, max_tokens=1), 0.9 * least))
-    assert found.reasons[1].startswith(f"with {ranks} ranks there would be room for about")
+    assert found.reasons[1].startswith(f"with {ranks} ranks a device would have room for micro-batches of about")

@@ -27,7 +27,7 @@ def test_a_gpu_named_on_the_command_line() -> None:
     time_model = choose_time_model(config_of(model={"dtype": "bfloat16"}), MODEL, "H100")
     assert time_model.cost == CostModel.from_config(MODEL)
     assert time_model.seconds(989e12 * PEAK_FRACTION * 3) == pytest.approx(3.0)
-    assert time_model.source == "40% of the 989 TFLOP/s of H100 assumed"
+    assert time_model.source == "assuming 40% of the 989 TFLOP/s of H100"
     assert choose_time_model(config_of(), MODEL, "H100").per_second is None  # float32 has no peak here
     with refused("--gpu"):
         choose_time_model(config_of(), MODEL, "abacus")

@@ -45,7 +45,7 @@ def test_a_context_group_is_inside_a_host_and_so_are_the_weights_of_a_replica() 
     assert [*wide.lines()] == [
         "hosts: 2 of 4 processes; host 0: ranks 0 to 3, host 1: ranks 4 to 7",
         "  weights are gathered over 2 hosts",
-        "  the 8 ranks that share a row are over 2 hosts",
+        "  the 8 context ranks of a pack are over 2 hosts",
     ]
 
 
