@@ -119,10 +119,10 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], Any]] = {
     "nulls of Parquet": ([{**USER, "tool_calls": None}, {**ASSISTANT, "name": None}], None),
 }
 
-NO_THOUGHT = r"message 2 \(assistant\): reasoning_content leaves no trace"
-NO_CALL = r"message 2 \(assistant\): tool_calls\[0\]\.function\.name leaves no trace"
-NO_TEXT = r"message 2 \(assistant\): content leaves no trace"
-NO_TOOLS = r"tools\[0\]\.name \('weather'\) leaves no trace in the text: the chat template does not show tools"
+NO_THOUGHT = r"message 2 \(assistant\): reasoning_content is missing from the rendered text"
+NO_CALL = r"message 2 \(assistant\): tool_calls\[0\]\.function\.name is missing from the rendered text"
+NO_TEXT = r"message 2 \(assistant\): content is missing from the rendered text"
+NO_TOOLS = r"tools\[0\]\.name \('weather'\) is missing from the rendered text, because the chat template drops tools"
 ALTERNATE = "the chat template refused it: TemplateError: .*roles must alternate"
 FIRST = "message 1 is the assistant's: no prefix shows where it begins"
 ONE_CALL = "the chat template refused it: TemplateError: This model only supports single tool-calls"
@@ -157,19 +157,25 @@ REFUSED: dict[tuple[str, str], str] = {
     ("llama3_2", "call beside text"): NO_TEXT,
     ("mistral_nemo", "call beside text"): NO_TEXT,
     ("deepseek_v3", "call beside text"): NO_CALL,
-    ("deepseek_v3", "calls in two turns"): "the text before message 4, with the generation prompt, is not how",
-    ("mistral_nemo", "system and call"): r"message 1 \(system\): content leaves no trace",
+    ("deepseek_v3", "calls in two turns"): "the text before message 4, with the generation prompt, is not a prefix",
+    ("mistral_nemo", "system and call"): r"message 1 \(system\): content is missing from the rendered text",
     **{(template, "image"): r"messages\[0\]\.content\[0\]\.type is 'image_url'" for template in TEMPLATES},
     **{(template, "weight 0 everywhere"): "all assistant messages have weight 0" for template in TEMPLATES},
     **{(template, "null content"): r"messages\[1\]\.content is null" for template in TEMPLATES},
-    **{(template, "name"): r"message 1 \(user\): name leaves no trace" for template in TEMPLATES},
-    **{(template, "refusal"): r"message 2 \(assistant\): refusal leaves no trace" for template in TEMPLATES},
-    **{(template, "audio"): r"message 2 \(assistant\): audio\.id leaves no trace" for template in TEMPLATES},
+    **{(template, "name"): r"message 1 \(user\): name is missing from the rendered text" for template in TEMPLATES},
+    **{
+        (template, "refusal"): r"message 2 \(assistant\): refusal is missing from the rendered text"
+        for template in TEMPLATES
+    },
+    **{
+        (template, "audio"): r"message 2 \(assistant\): audio\.id is missing from the rendered text"
+        for template in TEMPLATES
+    },
     **{(template, "assistant first"): FIRST for template in TEMPLATES},
-    ("qwen3", "critic"): r"message 2 \(critic\): content leaves no trace",
-    ("qwen2_5", "critic"): r"message 2 \(critic\): content leaves no trace",
-    ("deepseek_v3", "critic"): r"message 2 \(critic\): content leaves no trace",
-    ("qwen3", "two assistants"): "the text before message 3, with the generation prompt, is not how",
+    ("qwen3", "critic"): r"message 2 \(critic\): content is missing from the rendered text",
+    ("qwen2_5", "critic"): r"message 2 \(critic\): content is missing from the rendered text",
+    ("deepseek_v3", "critic"): r"message 2 \(critic\): content is missing from the rendered text",
+    ("qwen3", "two assistants"): "the text before message 3, with the generation prompt, is not a prefix",
     **{
         (template, shape): ALTERNATE
         for template in ("gemma3", "mistral_nemo")
@@ -290,7 +296,9 @@ def test_thinking_can_be_switched_off() -> None:
         "All fine.<|im_end|>",
         "Still fine.<|im_end|>",
     ]
-    with pytest.raises(RowError, match="the text before message 2, with the generation prompt, is not how the text"):
+    with pytest.raises(
+        RowError, match="the text before message 2, with the generation prompt, is not a prefix of the text"
+    ):
         renderer.samples(Conversation(messages=(USER, THOUGHT)), loss_on="assistant", turns="auto")
 
 
