@@ -1,4 +1,4 @@
-"""`PackedCollator`: what it gives, which models it refuses, and real trainers whose loss is that of single samples."""
+"""`PackedCollator`: its batches, the models that it refuses, and real trainers compared with single samples."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_models_that_keep_packed_samples_apart_are_taken(implementation: str) ->
 
 
 def test_flash_attention_must_be_told_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the implementation can only be named: what reaches it is tried with a function in its place."""
+    """Without a GPU, a substitute function checks which arguments reach flash attention."""
     told, not_told = stock("Qwen3ForCausalLM", HEADS), stock("StableLmForCausalLM", HEADS)
     for model in (told, not_told):
         monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
@@ -205,7 +205,7 @@ FOUR_AT_A_TIME: dict[str, Any] = {
 
 
 def one_at_a_time(model: PreTrainedModel, samples: list[list[int]]) -> float:
-    """The mean loss over all predicted tokens, one call per sample; the gradient is left in the model."""
+    """The mean loss over all predicted tokens, one call per sample. Leaves the gradients in the model."""
     count = sum(len(tokens) - 1 for tokens in samples)
     total = 0.0
     for tokens in samples:
@@ -218,7 +218,7 @@ def one_at_a_time(model: PreTrainedModel, samples: list[list[int]]) -> float:
 
 
 def test_a_trainer_run_equals_one_sample_at_a_time(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Four steps of a real `Trainer` on packed rows against a plain loop over single samples, losses and weights."""
+    """Four steps of a real `Trainer` with packing have the losses and weights of a plain loop over single samples."""
     samples = [rng.integers(0, 64, n).tolist() for n in rng.integers(2, 24, 16)]
     arguments = TrainingArguments(output_dir=str(tmp_path), remove_unused_columns=False, **FOUR_AT_A_TIME)
     trained = tiny_model()
@@ -272,7 +272,7 @@ def test_trls_trainer_equals_one_sample_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refused", [LFM2, OPT], ids=["lfm2", "opt"])
 def test_the_cure_for_a_refused_model_works(refused: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    """Padded rows, by transformers.Trainer with DataCollatorForSeq2Seq(tokenizer)."""
+    """The advice for a refused model: padding, with transformers.Trainer and DataCollatorForSeq2Seq(tokenizer)."""
     tokenizer = AutoTokenizer.from_pretrained(str(save_with_tokenizer(tmp_path / "model")))
     tokenizer.pad_token = tokenizer.eos_token
     model, plain = stock(*refused), stock(*refused)

@@ -20,7 +20,7 @@ from tests.refused import refused
 
 
 def sequences(lengths: list[int], responses: list[int]) -> dict[str, Any]:
-    """Arguments of `pack_sequences` whose every value tells where it belongs."""
+    """Arguments of `pack_sequences` in which every value encodes its sequence and position."""
     return {
         "tokens": [[100 * i + j for j in range(n)] for i, n in enumerate(lengths)],
         "loss_masks": [[j % 2 for j in range(r)] for r in responses],

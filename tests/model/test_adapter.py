@@ -1,4 +1,4 @@
-"""Stock models on packed rows give what they give one sample at a time, or are refused in one line."""
+"""Stock models give the same results packed and one sample at a time, or are refused with a one-line error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def one_at_a_time(model: PreTrainedModel, batch: PackedBatch, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits [real tokens, V] of the untouched model, one call per sample, and the gradients."""
+    """Logits [real tokens, V] of the stock model, one call per sample, and the gradients."""
     samples = batch.unpack(batch.input_ids)
     logits = torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
     (logits * weights[: len(logits)].to(logits.dtype)).sum().backward()
@@ -56,7 +56,7 @@ def test_packed_equals_one_at_a_time(name: str) -> None:
     assert_same_but_for_rounding(gradients(model), expected_gradients, wide_gradients)
     if name in MIXERS:
         assert largest_difference({"logits": logits[:real]}, {"logits": expected_logits})[0] < 1e-5
-        noise = noise_of(expected_gradients, wide_gradients)  # of Zamba 1e-5 by itself
+        noise = noise_of(expected_gradients, wide_gradients)  # 1e-5 for Zamba
         assert largest_difference(gradients(model), expected_gradients)[0] < max(1e-5, 2 * noise)
 
 
@@ -122,7 +122,7 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
         model(**inputs)
 
 
-# What a user can pass wrongly
+# Wrong arguments
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_frequencies_that_follow_the_longest_sample_are_held_to_their_limit(
         model(**shard(row([limit + 1, 3])).model_inputs())
 
 
-# What cannot be attached
+# Models that cannot be attached
 
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
@@ -275,7 +275,7 @@ def test_what_is_not_a_model_or_a_backend_is_refused() -> None:
 
 
 def test_a_context_for_another_length_is_refused_in_every_layer_of_a_model_without_the_check() -> None:
-    """The attention function itself refuses, also where the hook has been taken away."""
+    """The attention function itself checks its arguments, even if the hook was removed."""
     model = attach(build("llama"))
     model._forward_pre_hooks.clear()
     model.model._forward_pre_hooks.clear()

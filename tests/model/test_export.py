@@ -1,4 +1,4 @@
-"""An exported folder is what the model was, bit for bit, and stock transformers loads it."""
+"""An exported folder equals the model bit for bit, and stock transformers loads it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_model_that_was_not_exported_is_not_replaced(tmp_path: Path) -> None:
-    """It has the files of an export, but for the record."""
+    """A folder with the files of an export but without its record."""
     model = build("llama")
     model.save_pretrained(tmp_path / "base")
     with pytest.raises(

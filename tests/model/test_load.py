@@ -1,4 +1,4 @@
-"""A loaded model is the one `from_pretrained` gives, bit for bit, on any number of ranks; or it is refused."""
+"""A loaded model equals that of `from_pretrained` bit for bit, on any number of ranks, or is refused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_base_model_names_and_legacy_buffers_are_read_as_transformers_does(tmp_p
     original = build("gpt2")
     original.save_pretrained(tmp_path)
 
-    def change(tensors: dict[str, torch.Tensor]) -> None:  # as the files of the first GPT-2 are
+    def change(tensors: dict[str, torch.Tensor]) -> None:  # like the original files of GPT-2
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
@@ -175,7 +175,7 @@ def sharded(
 
 
 def test_several_ranks_load_and_refuse_as_one_does(tmp_path: Path) -> None:
-    """Slices, ties, experts that transformers merges, odd sizes, random weights; a refusal reaches every rank."""
+    """Slices, ties, merged experts, odd sizes, random weights; an error is raised on every rank."""
     originals = [build("llama_tied"), build("qwen3", vocab_size=63), build("qwen3_moe")]
     folders = [tmp_path / str(number) for number in range(len(originals))]
     for original, folder in zip(originals, folders, strict=True):
@@ -378,7 +378,7 @@ def one_expert(change: str) -> Any:
 def test_an_expert_that_is_not_whole_is_named(
     change: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers merges experts, and would say in a long table that it could not."""
+    """transformers merges experts, and would report a failure in a long table."""
     saved(tmp_path, "qwen3_moe")
     change_weights(tmp_path, one_expert(change))
     capfd.readouterr()

@@ -1,4 +1,4 @@
-"""Hidden states and heads give the model's own logits."""
+"""Hidden states and `LmHead` reproduce the model's logits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_models_without_a_head_attach_and_have_none() -> None:
 
 @pytest.mark.parametrize("name", ["opt", "qwen3"])
 def test_a_model_that_is_not_attached_is_refused(name: str) -> None:
-    """OPT's own attention mixes the samples of a row; on one rank of several every model's would."""
+    """OPT's own attention mixes the samples of a pack; on one of several context ranks, every model's would."""
     model, batch = build(name), shard(row([5, 4]))
     with refused("model", ".* is not attached"):
         hidden_states(model, batch)
@@ -104,7 +104,7 @@ def test_a_model_that_is_not_attached_is_refused(name: str) -> None:
 
 
 def test_the_name_of_the_attention_does_not_make_a_model_attached() -> None:
-    """Once one model is attached, transformers knows the name, and gives it to any model without a probe."""
+    """After one model is attached, transformers accepts the name for any model, without a probe."""
     attach(build("llama"))
     model = build("opt")
     model.set_attn_implementation("padfree")

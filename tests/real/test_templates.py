@@ -1,8 +1,8 @@
-"""Seven real chat templates with every shape of conversation: rendered right, or refused with a reason.
+"""Seven real chat templates with every shape of conversation: rendered correctly, or refused with a reason.
 
-What is right is derived here without padfree. The text is what transformers renders of the messages, in the form that
-the template was written for. The trained part is found by a regular expression that was written by reading the
-template: behind the words that hand the turn to the assistant, up to and with the token that ends it.
+The expected results do not use padfree. The text is rendered by transformers from the messages, in the form that
+the template was written for. The trained part is found by a regular expression written from reading the
+template: after the header of the assistant's turn, up to and including the token that ends it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TURN = {
     "qwen3": CHATML,
     "llama3_2": r"(?<=<\|start_header_id\|>assistant<\|end_header_id\|>\n\n).*?<\|eot_id\|>",
     "gemma3": r"(?<=<start_of_turn>model\n).*?<end_of_turn>",
-    # behind a single call the template writes no end of sentence
+    # after a single call the template writes no end of sentence
     "deepseek_v3": (
         r"(?:(?<=<｜Assistant｜>)|(?<=<｜tool▁outputs▁end｜>))"
         r".*?(?:<｜end▁of▁sentence｜>|<｜tool▁call▁end｜>(?=<｜tool▁outputs▁begin｜>|$))"
@@ -189,7 +189,7 @@ APART = {
     ("mistral_nemo", "tools, two turns"): 2,
     ("deepseek_v3", "system in between"): 2,
 }
-"""How many samples a conversation with several turns makes, if not one."""
+"""The number of samples of a conversation with several turns, if not one."""
 
 
 @cache
@@ -288,7 +288,7 @@ def test_a_prompt_is_what_transformers_renders(template: str) -> None:
 
 
 def test_thinking_can_be_switched_off() -> None:
-    """With `enable_thinking=False` the empty thought belongs to the generation prompt and is not trained."""
+    """With `enable_thinking=False` the empty reasoning block belongs to the generation prompt and is not trained."""
     renderer = ChatRenderer(tokenizer_of("qwen3"), arguments={"enable_thinking": False})
     conversation = Conversation(messages=(USER, ASSISTANT, USER_2, ASSISTANT_2))
     samples = renderer.samples(conversation, loss_on="assistant", turns="auto")

@@ -1,4 +1,4 @@
-"""`padfree demo` at a tiny size: every stage leaves what it says, the losses agree, and a stopped demo goes on."""
+"""`padfree demo` at a tiny size: every stage writes its files, the losses agree, and a stopped demo resumes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_demo_that_is_stopped_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C within the packed run, then --resume: the run goes on from its checkpoint, the rest follows."""
+    """Ctrl-C during the packed run, then --resume: the run continues from its checkpoint, then the other stages."""
     folder = tmp_path / "demo"
     plain_bar = Demo.bar
 

@@ -1,4 +1,4 @@
-"""`padfree demo --real` with a tiny model: all stages run, and wrong inputs are one line."""
+"""`padfree demo --real` with a tiny model: all stages run, and wrong inputs give one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows pass by tolerance or by noise, and the verdict names what failed."""
+"""Results pass by tolerance or by noise, and the verdict names the failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPORT = CheckReport(
         (1e-30, None, 0.0, False),
         (math.inf, 1.0, 1.0, False),
         (1e-6, math.inf, 1e-5, True),
-        (1.0, math.inf, 1e-5, False),  # noise that is not finite excuses nothing
+        (1.0, math.inf, 1e-5, False),  # non-finite noise is ignored
     ],
 )
 def test_what_passes(difference: float, noise: float | None, tolerance: float, passed: bool) -> None:

@@ -1,4 +1,4 @@
-"""The float64 reference of a check: as exact as it says, and named in the report."""
+"""The float64 reference of a check: its accuracy, and its line in the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_nothing_on_float64_is_computed_in_float32() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral"])
 def test_the_reference_is_far_more_exact_than_float32(name: str) -> None:
-    """Against the same model with weights that differ by less than float32 can tell: the loss follows in float64."""
+    """A change of weights below float32 precision changes the float64 loss as expected."""
     samples = cases.make_samples()
     model = build(name, **(cases.SIZES if name == "qwen3" else {})).eval()
     make_float64(model)

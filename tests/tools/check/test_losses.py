@@ -1,4 +1,4 @@
-"""Losses of pairs, teachers, reward models and critics: right ones pass, and what is planted is found."""
+"""Losses of pairs, teachers, reward models and critics: correct ones pass, and planted mistakes are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a plan: every figure is there, with the numbers of the plan in it."""
+"""The page of a plan has all figures with the numbers of the plan."""
 
 from __future__ import annotations
 

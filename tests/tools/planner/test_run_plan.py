@@ -1,4 +1,4 @@
-"""The numbers of a plan against brute force, and the lines they are told in."""
+"""The numbers of a plan compared with brute force, and the printed lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_summary_against_brute_force() -> None:
     assert (found["data_ranks"], found["context"], found["pack_tokens"]) == (2, 2, 512)
 
     padded_tokens = 0
-    for start in (*range(0, 80, 8), 80, 88):  # steps of 16 in rows of 8, and the last of 10
+    for start in (*range(0, 80, 8), 80, 88):  # steps of 16 in micro-batches of 8, and a last step of 10
         rows = lengths[start : min(start + 8, 90)].tolist()
         padded_tokens += len(rows) * max(rows)
     usual = next(each for each in found["padded"] if each["rows"] == 8 and not each["grouped"])
@@ -62,7 +62,7 @@ def test_the_lines_say_what_was_found() -> None:
     assert "steps       3 in an epoch, 2.0 samples and 34 tokens each" in text
     assert "from 2 steps spread over the epoch; --exact-steps all plans every step" in text
     assert "(measured somewhere)" in text
-    assert "context  " not in text  # one rank has nothing to share
+    assert "context  " not in text  # one context rank has no balance
     whole = "\n".join(make_plan(data, PlanShape(ranks=2, max_tokens=64), SECONDS).lines())
     assert "overlong    0 samples; all fit in a pack of 64 tokens" in whole
     assert "spread over" not in whole

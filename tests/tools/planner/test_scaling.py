@@ -1,4 +1,4 @@
-"""Time on more devices: what is hidden and what is not, and where more devices stop to help."""
+"""Time on more devices: overlapped and exposed communication, and where scaling stops."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_long_computing_hides_the_weights_and_short_computing_does_not() -> None
     assert limit is not None
     assert limit[0] == 8
     assert limit[1].startswith("gathering weights")
-    # 64 micro-batches a rank; a ring of 8 on one host passes 7/8 of the weights, there and as gradients: 3 units, 2
-    # collectives each, 8 devices that delay it; a micro-batch of 64 tokens hides 64 ns of it, a third is waited for
+    # 64 micro-batches per rank; a ring of 8 on one host sends 7/8 of the weights and of the gradients: 3 units, 2
+    # collectives each, latency of 8 devices; a micro-batch of 64 tokens hides 64 ns of it, and a third is exposed
     sent = weights_traffic(build("qwen3"), Placement(ranks=8), size=4, reshard=False, backend="nccl", micro_batches=1)
     moving = sum(float(each.max()) for each in sent.inside.values()) / LINKS.inside / LINK_EFFICIENCY + 6 * 8e-6
     assert fast.sharded[0].weights == pytest.approx(64 * (moving - 64e-9) + moving / 3, rel=1e-9)

@@ -1,4 +1,4 @@
-"""Steps from lengths alone are the steps of a run: same samples, same order."""
+"""Steps computed from lengths are the steps of a run: same samples, same order."""
 
 from __future__ import annotations
 

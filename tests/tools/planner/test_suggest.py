@@ -1,4 +1,4 @@
-"""Suggestions on data made so that the right answer is known; and the memory they are bound by."""
+"""Suggestions for data with a known best answer, and the memory limit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_short_samples_need_no_context_ranks() -> None:
     found = suggest(steps_of(log_normal(640, 300)), PlanShape(ranks=4, max_tokens=1), COST, need=need, memory=MEMORY)
     assert (found.context, found.layout) == (1, None)
     assert found.max_tokens is not None
-    # a step of 64 samples is small: one micro-batch a rank holds its part, and more would not be used
+    # a step of 64 samples is small: one micro-batch per rank holds its part, and more has no effect
     assert 300 <= found.max_tokens <= 2048
     assert found.reasons[1] == "context 1: the longest sample, 300 tokens, fits on one device"
     assert found.overrides() == [f"batch.max_tokens={found.max_tokens}", "parallel.context=1"]
@@ -89,7 +89,7 @@ def test_large_steps_use_the_memory_there_is() -> None:
     lengths = log_normal(2000, 512)
     most = need.most_tokens(shape, MEMORY)
     assert lengths.sum() > 8 * most
-    # a price for each micro-batch: the fewer the better
+    # a fixed cost per micro-batch: fewer are better
     cost = replace(COST, constant=float(COST([4096])[0]))
     found = suggest([lengths], shape, cost, need=need, memory=MEMORY)
     assert found.max_tokens == most
@@ -97,7 +97,7 @@ def test_large_steps_use_the_memory_there_is() -> None:
 
 
 def test_one_long_sample_a_step_is_worth_more_context_ranks() -> None:
-    """A sample that costs as much as the rest of its step keeps all other data ranks waiting, unless they share it."""
+    """If one sample costs as much as the rest of its step, other data ranks wait, unless context ranks share it."""
     steps = [np.array([8192] + [64] * 64)] * 4
     quadratic = CostModel(linear=1.0, quadratic=1.0)
     found = suggest(steps, PlanShape(ranks=4, max_tokens=1), quadratic, need=need_of(), memory=GIBIBYTE)

@@ -1,4 +1,4 @@
-"""Bytes that processes send each other, by kind and link. Counted ones are in tests/hosts."""
+"""Bytes that processes send each other, by kind and link. tests/hosts compares them with real links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of runs: what it says, and in the browser what it shows."""
+"""The page of runs: its text, and its rendering in a browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def browser() -> Iterator[Browser]:
 
 
 def page_of(*folders: Path) -> str:
-    """The page's own part of the file."""
+    """The file without plotly's script."""
     text = report_page(read_runs(folders)).html()
     return text[text.index("<header>") : text.index('<script type="application/json"')]
 
@@ -166,7 +166,7 @@ def test_states(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_without_evaluation_has_nothing_that_could_not_be_read(tmp_path: Path) -> None:
-    """A run makes evaluation.jsonl when it begins, whether it evaluates or not."""
+    """A run creates evaluation.jsonl at its start, even if it never evaluates."""
     folder = write_sft_run(tmp_path / "a", 3)
     (folder / "evaluation.jsonl").touch()
     write_lines(folder / "events.jsonl", [{"kind": "start", "step": 0}, {"kind": "end", "step": 3}])

@@ -1,4 +1,4 @@
-"""Which figure a metric is in, and what its lines look like."""
+"""The figure of each metric, and the style of its lines."""
 
 from __future__ import annotations
 

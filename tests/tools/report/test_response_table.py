@@ -1,4 +1,4 @@
-"""Which responses a page shows, and how much of them."""
+"""The responses that a page shows, and how they are shortened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders as they are found: killed, still running, with odd numbers, or not run folders at all."""
+"""Reading run folders: killed, still running, with invalid values, or not run folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which state a run is: from before its first step to its end, whoever ended it."""
+"""The state of a run, from before its first step to its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def state_of(folder: Path) -> str:
 
 
 def begun(folder: Path) -> Path:
-    """What a run has before its first step."""
+    """A run folder before its first step."""
     folder.mkdir()
     for name in ("run.json", "run.lock"):
         (folder / name).write_text("{}")

@@ -1,4 +1,4 @@
-"""What MODEL may be, and what it may not."""
+"""Valid and invalid values of MODEL."""
 
 from __future__ import annotations
 

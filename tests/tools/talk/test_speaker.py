@@ -1,4 +1,4 @@
-"""Answers: greedy ones are those of transformers, streamed ones those that are not, and wrong inputs are one line."""
+"""Answers: greedy ones equal transformers', streaming changes nothing, and wrong inputs give one-line errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ids_of(speaker: Speaker, *prompts: str) -> list[list[int]]:
 
 
 def greedy(model: Any, prompt: list[int], stops: tuple[int, ...], max_new_tokens: int = MAX_NEW_TOKENS) -> list[int]:
-    """What transformers' own `generate` writes."""
+    """The output of transformers' `generate`."""
     written = model.eval().generate(
         torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(stops), pad_token_id=0
     )
@@ -188,7 +188,7 @@ def test_weights_that_are_not_finite_are_said() -> None:
 
 @pytest.mark.gpu
 def test_streaming_on_a_gpu_draws_the_same(tmp_path: Path) -> None:
-    """Steps are CUDA graphs there; tokens are told after every burst."""
+    """On CUDA, steps are graphs, and tokens are reported in bursts."""
     files = find_model(str(save_model(tmp_path)))
     cpu, gpu = (open_speaker(files, temperature=0.8, dtype="float32", device=device) for device in ("cpu", "cuda"))
     prompts = ids_of(cpu)
