@@ -71,7 +71,7 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def load(folder: Path = SMOLLM2, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """In training mode, without dropout, with eager attention: sdpa on a CPU has 20 times the rounding error in float32."""
+    """In training mode, without dropout, with eager attention: on a CPU, sdpa rounds 20 times as much in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.train()
 
