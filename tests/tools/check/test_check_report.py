@@ -86,5 +86,9 @@ def test_it_is_told_in_json_and_in_words() -> None:
     assert (told["passed"], told["rows"][0]["difference"], told["rows"][0]["passed"]) == (False, None, False)
     assert told["skipped"] == [{"check": "balanced ring", "reason": "no"}]
     heading = "\n".join(REPORT.heading())
-    for words in ("the first 4 of its 36 layers", "2 of train.jsonl, 3 to 9 tokens, 12 in all, 7 trained", "2 context"):
+    for words in (
+        "the first 4 of its 36 layers",
+        "2 of train.jsonl, 3 to 9 tokens, 12 tokens in all, 7 trained",
+        "2 context",
+    ):
         assert words in heading

@@ -95,7 +95,7 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"\nmeasured    compute: measured, {cost}\n" in capsys.readouterr().out
     for wrong, line in (
         (["--gpu", "H100", "--hosts", "3"], "--hosts: 3 does not divide 16 ranks"),
-        (["--hosts", "2", "model.dtype=float32"], "--hosts: 2 needs seconds"),
+        (["--hosts", "2", "model.dtype=float32"], "--hosts: 2 needs step times in seconds"),
     ):
         assert main([*plan, *wrong]) == 1
         assert line in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_the_smallest_context_that_holds_the_longest_sample() -> None:
     lengths = np.append(log_normal(630, most // 2), [longest] * 10)
     found = suggest(steps_of(lengths), shape, COST, need=need, memory=MEMORY)
     assert found.context in (4, 8)
-    assert found.reasons[1].startswith(f"context 4: the longest sample has {longest:,} tokens; 4 devices hold")
+    assert found.reasons[1].startswith(f"context 4: the longest sample has {longest:,} tokens; 4 devices together hold")
     assert found.max_tokens is not None
     assert found.max_tokens * found.context >= longest
     assert found.layout == "balanced"

@@ -125,7 +125,7 @@ def test_names_are_as_long_as_they_must_be(tmp_path: Path, monkeypatch: pytest.M
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     folder, other = write_sft_run(tmp_path / "a"), write_sft_run(tmp_path / "b")
     for folders, names, message in (
-        ([], None, "RUN: none; give"),
+        ([], None, "RUN: is missing; give"),
         ([tmp_path / "nothing"], None, "does not exist; give the run.folder"),
         ([tmp_path], None, "there is no run.json and no metrics.jsonl in it; give the run.folder"),
         ([folder / "metrics.jsonl"], None, "metrics.jsonl: it is a file; give the run.folder"),
