@@ -1,4 +1,4 @@
-"""`bench/gateway_load.py` with fewer requests: a run that is attacked through its agents' address loses nothing."""
+"""`bench/gateway_load.py` with fewer requests: an attack on the gateway for agents does not change a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clocks of the benchmarks: what is timed, what is not, and that warming up is neither counted nor heard."""
+"""The timing functions of the benchmarks: what they time, and that warm-up calls are neither counted nor shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Time passes only where a call says so."""
+    """A fake clock: time passes only if a call says so."""
     now = 100.0
 
     def work(seconds: float) -> None:
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def calls(work: Callable[[float], None], durations: list[float]) -> tuple[Callable[[], None], list[float]]:
-    """A call that takes the next of these durations, and those that are left."""
+    """A call that takes the next of these durations, and the remaining durations."""
     left = list(durations)
     return lambda: work(left.pop(0)), left
 
@@ -122,7 +122,7 @@ def test_events_measure_the_device_and_not_the_host(timer: ModuleType) -> None:
     short, long = busy(2_000_000), busy(20_000_000)  # about 1 and 10 ms
     for options in ({}, {"wait": False}, {"calls": 3}, {"sleep_cycles": 1_000_000}):
         first, second = timer.median_event_seconds(short, long, repeats=3, **options)
-        assert second / first > 2, options  # 10, were there no other processes on the device
+        assert second / first > 2, options  # 10 on an idle device
     device = torch.device("cuda")
     least = 0.7 * min(timer.median_event_seconds(long, repeats=3)[0], second)
     assert timer.median_on(long, device, repeats=3) > least

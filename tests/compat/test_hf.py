@@ -1,4 +1,4 @@
-"""`PackedCollator`: what it gives, which models it refuses, and real trainers whose loss is that of single samples."""
+"""`PackedCollator`: its batches, the models that it refuses, and real trainers compared with single samples."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def test_masks_and_already_packed_features() -> None:
     ("settings", "features", "message"),
     [
         ({}, [], "features: empty list"),
-        ({}, [{"text": "x"}], r"features: no input_ids in feature 0 \(it has \['text'\]\)"),
+        ({}, [{"text": "x"}], r"features: feature 0 has no input_ids \(it has \['text'\]\)"),
         ({}, [{"input_ids": [1, 2], "attention_mask": [1, 0]}], "attention_mask: zeros in feature 0"),
         ({}, [{"input_ids": [1, 2], "labels": [2, IGNORE]}], "labels: feature 0 differs"),
         ({}, [{"input_ids": [1, 2], "loss_mask": [1]}], r"loss_mask: shape \(1,\) for 2 tokens"),
         ({}, [{"input_ids": [1, 2], "loss_mask": [1, 2]}], "loss_mask: values other than 0 and 1 in feature 0"),
         ({}, [{"input_ids": [1.5, 2]}], "input_ids of feature 0: float64 array"),
-        ({}, [{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths: 1 in all for 2 tokens"),
-        ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "seq_lengths: 2 in all for 2 tokens"),
+        ({}, [{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths: add up to 1, but feature 0 has 2 tokens"),
+        ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "seq_lengths: add up to 2, but feature 0 has 2 tokens"),
         ({"length": 8}, FEATURES, "length: 8 for 9 tokens"),
         ({"length": 12, "multiple_of": 8}, FEATURES, "length: 12 is not a multiple of multiple_of=8"),
-        ({"multiple_of": 0}, FEATURES, "multiple_of: 0; give a whole number"),
+        ({"multiple_of": 0}, FEATURES, "multiple_of: 0 is not a positive integer; give"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -124,7 +124,7 @@ def test_models_that_keep_packed_samples_apart_are_taken(implementation: str) ->
 
 
 def test_flash_attention_must_be_told_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the implementation can only be named: what reaches it is tried with a function in its place."""
+    """Without a GPU, a substitute function checks which arguments reach flash attention."""
     told, not_told = stock("Qwen3ForCausalLM", HEADS), stock("StableLmForCausalLM", HEADS)
     for model in (told, not_told):
         monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
@@ -132,7 +132,7 @@ def test_flash_attention_must_be_told_the_lengths(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=r"StableLmForCausalLM .*outputs differ"):
         PackedCollator(not_told)
     monkeypatch.setattr(told.config, "_attn_implementation_internal", "my_attention")
-    with pytest.raises(ValueError, match="attention implementation 'my_attention' is none of"):
+    with pytest.raises(ValueError, match="attention implementation 'my_attention' is not supported"):
         PackedCollator(told)
 
 
@@ -140,7 +140,7 @@ def test_what_is_no_stock_model_is_refused() -> None:
     with pytest.raises(ValueError, match="model: str; give the transformers model itself"):
         PackedCollator("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
     model = attach(tiny_model())
-    with pytest.raises(ValueError, match=r"is attached.*; take it off with model\.set_attn_implementation\('sdpa'\)"):
+    with pytest.raises(ValueError, match=r"is attached.*; detach it with model\.set_attn_implementation\('sdpa'\)"):
         PackedCollator(model)
     model.set_attn_implementation("sdpa")
     PackedCollator(model)
@@ -150,7 +150,7 @@ def test_another_attention_needs_another_collator() -> None:
     model = tiny_model()
     collator = PackedCollator(model)
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"was sdpa .* and is eager now; make another PackedCollator\(model\)"):
+    with pytest.raises(ValueError, match=r"changed from sdpa to eager .*; create a new PackedCollator\(model\)"):
         collator(FEATURES)
     PackedCollator(model)(FEATURES)
 
@@ -167,7 +167,7 @@ def test_samples_that_change_the_frequencies_of_others_are_refused() -> None:
     model = stock("LlamaForCausalLM", {**HEADS, "max_position_embeddings": 16, "rope_parameters": rope})
     collator = PackedCollator(model)
     collator([{"input_ids": [1] * 16}, {"input_ids": [2] * 16}])
-    with pytest.raises(ValueError, match="longer than 16 tokens, and the longest here has 17; keep samples"):
+    with pytest.raises(ValueError, match=r"more than 16 tokens .*, and the longest has 17; use samples"):
         collator([{"input_ids": [1] * 17}])
 
 
@@ -205,7 +205,7 @@ FOUR_AT_A_TIME: dict[str, Any] = {
 
 
 def one_at_a_time(model: PreTrainedModel, samples: list[list[int]]) -> float:
-    """The mean loss over all predicted tokens, one call per sample; the gradient is left in the model."""
+    """The mean loss over all predicted tokens, one call per sample. Leaves the gradients in the model."""
     count = sum(len(tokens) - 1 for tokens in samples)
     total = 0.0
     for tokens in samples:
@@ -218,7 +218,7 @@ def one_at_a_time(model: PreTrainedModel, samples: list[list[int]]) -> float:
 
 
 def test_a_trainer_run_equals_one_sample_at_a_time(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Four steps of a real `Trainer` on packed rows against a plain loop over single samples, losses and weights."""
+    """Four steps of a real `Trainer` with packing have the losses and weights of a plain loop over single samples."""
     samples = [rng.integers(0, 64, n).tolist() for n in rng.integers(2, 24, 16)]
     arguments = TrainingArguments(output_dir=str(tmp_path), remove_unused_columns=False, **FOUR_AT_A_TIME)
     trained = tiny_model()
@@ -272,7 +272,7 @@ def test_trls_trainer_equals_one_sample_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refused", [LFM2, OPT], ids=["lfm2", "opt"])
 def test_the_cure_for_a_refused_model_works(refused: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    """Padded rows, by transformers.Trainer with DataCollatorForSeq2Seq(tokenizer)."""
+    """The advice for a refused model: padding, with transformers.Trainer and DataCollatorForSeq2Seq(tokenizer)."""
     tokenizer = AutoTokenizer.from_pretrained(str(save_with_tokenizer(tmp_path / "model")))
     tokenizer.pad_token = tokenizer.eos_token
     model, plain = stock(*refused), stock(*refused)

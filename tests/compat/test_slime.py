@@ -20,7 +20,7 @@ from tests.refused import refused
 
 
 def sequences(lengths: list[int], responses: list[int]) -> dict[str, Any]:
-    """Arguments of `pack_sequences` whose every value tells where it belongs."""
+    """Arguments of `pack_sequences` in which every value encodes its sequence and position."""
     return {
         "tokens": [[100 * i + j for j in range(n)] for i, n in enumerate(lengths)],
         "loss_masks": [[j % 2 for j in range(r)] for r in responses],
@@ -155,10 +155,10 @@ def test_partitions(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss_masks": [[1]]}, "loss_masks: 1 entries for 2 sequences"),
-        ({"advantages": [[0.0], [0.0]]}, "advantages: 1 entries at sequence 0 for a response of 2"),
-        ({"response_lengths": [9, 2]}, "response_lengths: 9 at sequence 0 of 4 tokens"),
-        ({"rewards": [1.0]}, "rewards: 1 entries for 2 sequences"),
+        ({"loss_masks": [[1]]}, "loss_masks: has 1 entries for 2 sequences"),
+        ({"advantages": [[0.0], [0.0]]}, "advantages: has 1 entries for sequence 0, whose response has 2 tokens"),
+        ({"response_lengths": [9, 2]}, "response_lengths: is 9 for sequence 0, which has 4 tokens"),
+        ({"rewards": [1.0]}, "rewards: has 1 entries for 2 sequences"),
         ({"max_tokens_per_gpu": 3}, "max_tokens_per_gpu: 3 is less than the 4 tokens of sequence 0"),
         ({"num_packs": 0}, "num_packs: 0; give 1 or more"),
     ],
@@ -171,12 +171,14 @@ def test_bad_input_is_refused_in_one_line(change: dict[str, Any], message: str) 
 
 def test_unpacking_refuses_what_does_not_fit() -> None:
     (packed,) = pack_sequences(**sequences([4, 4], [2, 2]))
-    with pytest.raises(ValueError, match="log_probs: 8 entries where 7 were expected"):
+    with pytest.raises(ValueError, match="log_probs: has 8 entries, but this pack needs 7"):
         unpack_sequences({**packed, "log_probs": torch.zeros(8)})
     with pytest.raises(ValueError, match="rewards: 3 entries where 2 were expected"):
         unpack_sequences({**packed, "rewards": torch.zeros(3)})
     (whole,) = pack_sequences(**sequences([4, 4], [2, 4]))
-    with pytest.raises(ValueError, match="log_probs: the response of sequence 1 is its whole 4 tokens"):
+    with pytest.raises(
+        ValueError, match="log_probs: cannot score the first token of sequence 1, whose response is all of its 4 tokens"
+    ):
         unpack_sequences({**whole, "log_probs": torch.zeros(7)})
     with refused("cp_size"):
         pad_packed_sequence_with_cp(packed, 0)

@@ -1,4 +1,4 @@
-"""The slime-compatible scores and losses against their stated formulas, on one and on several context ranks."""
+"""The slime-compatible scores and losses compared with their formulas, on one and on several context ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_gather_log_probs_packed(leading: bool, temperature: float | None) -> No
     torch.testing.assert_close(found, expected)
     with refused("input_ids"):
         gather_log_probs_packed(logits, tokens, allow_compile=False)
-    with pytest.raises(ValueError, match="give one packed row"):
+    with pytest.raises(ValueError, match="give logits"):
         gather_log_probs_packed(torch.randn(2, 4, 11), tokens, allow_compile=False)
 
 
@@ -75,7 +75,7 @@ CASES = [(8, None), (8, 0.7), (7, 1.3), (5, 0.5), (1, 2.0)]  # (tokens known of 
 
 
 def context_ranks(rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Every rank computes the same loss from the gathered scores; the results and the gradient of its own rows."""
+    """Every rank computes the same loss from the gathered scores. Returns them and the gradient of its logits."""
     results = []
     for num_tokens, temperature in CASES:
         logits, tokens, upstream = case(num_tokens)
@@ -100,7 +100,7 @@ def case(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_context_ranks_against_one_process(world: int) -> None:
-    """The last entry of the entropy among them, and the gradient not `world` times what it should be."""
+    """Includes the last entry of the entropy, and checks that the gradient is not `world` times too large."""
     by_rank = run_ranks(world, context_ranks)
     for index, (num_tokens, temperature) in enumerate(CASES):
         logits, tokens, upstream = case(num_tokens)

@@ -1,4 +1,4 @@
-"""Token stores written by hand: rows of one sample or of several."""
+"""Token stores with known content: rows of one or several samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Made = tuple[Tokens, Sequence[int]]
 
 
 def write_store(folder: Path, rows: Sequence[Sequence[Made]], name: str = "train.jsonl") -> Path:
-    """Each row with its samples, on lines 1, 2, ... of one file."""
+    """Write rows with their samples, as lines 1, 2, ... of one file."""
     folder.mkdir(parents=True, exist_ok=True)
     with Writer(folder) as writer:
         for line, samples in enumerate(rows, start=1):
@@ -31,9 +31,9 @@ def write_store(folder: Path, rows: Sequence[Sequence[Made]], name: str = "train
 
 
 def conversation(seed: int, turns: int, *, system: int = 60, vocabulary: int = 40, thought: int = 20) -> list[Made]:
-    """A sample for each turn of a conversation whose template drops thoughts of earlier turns.
+    """One sample per turn of a conversation whose template drops the reasoning of earlier turns.
 
-    turn 2     system user-1 answer-1 user-2 | thought-2 answer-2          what is trained stands behind the bar
+    turn 2     system user-1 answer-1 user-2 | thought-2 answer-2          tokens after the bar are trained
     """
     rng = np.random.default_rng(seed)
 

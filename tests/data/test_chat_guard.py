@@ -1,4 +1,4 @@
-"""Nothing of a conversation is lost in its text, and nothing is written that nobody wrote."""
+"""Chat templates that drop or garble a part of a conversation are refused."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_role_that_is_rendered_as_the_assistant_is_refused(role: str) -> None:
     ],
 )
 def test_a_text_that_the_template_changes_is_refused(expression: str, content: str) -> None:
-    """The markers of the twin pass, or not; the row's own text decides."""
+    """The markers of the twin can pass or fail; the text of the row decides."""
     for messages in ([{**USER, "content": content}, ASSISTANT], [USER, {**ASSISTANT, "content": content}]):
         with pytest.raises(
             RowError, match=r"^message [12] \(.*\): content (is missing from the rendered text|is garbled)"
@@ -174,7 +174,7 @@ def test_the_name_of_a_result_is_known_from_its_call() -> None:
         samples(template, USER, CALLED, {**RESULT, "name": "other"}, ASSISTANT)
 
 
-# What is rendered for a field is its text or its JSON
+# A field is rendered as its text or as JSON
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ RENDERER = ChatRenderer(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), TEXT, st.none() | VALUE), max_size=5))
 def test_what_a_shape_predicts_is_what_is_rendered(turns: list[tuple[str, str, Any]]) -> None:
-    """One renderer for all examples: conversations of different shapes must not be taken for the same."""
+    """One renderer for all examples: conversations of different shapes must not be confused."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
     for role, text, value in turns:
         message: dict[str, Any] = {"role": role, "content": text}

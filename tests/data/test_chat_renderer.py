@@ -1,4 +1,4 @@
-"""Chat templates: the assistant's spans by markers and by prefixes, and templates that give neither."""
+"""Chat templates: spans of the assistant from markers and from prefixes, and templates that allow neither."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_mask_is_the_tokenizers_own_where_no_token_lies_across_a_border() ->
 
 
 def test_markers_decide_what_a_turn_is() -> None:
-    """A template may count its newline, or leave a part out; markers next to each other are one span."""
+    """Markers can include a newline or exclude a part; adjacent markers are one span."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for message in messages %}{% if message['role'] == 'assistant' %}A:"
@@ -221,7 +221,7 @@ def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each_turn() ->
         before = forgetful.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         assert sample.text[: sample.spans[0][0]] == before
     assert samples(forgetful, messages[:4], "last", "auto") == found[1:]
-    # without anything to rewrite it is one sample, unless all are to be apart
+    # if the template changes nothing it is one sample, unless turns=apart
     plain = [TURNS[1], TURNS[4], QUESTION, TURNS[4]]
     assert len(samples(forgetful, plain, turns="auto")) == 1
     assert len(samples(forgetful, plain, turns="apart")) == 2
@@ -270,7 +270,7 @@ def test_a_turn_that_does_not_begin_with_the_generation_prompt_is_refused_apart(
 
 
 def test_a_template_that_shows_the_system_message_only_while_it_asks() -> None:
-    """As Mistral-Nemo's does: the sample is what the model sees, and behind it what it should write."""
+    """Like Mistral-Nemo's template: the sample is the prompt as the model sees it, followed by the answer."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{% set s, rest = messages[0].content, messages[1:] %}"

@@ -1,4 +1,4 @@
-"""Messages in the spellings that people bring become one, or the row is refused with the message and the field."""
+"""Messages of several spellings are read into one, or an error names the message and the field."""
 
 from __future__ import annotations
 

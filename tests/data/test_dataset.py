@@ -1,4 +1,4 @@
-"""The data set over a folder: samples, lengths, limits, and what travels to other processes."""
+"""`TokenizedDataset`: samples, lengths, limits, and pickling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Four samples of two files: lines 1, 2 and 4 of one (3 was skipped), line 1 of the other."""
+    """Four samples of two files: lines 1, 2 and 4 of one (line 3 was skipped), line 1 of the other."""
     with Writer(tmp_path) as writer:
         for (tokens, mask), file, line in zip(SAMPLES, (0, 0, 0, 1), (1, 2, 4, 1), strict=True):
             writer.append(

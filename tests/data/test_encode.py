@@ -1,4 +1,4 @@
-"""Text to tokens: where a token would lie across a border, and what stands before and behind a text."""
+"""Text to tokens: tokens that span a border, and special tokens before and after a text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ LETTERS = st.sampled_from("ab é東🙂\n\t .")
 @given(st.lists(st.tuples(st.text(LETTERS, min_size=1, max_size=6), st.booleans()), min_size=1, max_size=5))
 @pytest.mark.parametrize("kind", ["bytes", "trimmed"])
 def test_the_trained_tokens_spell_the_trained_text(kind: str, parts: list[tuple[str, bool]]) -> None:
-    """Borders at random places, between the bytes' tokens of one character excepted."""
+    """Borders at random positions, but not inside a character."""
     tokenizer = tiny_tokenizer(kind=kind)
     text = "".join(part for part, _ in parts)
     ends = np.cumsum([len(part) for part, _ in parts]).tolist()

@@ -1,4 +1,4 @@
-"""Columns to fields: a format is recognised by its columns, and what is ambiguous is refused with choices that work."""
+"""Formats are recognised by their columns, and an ambiguous file is refused with choices that work."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_can_be_read_in_several_ways_is_refused_with_choices_that_work(
 
 
 def mapping_of(words: str) -> dict[str, str]:
-    """What a command line with these words sets."""
+    """The settings of a command line with these words."""
     needed = ["model.path=m", "data.path=d", "batch.samples=1", "batch.max_tokens=8", "run.folder=r"]
     return load_config(None, [*needed, *shlex.split(words)]).data.columns
 
@@ -223,7 +223,7 @@ def test_a_column_that_changes_what_rows_mean_is_used_or_refused(
         found = resolve(first, mapping_of(word), schema, "f")
         assert (column in found.used) == word.endswith("=input")
         found.check(first)
-    # A column that says nothing changes nothing, until a row says something in it.
+    # An empty column changes nothing, until a row has a value in it.
     for nothing in (None, "", [], {}):
         found = resolve({**first, column: nothing}, {}, schema, "f")
         found.check({**first, column: nothing})

@@ -1,4 +1,4 @@
-"""What rows of each format become: tokens and masks, with tiny tokenizers. tests/real has the same for real ones."""
+"""Tokens and masks of rows of each format, with tiny tokenizers. tests/real has the same with real ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load(tmp_path: Path) -> Load:
 
 
 def texts(sample: Sample, tokenizer: Any = CHAT) -> tuple[str, str]:
-    """The whole text of a sample, and what of it is trained on."""
+    """The whole text of a sample, and its trained text."""
     return tokenizer.decode(sample.tokens), tokenizer.decode(sample.tokens[sample.mask])
 
 
@@ -277,7 +277,7 @@ EARLIER = [user("A"), assistant("B")]
         ({"prompt": [user("Hi")], "chosen": [...], "rejected": [...]}, PAIR),
         ({"prompt": [user("Hi")], "chosen": assistant("Hello"), "rejected": assistant("No")}, PAIR),
         ({"prompt": [user("Hi")], "chosen": [user("Hi"), ...], "rejected": [user("Hi"), ...]}, PAIR),
-        # The prompt is not literally how the answer begins.
+        # The answer does not begin with the literal prompt.
         ({"prompt": "Hi", "chosen": [user("Hi "), ...], "rejected": [user("Hi"), ...]}, PAIR),
         ({"prompt": [user("Hi\n")], "chosen": [user("Hi"), ...], "rejected": [user("Hi"), ...]},
          (turns(("user", "Hi\n")), *PAIR[1:])),
@@ -446,7 +446,7 @@ def test_rollouts_in_text_have_the_same_prompts(tmp_path: Path) -> None:
     assert found.notes == ("data: r.jsonl is read as rollouts in text (prompt, response, reward, system, level)",)
 
 
-# What is said of a file
+# Notes about a file
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From files to a data set: what each kind of row becomes, bad rows, the cache, and several processes."""
+"""From files to a data set: formats of rows, bad rows, the cache, and several processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load(tmp_path: Path) -> Load:
 
 
 def texts(sample: Sample, tokenizer: PreTrainedTokenizerFast = CHAT) -> tuple[str, str]:
-    """The whole text of a sample, and what of it is trained on."""
+    """The whole text of a sample, and its trained text."""
     return tokenizer.decode(sample.tokens), tokenizer.decode(sample.tokens[sample.mask])
 
 
@@ -303,7 +303,7 @@ def test_several_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pyte
     skip = SFTDataSettings(on_bad_row="skip")
     here = load_sft(path, CHAT, skip, cache=tmp_path / "here", num_workers=0)
     one = load_sft(path, CHAT, skip, cache=tmp_path / "one", num_workers=1)
-    server = rank_server()  # what a process does is the same however it was started, and from here it starts at once
+    server = rank_server()  # starts processes quickly; they do the same as freshly spawned ones
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: server)
     two = load_sft(path, CHAT, skip, cache=tmp_path / "two", num_workers=2)
     for other in (one, two):
@@ -318,7 +318,7 @@ def test_several_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_script_that_processes_cannot_import_is_an_error_and_not_a_wait(tmp_path: Path) -> None:
-    """The process it starts would load the same data, and wait for the process that waits for it."""
+    """A worker process would load the same data and wait for its parent, which waits for the worker."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Hello"}) + "\n")
     script = tmp_path / "script.py"
     script.write_text(
@@ -384,7 +384,7 @@ def test_gsm8k_and_a_second_start_that_tokenises_nothing(
 
 
 def damaged(name: str, content: bytes | int | None) -> Callable[[Path], None]:
-    """A file of the cache removed, cut to so many bytes, or with other content."""
+    """Remove a file of the cache, truncate it, or change its content."""
 
     def damage(folder: Path) -> None:
         path = folder / name
@@ -449,7 +449,7 @@ def test_a_full_disk_under_the_cache_is_one_line(where: str, tmp_path: Path, mon
 
 
 def test_the_digest_of_a_data_set_is_that_of_its_samples(tmp_path: Path) -> None:
-    """Not that of its files: where they lie, how they are written, and how many processes read them does not show."""
+    """The digest does not depend on the location and spelling of the files or on the number of processes."""
     path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     path.write_text((json.dumps(GOOD) + "\n") * 3)
     other.write_text((json.dumps({"note": 1, **GOOD}) + "\n") * 3)

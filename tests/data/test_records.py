@@ -1,4 +1,4 @@
-"""Rows: what is refused, and in which words."""
+"""Parsing and checking rows: errors and their wording."""
 
 from __future__ import annotations
 

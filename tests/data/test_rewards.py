@@ -1,4 +1,4 @@
-"""Rewards: what counts as the same number, and what a user's function may do wrong."""
+"""Rewards: equal numbers in different spellings, and errors of user functions."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ VALUE = 3
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module in the current folder, which is not on the path, and one that it imports."""
+    """A module in the current folder, which is not on sys.path, and another module that it imports."""
     (tmp_path / "rewards_of_mine.py").write_text(MODULE)
     (tmp_path / "beside.py").write_text("scale = 2")
     (tmp_path / "broken_reward.py").write_text("1 / 0")
@@ -228,6 +228,6 @@ def test_numbers_of_all_sorts_are_taken(value: Any) -> None:
 
 
 def test_a_process_that_judges_starts_without_torch() -> None:
-    """Or it would start, and start again, ten times as slowly."""
+    """Importing torch would make each start ten times as slow."""
     program = "import sys, padfree.data.reward_worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,4 @@
-"""Rollout files: every form of a row, arrays on the right tokens, and each way a row can be wrong."""
+"""Rollout files: every form of a row, arrays aligned with tokens, and every kind of bad row."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_text_with_a_tokenizer(read: Read) -> None:
     assert CHAT.decode(sample.tokens[~sample.mask]) == CHAT.apply_chat_template(
         turns, tokenize=False, add_generation_prompt=True
     )
-    # a chat template writes its own beginning
+    # a chat template includes bos itself
     template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}:"
     assert BASE.decode(one(read([row], BASE, chat_template=template)).tokens) == f"<s>Hi:Hello{EOS}"
     with refused("model.tokenizer"):
@@ -268,7 +268,7 @@ def test_a_folder_of_rollouts(tmp_path: Path) -> None:
 
 
 def test_gsm8k_solutions_as_rollouts(read: Read, gsm8k_solutions: list[dict[str, Any]]) -> None:
-    """1,319 questions, four models: groups of four, text rewarded by whether it is right."""
+    """1,319 questions and four models: groups of four texts, rewarded if the answer is right."""
     models = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
     rows = [
         {"question": row["question"], "prompt_id": index, **row[model]}

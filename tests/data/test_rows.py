@@ -1,4 +1,4 @@
-"""Rows of several samples: names, limits, reports and identity; and several sources as one data set."""
+"""Rows with several samples: names, limits, reports, digests; and several sources as one data set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.stores import Made, write_store
 
 
 def made(length: int, trained: int, first: int = 0) -> Made:
-    """So many tokens, the last `trained` of them trained."""
+    """A sample of this many tokens; the last `trained` of them are trained."""
     return list(range(first, first + length)), [0] * (length - trained) + [1] * trained
 
 
@@ -45,7 +45,7 @@ def test_too_long_is_an_error_that_names_the_turn(tmp_path: Path) -> None:
 
 
 def test_dropping_leaves_out_the_whole_conversation(tmp_path: Path) -> None:
-    """As it would be left out if it were one sample."""
+    """The whole row is dropped, as if it were one sample."""
     data = TokenizedDataset(write_store(tmp_path, ROWS), max_length=8, overlong="drop")
     assert [sample.uid for sample in data] == ["train.jsonl:1", "train.jsonl:3"]
     assert data.row_starts.tolist() == [0, 1, 2]
@@ -78,7 +78,7 @@ def test_truncating_keeps_the_turns_that_have_something_to_train_on(tmp_path: Pa
 
 
 def test_what_is_one_row_is_part_of_the_identity(tmp_path: Path) -> None:
-    """The same tokens divided into other rows train otherwise."""
+    """The digest changes if the same tokens are divided into other rows."""
     together = TokenizedDataset(write_store(tmp_path / "a", ROWS))
     apart = TokenizedDataset(write_store(tmp_path / "b", [[sample] for row in ROWS for sample in row]))
     again = TokenizedDataset(write_store(tmp_path / "c", ROWS))

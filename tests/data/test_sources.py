@@ -1,4 +1,4 @@
-"""Sources: files in their odd forms, folders, and data sets of the Hub through a stand-in and the real package."""
+"""Sources: unusual files, folders, and data sets of the Hub, with a fake and with the real package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def packs_of(source: RecordSource) -> list[tuple[int, dict[str, Any]]]:
-    """All rows with their numbers; the sizes of the chunks add up to the source's."""
+    """All rows with their numbers. Checks that the sizes of the chunks add up to that of the source."""
     chunks = list(source.chunks(COLUMNS))
     assert sum(chunk.size for chunk in chunks) <= source.size
     assert all(chunk.source == source.name for chunk in chunks)
@@ -200,7 +200,7 @@ def test_missing_packages_are_named_with_the_cure(tmp_path: Path, monkeypatch: p
 
 
 class StandInDataset:
-    """As much of `datasets.Dataset` as is used."""
+    """A fake of `datasets.Dataset` with the methods that padfree uses."""
 
     def __init__(self, columns: dict[str, list[Any]]) -> None:
         self.table = columns
@@ -259,7 +259,7 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
         open_sources(tmp_path / "many", split="dev")
 
 
-# What must not hang, and what is not a file of rows
+# Inputs that must not hang, and files that are not data
 
 
 def _fifo(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The folder of tokens: what its key depends on, that it is complete whenever it is there, and who builds it."""
+"""The token cache: inputs of its key, atomic creation, and locking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendering ends: templates that ask for unbounded memory or time are stopped. And it writes the day it is given."""
+"""Templates that need unbounded memory or time are stopped; dates come from the given day."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recurrences of mixers in plain PyTorch, token by token, in the place of the kernels of flash-linear-attention."""
+"""The recurrences of mixers in plain PyTorch, token by token, to replace the kernels of flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from padfree.model.mixers.forward import STATE, MixerState
 
 
 def plain_kernels(patch: pytest.MonkeyPatch) -> None:
-    """In the place of flash-linear-attention: the recurrences token by token, with the boundaries that are passed."""
+    """Replace flash-linear-attention by recurrences computed token by token, with segment boundaries."""
     patch.setattr(varlen_kernel, "_TRIALS", {})
-    patch.setattr(varlen_kernel, "LENGTHS", (9, 1, 6, 3))  # the kernels' chunks of 64 tokens are not here
+    patch.setattr(varlen_kernel, "LENGTHS", (9, 1, 6, 3))  # short, because there are no chunks of 64 tokens here
     patch.setattr(fla_kernels, "unavailable", lambda device_type: None)
     patch.setattr(fla_kernels, "DTYPES", (torch.float32,))
     patch.setattr(fla_kernels, "gated_delta_rule", delta_rule)
@@ -71,6 +71,6 @@ def scan(step: Callable[[Tensor, int], tuple[Tensor, Tensor]], shape: tuple[int,
 
 
 def ways(model: PreTrainedModel) -> set[bool]:
-    """Whether mixers of the model take the fast way."""
+    """Whether the mixers of the model use the fast forward."""
     states = [module.__dict__.get(STATE) for module in model.modules()]
     return {state.fast is not None for state in states if isinstance(state, MixerState)}

@@ -1,4 +1,4 @@
-"""Stock models on packed rows give what they give one sample at a time, or are refused in one line."""
+"""Stock models give the same results packed and one sample at a time, or are refused with a one-line error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def one_at_a_time(model: PreTrainedModel, batch: PackedBatch, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits [real tokens, V] of the untouched model, one call per sample, and the gradients."""
+    """Logits [real tokens, V] of the stock model, one call per sample, and the gradients."""
     samples = batch.unpack(batch.input_ids)
     logits = torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
     (logits * weights[: len(logits)].to(logits.dtype)).sum().backward()
@@ -56,7 +56,7 @@ def test_packed_equals_one_at_a_time(name: str) -> None:
     assert_same_but_for_rounding(gradients(model), expected_gradients, wide_gradients)
     if name in MIXERS:
         assert largest_difference({"logits": logits[:real]}, {"logits": expected_logits})[0] < 1e-5
-        noise = noise_of(expected_gradients, wide_gradients)  # of Zamba 1e-5 by itself
+        noise = noise_of(expected_gradients, wide_gradients)  # 1e-5 for Zamba
         assert largest_difference(gradients(model), expected_gradients)[0] < max(1e-5, 2 * noise)
 
 
@@ -122,7 +122,7 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
         model(**inputs)
 
 
-# What a user can pass wrongly
+# Wrong arguments
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
     [
         ({"attn_context": None}, r"attn_context: missing in the call of LlamaForCausalLM"),
         ({"position_ids": None}, r"position_ids: missing"),
-        ({"attention_mask": torch.ones(1, 13)}, r"attention_mask: given to LlamaForCausalLM; leave it out"),
+        ({"attention_mask": torch.ones(1, 13)}, r"attention_mask: was passed to LlamaForCausalLM; remove it"),
         ({"labels": torch.zeros(1, 13, dtype=torch.long)}, r"labels: given to LlamaForCausalLM; .*padfree\.head"),
         ({"past_key_values": transformers.DynamicCache()}, r"past_key_values: given to LlamaForCausalLM"),
         ({"use_cache": True}, r"use_cache: True in the call of LlamaForCausalLM; pass use_cache=False"),
@@ -138,13 +138,13 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
         ({"output_attentions": True}, r"output_attentions: True"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 13])},
-            r"cu_seq_lens_q: reached LlamaAttention and padfree does not know it",
+            r"cu_seq_lens_q: reached LlamaAttention, but padfree does not support it",
         ),
         ({"is_causal": False}, r"is_causal: False in LlamaAttention"),
         ({"input_ids": torch.zeros(2, 13, dtype=torch.long)}, r"input_ids: 2 rows; .*padfree\.pack"),
         (
             {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": torch.arange(12)[None]},
-            r"attn_context: made for 13 tokens, input_ids has 12; pass both from one LocalBatch",
+            r"attn_context: is for 13 tokens, but the input has 12; take both from the same LocalBatch",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -211,12 +211,12 @@ def test_frequencies_that_follow_the_longest_sample_are_held_to_their_limit(
         model(**shard(row([limit + 1, 3])).model_inputs())
 
 
-# What cannot be attached
+# Models that cannot be attached
 
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {**SMALL, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-LATER = "its layers see tokens that come later"
+LATER = "its attention is not causal"
 
 
 @pytest.mark.parametrize(
@@ -228,14 +228,14 @@ LATER = "its layers see tokens that come later"
         (
             "StableLmForCausalLM",
             HEADS,
-            "attn_context: did not reach StableLmAttention; its model drops keyword arguments",
+            "attn_context: did not reach StableLmAttention, because the model drops keyword arguments",
         ),
         ("NemotronForCausalLM", HEADS, "attn_context: did not reach NemotronAttention"),
         ("BertLMHeadModel", {**HEADS, "is_decoder": False}, "is_causal: False in BertSelfAttention"),
         ("Gemma3ForCausalLM", {**HEADS, "use_bidirectional_attention": True}, LATER),
         ("LlamaForCausalLM", {**HEADS, "is_causal": False}, LATER),
         ("LlamaForCausalLM", {**HEADS, "attention_chunk_size": 16}, "attention_chunk_size 16"),
-        ("LlamaForCausalLM", {**HEADS, "local_window": 16}, "local_window 16 may be a mask"),
+        ("LlamaForCausalLM", {**HEADS, "local_window": 16}, "local_window 16 may imply a mask"),
         ("BartForConditionalGeneration", {"vocab_size": 64, "d_model": 32}, "an encoder and a decoder"),
     ],
 )
@@ -275,7 +275,7 @@ def test_what_is_not_a_model_or_a_backend_is_refused() -> None:
 
 
 def test_a_context_for_another_length_is_refused_in_every_layer_of_a_model_without_the_check() -> None:
-    """The attention function itself refuses, also where the hook has been taken away."""
+    """The attention function itself checks its arguments, even if the hook was removed."""
     model = attach(build("llama"))
     model._forward_pre_hooks.clear()
     model.model._forward_pre_hooks.clear()

@@ -1,6 +1,6 @@
-"""One row over several ranks gives the logits and gradients of one process, and nothing passes between samples.
+"""A pack over several ranks gives the logits and gradients of one process, without leaks between samples.
 
-Every rank runs the row alone first, which is what it compares with. One start of the processes runs all cases.
+Every rank first runs the whole pack alone, for comparison. All cases run in one start of the processes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ROWS = (
     [3, 1, 41, 2, 1],  # one document over three of four ranks, and documents of one token
     [61],  # fewer documents than ranks
     [1, 1, 1, 1, 1, 20, 7],
-    [2, 30],  # a pad of more than a rank's share
+    [2, 30],  # more padding than one rank holds
 )
 PADDED = (48, 64, 32, 48)
 
-# architecture, changes to its config, rows, layouts, methods, whether activations are recomputed
+# architecture, changes to its config, packs, layouts, methods, whether activations are recomputed
 Case = tuple[str, dict[str, Any], Sequence[int], Sequence[LayoutKind], Sequence[str], bool]
 CASES: list[Case] = [
     # fewer key heads than ranks
@@ -54,7 +54,7 @@ CASES: list[Case] = [
 
 
 def run(model: PreTrainedModel, batch: PackedBatch, weights: Tensor, **layout: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits [T, V] of the whole row, and this rank's part of the gradient of every parameter."""
+    """Logits [T, V] of the whole pack, and this rank's part of the gradient of every parameter."""
     model.zero_grad()
     local = shard(batch, **layout)
     logits = gather_tokens(model(**local.model_inputs()).logits[0], local.context)
@@ -86,7 +86,7 @@ def cases_of(world: int) -> list[Case]:
 
 
 def parity(rank: int, world: int) -> list[Difference]:
-    """(what, difference of logits, difference of gradients) of every case, in units of what rounding allows."""
+    """(case, difference of logits, difference of gradients), relative to the allowed rounding error."""
     found = []
     for name, changes, numbers, kinds, methods, recomputed in cases_of(world):
         model = attach(build(name, **changes))
@@ -116,7 +116,7 @@ def parity(rank: int, world: int) -> list[Difference]:
 
 
 def changed(batch: PackedBatch, segment: int) -> PackedBatch:
-    """The same row with every token of one segment (of the pad, say) changed."""
+    """The same pack with every token of one segment (or of the pad) changed."""
     start, end = batch.segments.offsets[segment], batch.segments.offsets[segment + 1]
     tokens = batch.input_ids.clone()
     tokens[start:end] = (tokens[start:end] + 1 + torch.arange(end - start) % (VOCABULARY - 1)) % VOCABULARY
@@ -148,7 +148,7 @@ def leaks(model: PreTrainedModel, batch: PackedBatch, **layout: Any) -> list[tup
 
 @torch.no_grad()
 def leak_cases(rank: int, world: int) -> list[tuple[str, bool, list[tuple[int, int, float]]]]:
-    """(what, whether it has experts, leaks) of every case."""
+    """(case, whether it has experts, leaks) of every case."""
     found = []
     batch = row([13, 1, 28]).padded_to(48)
     full = {"layer_types": ["full_attention"] * 2}

@@ -1,4 +1,4 @@
-"""Attached models on a GPU, bfloat16, with the kernels that are there."""
+"""Attached models on a GPU in bfloat16, with the available kernels."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_changed_sample_changes_no_other(name: str, backend: str) -> None:
 def test_a_step_never_waits_for_the_device(name: str) -> None:
     model = attach(large(name))
     inputs = shard(row(LENGTHS, pad=5).to("cuda")).model_inputs()
-    model(**inputs).logits.float().square().mean().backward()  # kernels are loaded now
+    model(**inputs).logits.float().square().mean().backward()  # loads the kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""Attached models under what training does to them: recomputation, compilation, sharding, and a second model beside."""
+"""Attached models with recomputation, compilation, sharding, and a second model in the process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_activation_checkpointing_by_wrappers(name: str) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_two_models_with_their_own_batches_at_the_same_time(checkpointing: bool) -> None:
-    """Backward passes recompute after the other model has run: each must see the batch of its own forward."""
+    """Each backward recomputes after the other model has run, and must see the batch of its own forward."""
     first, second = attach(build("llama", seed=1)), attach(build("gemma3", seed=2))
     batches = [row([11, 4], pad=1, seed=3), row([3, 3, 10], seed=4)]
     expected = [run(first, batches[0]), run(second, batches[1])]
@@ -127,7 +127,7 @@ LENGTHS = [[15, 1, 8], [9, 9], [30], [2, 1, 1, 40]]
     ("name", "compiler", "checkpointing"), [("llama", "aot_eager", "hf"), ("gemma3", "eager", "wrapper")]
 )
 def test_compiled_layers_do_not_compile_again_for_every_batch(name: str, compiler: str, checkpointing: str) -> None:
-    """As a user compiles and recomputes them; padfree does it in tests/sharding/test_parallelize."""
+    """Compiled and recomputed as by a user; tests/sharding/test_parallelize tests padfree's own way."""
     model = attach(
         build(name, num_hidden_layers=1, **({"layer_types": ["sliding_attention"]} if name == "gemma3" else {}))
     )
@@ -158,8 +158,8 @@ def sharded(name: str, rank: int, world: int, policy: MixedPrecisionPolicy) -> P
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in (*model.model.layers, model):
-        module.set_gradient_divide_factor(1.0)  # sums over ranks: what weights per token need
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        module.set_gradient_divide_factor(1.0)  # sum over ranks, as token weights require
+        module.set_force_sum_reduction_for_comms(True)  # the only reduction of gloo
     return model
 
 
@@ -190,7 +190,7 @@ def fsdp_cases(rank: int, world: int) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_same(whole(run(model, batches[rank])), expected)
 
-    # The two ranks share one row: FSDP's sum over ranks is also the sum over the parts of the row.
+    # The two ranks share one pack: FSDP's sum over ranks is also the sum over the parts of the pack.
     batch = row([17, 1, 6], seed=5)
     model.zero_grad()
     local = shard(batch, world=world, rank=rank, group=dist.group.WORLD)
@@ -198,7 +198,7 @@ def fsdp_cases(rank: int, world: int) -> None:
     backward(logits, batch)
     assert_same(whole(results(model, logits)), run(plain, batch))
 
-    with refused("model", "FSDPGemma3ForCausalLM is sharded already"):
+    with refused("model", "FSDPGemma3ForCausalLM is already sharded"):
         attach(model)
 
 

@@ -1,4 +1,4 @@
-"""The page of architectures says what trying them gives, for a sample of them."""
+"""docs/architectures.md agrees with a test of some of the architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exported folder is what the model was, bit for bit, and stock transformers loads it."""
+"""An exported folder equals the model bit for bit, and stock transformers loads it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sharded(rank: int, world: int, pairs: list[tuple[str, str]]) -> None:
         model = load_model(source, shard=shard_layers)
         export_model(model, target)
         assert_same(AutoModelForCausalLM.from_pretrained(target), AutoModelForCausalLM.from_pretrained(source))
-    with refused("export", ".* is no earlier export .*"):
+    with refused("export", ".* is not an earlier export .*"):
         export_model(model, Path(pairs[0][0]).parent)
 
 
@@ -100,27 +100,27 @@ def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("precious")
-    with pytest.raises(ValueError, match=r"is no earlier export .*; give a new or an empty folder"):
+    with pytest.raises(ValueError, match=r"is not an earlier export .*; give a new or empty folder"):
         export_model(build("llama"), tmp_path)
-    with pytest.raises(ValueError, match=r"is no earlier export .*; give a new or an empty folder"):
+    with pytest.raises(ValueError, match=r"is not an earlier export .*; give a new or empty folder"):
         export_model(build("llama"), tmp_path / "notes.txt")
     assert (tmp_path / "notes.txt").read_text() == "precious"
     export_model(build("llama"), tmp_path / "out")
     (tmp_path / "out" / "run").mkdir()
-    with pytest.raises(ValueError, match=r"is no earlier export of padfree alone \(it has run\); give a new"):
+    with pytest.raises(ValueError, match=r"holds run besides an earlier export of padfree; give a new"):
         export_model(build("llama"), tmp_path / "out")
 
 
 def test_a_model_that_was_not_exported_is_not_replaced(tmp_path: Path) -> None:
-    """It has the files of an export, but for the record."""
+    """A folder with the files of an export but without its record."""
     model = build("llama")
     model.save_pretrained(tmp_path / "base")
     with pytest.raises(
-        ValueError, match=r"base is no earlier export of padfree \(it has no padfree_export\.json\); giv"
+        ValueError, match=r"base is not an earlier export of padfree \(it has no padfree_export\.json\); giv"
     ):
         export_model(build("llama", seed=1), tmp_path / "base")
     (tmp_path / "base" / "padfree_export.json").write_text('{"files": []}')
-    with pytest.raises(ValueError, match=r"base is no earlier export"):
+    with pytest.raises(ValueError, match=r"base is not an earlier export"):
         export_model(build("llama", seed=1), tmp_path / "base")
     assert_same(load_model(tmp_path / "base"), model)
 

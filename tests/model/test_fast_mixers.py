@@ -1,4 +1,4 @@
-"""Mixers on all segments at once: the same as one sample at a time, tried before it is used, refused where it leaks."""
+"""Mixers on all segments at once: equal to one sample at a time, tested before use, rejected if they leak."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAST = ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "bamba", "nemotro
 
 @pytest.fixture
 def unwritten_is_nan() -> Iterator[None]:
-    """Memory that nobody has written to holds NaN: classes make parameters with `torch.empty`."""
+    """Fill uninitialised memory with NaN, because some classes create parameters with `torch.empty`."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -56,10 +56,12 @@ def test_all_at_once_is_one_sample_at_a_time(name: str, monkeypatch: pytest.Monk
     ("name", "kept", "layer"), [("qwen3_5", "selective", "linear_attention"), ("lfm2", "none", "conv")]
 )
 def test_compiled_layers_give_the_same(name: str, kept: Any, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixers alone: attention in compiled layers has its own tests. A short convolution does not break the graph."""
+    """Only mixers; attention in compiled layers has its own tests. A short convolution does not break the graph."""
     plain_kernels(monkeypatch)
     model = attach(build(name, num_hidden_layers=1, layer_types=[layer]))
-    batches = [row([9, 3, 12], pad=3), row([7, 20])][: 1 if name == "qwen3_5" else 2]  # boundaries are no constants
+    batches = [row([9, 3, 12], pad=3), row([7, 20])][
+        : 1 if name == "qwen3_5" else 2
+    ]  # boundaries are not constants of the graph
     expected = [run(model, batch)[1] for batch in batches]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -97,7 +99,7 @@ def test_a_leak_in_the_kernels_is_found_and_said_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(varlen_kernel, "_SAID", set())
     with pytest.warns(PadfreeWarning, match="runs one sample at a time, which is slow: there is none"):
         varlen_kernel._say_once("X runs one sample at a time, which is slow: there is none")
-    varlen_kernel._say_once("X runs one sample at a time, which is slow: there is none")  # an error if it warned again
+    varlen_kernel._say_once("X runs one sample at a time, which is slow: there is none")  # fails if it warns again
 
 
 def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,15 +112,15 @@ def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     model = attach(build("qwen3_5"))
     run(model, row(LENGTHS))
     assert ways(model) == {False}
-    assert list(varlen_kernel._TRIALS.values()) == ["the trial failed (RuntimeError: no kernel image)"]
+    assert list(varlen_kernel._TRIALS.values()) == ["the test failed (RuntimeError: no kernel image)"]
 
 
 @pytest.mark.parametrize(("triton", "refused"), [("3.3.1", False), ("3.6.0", True), ("3.7.0", True), ("3.7.1", False)])
 def test_versions_whose_gradients_are_wrong_are_named(
     triton: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As flash-linear-attention has it: on Hopper, from Triton 3.4 to 3.7.0, unless tilelang is there."""
-    unavailable = fla_kernels.unavailable.__wrapped__  # which remembers nothing
+    """Like flash-linear-attention itself: on Hopper, from Triton 3.4 to 3.7.0, unless tilelang is installed."""
+    unavailable = fla_kernels.unavailable.__wrapped__  # without the cache
     monkeypatch.setattr(fla_kernels, "import_module", lambda name: None)
     monkeypatch.setattr(fla_kernels, "version", lambda name: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -147,7 +149,7 @@ def test_a_package_that_is_not_there_or_broken_is_a_reason(error: Exception, mon
 
 
 def test_kernels_of_a_package_are_not_called_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where flash-linear-attention is installed transformers calls it, which the small copies of the probe must not."""
+    """transformers calls flash-linear-attention if it is installed; the small copies of the probe must not."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
     def kernel(*args: Any, **kwargs: Any) -> None:
@@ -192,7 +194,7 @@ def test_the_convolution_is_that_of_each_segment(width: int) -> None:
 
 
 def test_gathered_rows_are_whole() -> None:
-    """The pad is a segment of its own, on which nothing depends."""
+    """The pad is a separate segment that affects nothing."""
     model = attach(build("lfm2"))
     with torch.no_grad():
         short = shard(row([5, 8])).model_inputs()

@@ -1,4 +1,4 @@
-"""Mixers on all segments at once on a GPU: as exact as one sample at a time, without a wait, in compiled layers."""
+"""Mixers on all segments at once on a GPU: as exact as one sample at a time, no synchronisation, compiled layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def large(name: str) -> PreTrainedModel:
-    """In bfloat16 on the GPU, with heads that kernels take, and kernels that are willing to run here."""
+    """In bfloat16 on the GPU, with supported head sizes, if the kernels run on this machine."""
     if name != "lfm2" and (reason := fla_kernels.unavailable("cuda")) is not None:
         pytest.skip(reason)
     common: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512}
@@ -52,7 +52,7 @@ def large(name: str) -> PreTrainedModel:
         warnings.simplefilter("ignore", PadfreeWarning)
         tried = attach(copy.deepcopy(model))
         tried(**shard(row([3]).to("cuda")).model_inputs())
-    for reason in varlen_kernel._TRIALS.values():  # with some versions of Triton the package refuses single kernels
+    for reason in varlen_kernel._TRIALS.values():  # the package disables some kernels with some versions of Triton
         if ways(tried) != {True} and reason is not None and "Triton" in reason:
             pytest.skip(f"{name}: {reason}")
     return model
@@ -76,7 +76,7 @@ def apart(values: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, f
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_fast_way_is_as_exact_as_one_sample_at_a_time(name: str) -> None:
-    """Against one sample at a time in float32 by plain PyTorch, on the CPU."""
+    """Compared with one sample at a time in float32 with plain PyTorch, on the CPU."""
     model, batch = large(name), row(LENGTHS, pad=5)
     exact = copy.deepcopy(model).float().cpu()
     slow = attach(copy.deepcopy(model), fast_mixers=False)
@@ -108,7 +108,7 @@ def test_a_changed_sample_changes_no_other(name: str) -> None:
 def test_a_step_never_waits_for_the_device(name: str) -> None:
     model = attach(large(name))
     inputs = shard(row(LENGTHS, pad=5).to("cuda")).model_inputs()
-    model(**inputs).logits.float().square().mean().backward()  # kernels are loaded now
+    model(**inputs).logits.float().square().mean().backward()  # loads the kernels
     other = shard(row([90, 20, 31], pad=3).to("cuda")).model_inputs()
     model(**other).logits.float().square().mean().backward()
     torch.cuda.synchronize()
@@ -145,7 +145,7 @@ def test_compiled_layers_are_as_exact(name: str) -> None:
 
 
 def test_kernels_that_refuse_gradients_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by us nor by the layer's own code, which is then transformers' plain PyTorch on each segment."""
+    """Kernels that fail the test are not used at all; each segment runs transformers' plain PyTorch code."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
     plain: Any = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
@@ -180,7 +180,7 @@ def _refuse(gradient: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_experts_by_grouped_matmuls_are_compiled() -> None:
-    """Stock experts in compiled layers: no graph break, and the gradients of the layers as they come."""
+    """Stock experts in compiled layers: no graph break, and correct gradients."""
     model = build("qwen3_moe", hidden_size=256, moe_intermediate_size=64, head_dim=64).cuda()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -194,5 +194,5 @@ def test_experts_by_grouped_matmuls_are_compiled() -> None:
     found = run(model, batch)
     assert not counters["graph_break"]
     noise = apart(eager, expected)
-    # a router that rounds otherwise sends single tokens elsewhere: the whole is compared, not each entry
+    # rounding can route single tokens to other experts, so compare norms, not entries
     assert all(apart(found, expected)[name] <= 2 * noise[name] + 2e-2 for name in noise)

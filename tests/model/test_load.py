@@ -1,4 +1,4 @@
-"""A loaded model is the one `from_pretrained` gives, bit for bit, on any number of ranks; or it is refused."""
+"""A loaded model equals that of `from_pretrained` bit for bit, on any number of ranks, or is refused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_base_model_names_and_legacy_buffers_are_read_as_transformers_does(tmp_p
     original = build("gpt2")
     original.save_pretrained(tmp_path)
 
-    def change(tensors: dict[str, torch.Tensor]) -> None:  # as the files of the first GPT-2 are
+    def change(tensors: dict[str, torch.Tensor]) -> None:  # like the original files of GPT-2
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
@@ -169,13 +169,13 @@ def sharded(
         fully_shard(model.base_model)
         fully_shard(model)
 
-    with pytest.raises(ValueError, match=r"shard: takes lm_head\.weight apart from what it is tied to"):
+    with pytest.raises(ValueError, match=r"shard: separates lm_head\.weight from the tensor it is tied to"):
         load_model(tied, shard=apart)
     return results, messages
 
 
 def test_several_ranks_load_and_refuse_as_one_does(tmp_path: Path) -> None:
-    """Slices, ties, experts that transformers merges, odd sizes, random weights; a refusal reaches every rank."""
+    """Slices, ties, merged experts, odd sizes, random weights; an error is raised on every rank."""
     originals = [build("llama_tied"), build("qwen3", vocab_size=63), build("qwen3_moe")]
     folders = [tmp_path / str(number) for number in range(len(originals))]
     for original, folder in zip(originals, folders, strict=True):
@@ -314,26 +314,32 @@ def encoder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (missing, r"model: model\.layers\.1\.mlp\.up_proj\.weight missing in .*; the files are not complete"),
-        (unexpected, r"model: model\.layers\.2\.mlp\.up_proj\.weight unexpected in .*; the files hold more"),
-        (other_shape, r"model: lm_head\.weight has shape \[64, 63\] in .* and \[64, 64\] by its config"),
-        (pickled, r"has pytorch_model\.bin but no model\.safetensors; only safetensors are read"),
+        (missing, r"model: model\.layers\.1\.mlp\.up_proj\.weight is missing in .*; give complete files"),
+        (
+            unexpected,
+            r"model: model\.layers\.2\.mlp\.up_proj\.weight is unknown to the config, but in .*; give the config",
+        ),
+        (other_shape, r"model: lm_head\.weight has shape \[64, 63\] in .*, but \[64, 64\] according to the config"),
+        (pickled, r"has pytorch_model\.bin but no model\.safetensors; convert the weights to safetensors"),
         (adapter, r"has adapter_model\.safetensors but no model\.safetensors"),
         (truncated, r"model\.safetensors cannot be read .*; copy or download the file again"),
-        (lost_shard, r"model-00002-of-\d+\.safetensors, named in model\.safetensors\.index\.json, is not there"),
-        (no_weights, r"has no weights \(model\.safetensors or .*; copy or download them, or ask .* init=random"),
+        (lost_shard, r"model-00002-of-\d+\.safetensors is missing, although model\.safetensors\.index\.json names it"),
+        (no_weights, r"has no weights \(model\.safetensors or .*; copy or download the weights, or set init=random"),
         (extra_shard, r"model-00099-of-00099\.safetensors is not named in model\.safetensors\.index\.json; remove"),
         (whole_beside_shards, r"model\.safetensors is not named in model\.safetensors\.index\.json; remove what"),
-        (lost_index, r"model-00001-of-\d+\.safetensors is one of several, but .*index\.json.* is not there; copy"),
-        (broken_index, r"index\.json has no weight_map of tensors and files; copy or download it again"),
+        (
+            lost_index,
+            r"model-00001-of-\d+\.safetensors is one of several files, but their index, .* is missing; copy",
+        ),
+        (broken_index, r"index\.json has no valid weight_map; copy or download the file again"),
         (moved_in_the_index, r"model: model\.norm\.weight is not in .*model-.*safetensors, where .*index\.json has it"),
         (unnamed_in_the_index, r"model: model\.extra\.weight unexpected in .*model-00001-of-\d+\.safetensors; the"),
-        (missing_in_shards, r"model: .*weight missing in .*; the files are not complete"),
-        (escaping_shard, r"named in model\.safetensors\.index\.json, is not there"),
+        (missing_in_shards, r"model: .*weight is missing in .*; give complete files"),
+        (escaping_shard, r"is missing, although model\.safetensors\.index\.json names it"),
         (no_config, r"has no config\.json"),
         (quantized, r"is quantized"),
         (unknown_architecture, r"no_such_model"),
-        (encoder, r"'vit' is no causal language model"),
+        (encoder, r"'vit' is not a causal language model"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_one_line(damage: Any, message: str, tmp_path: Path) -> None:
@@ -361,15 +367,18 @@ def one_expert(change: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("missing", r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight is missing; give whole files"),
-        ("unexpected", r"experts\.4\.up_proj\.weight in model\.safetensors is unexpected; give whole files"),
+        ("missing", r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight is missing; give complete files"),
+        (
+            "unexpected",
+            r"experts\.4\.up_proj\.weight in model\.safetensors is not part of the model of this config",
+        ),
         ("shape", r"experts\.3\.up_proj\.weight has shape \[33, 64\] in model\.safetensors and \[32, 64\] by its con"),
     ],
 )
 def test_an_expert_that_is_not_whole_is_named(
     change: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers merges experts, and would say in a long table that it could not."""
+    """transformers merges experts, and would report a failure in a long table."""
     saved(tmp_path, "qwen3_moe")
     change_weights(tmp_path, one_expert(change))
     capfd.readouterr()
@@ -391,7 +400,9 @@ def test_a_hub_id_that_cannot_be_had_is_refused_in_one_line(monkeypatch: pytest.
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand no cache")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ValueError, match=r"model: somebody/some-model is no folder here, and the Hub does not give it"):
+    with pytest.raises(
+        ValueError, match=r"model: somebody/some-model is not a local folder, and it cannot be downloaded from the Hub"
+    ):
         load_model("somebody/some-model")
 
 
@@ -402,7 +413,7 @@ def test_a_hub_folder_without_safetensors_does_not_become_random(
 
     build("llama").config.save_pretrained(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(ValueError, match="has no safetensors on the Hub"):
+    with pytest.raises(ValueError, match="has no safetensors files on the Hub"):
         load_model("somebody/some-model")
     saved(tmp_path)
     assert named_tensors(load_model("somebody/some-model")).keys() == named_tensors(build("llama")).keys()
@@ -412,7 +423,7 @@ def test_a_buffer_that_the_model_does_not_restore_is_refused(monkeypatch: pytest
     saved(tmp_path)
     monkeypatch.setattr(PreTrainedModel, "_init_weights", lambda self, module: None)
     with pytest.raises(
-        ValueError, match=r"_init_weights of LlamaForCausalLM does not restore the buffer model\.rotary"
+        ValueError, match=r"_init_weights of LlamaForCausalLM does not initialise the buffer model\.rotary"
     ):
         load_model(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Adapters: the gradients that PEFT alone gives, the same on any number of ranks, exported exactly."""
+"""Adapters: the gradients of plain PEFT, the same on any number of ranks, exported exactly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def samples() -> list[Sample]:
 
 
 def disturb(model: nn.Module) -> None:
-    """Give B values, the same on any number of ranks: with zeros A would have no gradient."""
+    """Give B non-zero values, the same on any number of ranks; with zeros, A would have no gradient."""
     with torch.no_grad():
         for name, tensor in named_tensors(model).items():
             if is_adapter(name) and ".lora_B." in name:
@@ -84,7 +84,7 @@ MIXERS = {
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "qwen3_moe", "llama4", *MIXERS])
 def test_gradients_are_those_of_peft_one_at_a_time(name: str) -> None:
-    """Also in GPT-2, whose weights lie the other way round, beside experts, which stay frozen, and in mixers."""
+    """Also in GPT-2 with transposed weights, next to frozen experts, and in mixers."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
@@ -144,8 +144,8 @@ def test_values_come_from_seed_and_name() -> None:
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("q_proj", "lm_head"), r"lm_head is no linear layer below the head but a Linear; choose from down_proj, "),
-        (("embed_tokens",), r"model.embed_tokens is no linear layer .* a Embedding; choose"),
+        (("q_proj", "lm_head"), r"lm_head \(Linear\) is not a linear layer below the head; choose from down_proj, "),
+        (("embed_tokens",), r"model.embed_tokens \(Embedding\) is not a linear layer .*; choose"),
         (("wq",), r"the model has no 'wq'; choose from down_proj, gate_proj, k_proj"),
         (("all-linear", "q_proj"), r"give either 'all-linear' or names"),
     ],
@@ -222,7 +222,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def sharded(rank: int, world: int, folder: Path) -> tuple[dict[str, Tensor], set[torch.dtype]]:
-    """Files that are read by slices, experts that rank 0 sends round, random weights; and bfloat16 below adapters."""
+    """Files read in slices, experts broadcast by rank 0, random weights; and bfloat16 base weights."""
     mesh = make_mesh("cpu")
 
     def load(source: Any, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Layers that carry a state along the sequence: whole samples each, over context ranks, recomputed, compiled."""
+"""Recurrent layers on whole samples: over context ranks, recomputed, compiled."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def over_ranks(rank: int, world: int) -> list[tuple[str, float]]:
             dist.all_reduce(gradient)
         found.append((name, largest_difference({"logits": split_logits}, {"logits": logits})[0]))
         found.append((name, largest_difference(split, expected)[0]))
-    few = row([8, 3]).padded_to(32)  # with four ranks two of them have no sample
+    few = row([8, 3]).padded_to(32)  # of four ranks, two have no sample
     model = attach(build("qwen3_5"))
     _, expected = run(model, few)
     _, split = run(model, few, world=world, rank=rank, group=dist.group.WORLD)
@@ -185,7 +185,7 @@ def test_segments_of_one_length_are_rows_of_one_call() -> None:
 
 
 class LeakingDeltaNet(Qwen3_5GatedDeltaNet):
-    """Remembers the last token of the call before: nothing that boundaries inside a call could stop."""
+    """Keeps the last token of the previous call, a leak that boundaries inside a call cannot prevent."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         before = self.__dict__.get("before")
@@ -196,7 +196,7 @@ class LeakingDeltaNet(Qwen3_5GatedDeltaNet):
 
 
 class LeakingRows(Qwen3_5GatedDeltaNet):
-    """Mixes the rows of its batch, which are samples."""
+    """Mixes the samples of its batch."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         mean = hidden_states.mean(0, keepdim=True)
@@ -213,14 +213,14 @@ def test_a_leak_planted_in_a_mixer_is_found(leak: type[Qwen3_5GatedDeltaNet]) ->
                     module.__class__ = leak
 
     model = Leaking(build("qwen3_5").config)
-    with pytest.raises(ValueError, match=r"packed differs from one sample at a time|depends on those before it"):
+    with pytest.raises(ValueError, match=r"packed differs from one sample at a time|depends on the samples before it"):
         attach(model)
     assert probe.probe(model).leak is not None
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "jamba", "llama4"])
 def test_shared_prefixes_are_refused(name: str) -> None:
-    """A state would have to begin where the prefix ends."""
+    """A recurrent state would have to branch at the end of the prefix."""
     model, inputs = attach(build(name)), shard(row([5, 3, 4])).model_inputs()
     segments = Segments.from_lengths([5, 3, 4], parents=np.array([-1, 0, 0]))
     context = replace(inputs["attn_context"], segments=segments)

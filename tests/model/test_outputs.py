@@ -1,4 +1,4 @@
-"""Hidden states and heads give the model's own logits."""
+"""Hidden states and `LmHead` reproduce the model's logits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_a_head_that_does_more_is_refused() -> None:
     )
     config.cls_token_id = config.sep_token_id = 1
     model = attach(transformers.ModernBertDecoderForCausalLM(config))
-    with pytest.raises(ValueError, match=r"ModernBertDecoderForCausalLM has no plain head: its logits .* differ"):
+    with pytest.raises(
+        ValueError, match=r"the head of ModernBertDecoderForCausalLM is not a plain matrix: its logits .* differ"
+    ):
         lm_head_of(model)
 
 
@@ -73,7 +75,7 @@ def test_a_head_with_an_unknown_scale_is_refused() -> None:
             return self.lm_head[0]
 
     model = Scaled(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=2))
-    with pytest.raises(ValueError, match=r"Scaled has no plain head: its logits .* differ"):
+    with pytest.raises(ValueError, match=r"the head of Scaled is not a plain matrix: its logits .* differ"):
         lm_head_of(model)
 
 
@@ -82,13 +84,15 @@ def test_models_without_a_head_attach_and_have_none() -> None:
     base = attach(transformers.LlamaModel(LlamaConfig(**values)))
     batch = shard(row([4, 3]))
     assert torch.equal(hidden_states(base, batch), base(**batch.model_inputs()).last_hidden_state[0])
-    with pytest.raises(ValueError, match="LlamaModel has no plain head: it has no head on top of a base model"):
+    with pytest.raises(
+        ValueError, match="the head of LlamaModel is not a plain matrix: it has no head on top of a base model"
+    ):
         lm_head_of(base)
 
 
 @pytest.mark.parametrize("name", ["opt", "qwen3"])
 def test_a_model_that_is_not_attached_is_refused(name: str) -> None:
-    """OPT's own attention mixes the samples of a row; on one rank of several every model's would."""
+    """OPT's own attention mixes the samples of a pack; on one of several context ranks, every model's would."""
     model, batch = build(name), shard(row([5, 4]))
     with refused("model", ".* is not attached"):
         hidden_states(model, batch)
@@ -100,7 +104,7 @@ def test_a_model_that_is_not_attached_is_refused(name: str) -> None:
 
 
 def test_the_name_of_the_attention_does_not_make_a_model_attached() -> None:
-    """Once one model is attached, transformers knows the name, and gives it to any model without a probe."""
+    """After one model is attached, transformers accepts the name for any model, without a probe."""
     attach(build("llama"))
     model = build("opt")
     model.set_attn_implementation("padfree")

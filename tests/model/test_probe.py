@@ -1,4 +1,4 @@
-"""The probe finds what looks across samples, also in architectures that were never seen before."""
+"""The probe finds leaks across samples, also in unknown architectures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.refused import refused
 
 
 class ShiftingLayer(LlamaDecoderLayer):
-    """Each token also sees the one before it in the row, whatever sample that belongs to."""
+    """Each token also sees the previous token of the pack, even of another sample."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         shifted = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
@@ -26,7 +26,7 @@ class ShiftingLayer(LlamaDecoderLayer):
 
 
 class PositionAwareShiftingLayer(LlamaDecoderLayer):
-    """The same inside each sample only: right on a packed row, wrong where another rank holds the token before."""
+    """The same inside each sample: correct on a pack, wrong if another rank holds the previous token."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         inside = (kwargs["position_ids"] > 0)[..., None]
@@ -35,14 +35,14 @@ class PositionAwareShiftingLayer(LlamaDecoderLayer):
 
 
 class AveragingLayer(LlamaDecoderLayer):
-    """Each token sees the mean of the row."""
+    """Each token sees the mean of the pack."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         return super().forward(hidden_states + hidden_states.mean(1, keepdim=True), **kwargs)
 
 
 class GradientLayer(LlamaDecoderLayer):
-    """Nothing shows in the outputs; only gradients go where they should not."""
+    """The outputs are correct; only gradients leak."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         total = hidden_states.sum(1, keepdim=True)
@@ -50,7 +50,7 @@ class GradientLayer(LlamaDecoderLayer):
 
 
 class CountingModel(LlamaModel):
-    """Counts positions through the row, whatever it is given."""
+    """Counts positions along the whole pack, ignoring position_ids."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["position_ids"] = torch.arange(kwargs["input_ids"].shape[1])[None]
@@ -126,7 +126,7 @@ def test_dropped_keyword_arguments_are_found() -> None:
 def test_the_copy_grows_until_it_has_every_kind_of_layer() -> None:
     class Late(Patched):
         layer_class = ShiftingLayer
-        at = 3  # no list in the config tells; two layers would not show it
+        at = 3  # not in the config, and invisible with two layers
 
     with pytest.raises(ValueError, match="packed differs from one sample at a time"):
         attach(Late(config(num_layers=12)))
@@ -204,7 +204,7 @@ def test_the_callers_state_does_not_matter_and_is_left_alone(mode: Any) -> None:
 
 
 def test_the_probe_of_a_second_model_does_not_disturb_the_first() -> None:
-    """The probe's own attention is another registered function than the one that models use."""
+    """The probe registers another attention function than the one that models use."""
     model = attach(build("llama"))
     inputs = shard(row([7, 5])).model_inputs()
     expected = model(**inputs).logits
@@ -229,7 +229,7 @@ def test_leaks_are_found_with_transformers_own_attention(layer: type[LlamaDecode
 
 
 def test_verdicts_on_stock_and_attached_models_are_kept_apart() -> None:
-    """OPT leaks with its own attention and not with padfree's."""
+    """OPT leaks with its own attention but not with padfree's."""
     model = build("opt")
     assert probe.stock_leak(model) is not None
     assert probe.probe(model).leak is None
@@ -238,7 +238,7 @@ def test_verdicts_on_stock_and_attached_models_are_kept_apart() -> None:
 
 
 def test_layers_that_need_positions_in_order_are_right_in_a_stock_row() -> None:
-    """A data collator's row is never divided over ranks."""
+    """A pack of a data collator is never divided over ranks."""
 
     class Ordered(Patched):
         layer_class = PositionAwareShiftingLayer

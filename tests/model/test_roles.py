@@ -1,4 +1,4 @@
-"""Roles follow from what modules are, for every architecture."""
+"""Roles follow from the modules, for every architecture."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_parameters_that_are_no_matrices_of_a_linear_layer() -> None:
     assert mamba["backbone.layers.0.mixer.conv1d.weight"] == "vector"  # [inner, 1, width]
     assert gpt2["transformer.wpe.weight"] == "embedding"
     assert gpt2["transformer.h.0.attn.c_attn.weight"] == "hidden"
-    assert by_name(build("phimoe"))["model.layers.0.mlp.router.weight"] == "head"  # a linear layer and more
+    assert by_name(build("phimoe"))["model.layers.0.mlp.router.weight"] == "head"  # more than a linear layer
 
 
 def test_experts_that_are_modules_each() -> None:

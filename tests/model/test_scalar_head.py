@@ -30,7 +30,7 @@ def attached(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "llama_tied", "gpt2", "gemma3", "opt", "gpt_neox", "qwen3_moe"])
 def test_packed_scores_are_those_of_the_exported_model(name: str, tmp_path: Path) -> None:
-    """From the files of a causal language model, tied or not, merged experts among them."""
+    """From the files of a causal language model, with tied or untied heads and merged experts."""
     build(name).save_pretrained(tmp_path / "causal")
     model = load_model(tmp_path / "causal", head="scalar", seed=3, shard=attached)
     model.train(False)

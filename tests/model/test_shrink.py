@@ -1,4 +1,4 @@
-"""Shrunken configs keep what decides whether an architecture can be packed."""
+"""Shrunken configs keep everything that decides whether an architecture can be packed."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def test_the_number_of_layers_can_be_chosen(name: str) -> None:
         small = shrink(config, num_layers)
         assert type(small) is type(config)
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if name != "jamba" or num_layers > 1:  # whose kinds follow from periods: one layer is of one kind
+        if name != "jamba" or num_layers > 1:  # its layer types follow from periods
             assert set(getattr(small, "layer_types", None) or ["full_attention"]) == kinds
         assert num_layers <= small.num_hidden_layers <= max(num_layers, 2, len(kinds))

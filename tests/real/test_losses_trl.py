@@ -1,9 +1,9 @@
-"""With real weights, the first step of DPO, reward modelling, GRPO and distillation is that of TRL's own trainers.
+"""With real weights, the first step of DPO, reward modelling, GRPO and distillation equals that of TRL.
 
-TRL's trainers are made as a user makes them, and their own loss code computes the loss of the same batch. Where TRL
-defines something differently, the test says so and takes the difference away:
+TRL's trainers are created as by a user, and their own code computes the loss of the same batch. If TRL
+defines something differently, the test removes the difference:
 
-    newline          SmolLM2's template writes a newline behind <|im_end|>. TRL's DPO scores it as part of an answer;
+    newline          SmolLM2's template writes a newline after <|im_end|>. TRL's DPO scores it as part of an answer;
                      padfree's answers end with <|im_end|>. Reward models read their score there in both
     advantages       TRL divides by the standard deviation + 1e-4, padfree by the standard deviation + 1e-6
     KL weighting     TRL multiplies the KL estimate by the ratio to the old policy (`use_bias_correction_kl`)
@@ -52,7 +52,7 @@ PAIRS = pairs()[:2]
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 with every matrix changed by 2%: a reference and a teacher."""
+    """SmolLM2 with every matrix changed by 2%, as a reference model and a teacher."""
     folder = tmp_path_factory.mktemp("other")
     model, generator = load(), torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -65,13 +65,13 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _freed() -> Iterator[None]:
-    """Trainers are in cycles, and hold gigabytes."""
+    """Collect garbage: trainers are in reference cycles and hold gigabytes."""
     yield
     gc.collect()
 
 
 def arguments(folder: Path, batch: int) -> dict[str, Any]:
-    """What the settings of every trainer have in common."""
+    """The common settings of all trainers."""
     return {
         "output_dir": str(folder / "trl"),
         "per_device_train_batch_size": batch,

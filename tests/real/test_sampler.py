@@ -1,4 +1,4 @@
-"""With real weights, the sampler writes what `generate` writes, and its log-probabilities are those of the trainer."""
+"""With real weights, the sampler gives the tokens of `generate`, and the trainer's log-probabilities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [needs_smollm2, pytest.mark.slow]
 MAX_NEW_TOKENS, TEMPERATURE = 64, 0.8
 PROMPTS = ("Once upon a time there was a", "def fibonacci(n):\n")
 FACTOR = 8.0
-"""Of the largest of a few hundred rounding errors."""
+"""Allows for the largest of a few hundred rounding errors."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def sampled(prompts: list[list[int]], keys: list[int], temperature: float, *, de
 
 
 def test_greedy_tokens_are_those_of_generate(prompts: list[list[int]]) -> None:
-    """Of `generate` for each prompt alone; the sampler writes them together, with either cache."""
+    """The responses of `generate` for each prompt alone; the sampler generates them together, with either cache."""
     model = load().eval()
     expected = []
     for prompt in prompts:

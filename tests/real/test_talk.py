@@ -81,14 +81,14 @@ def test_a_chat_remembers(folder: str, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_2", "gemma3", "deepseek_v3", "mistral_nemo"])
 def test_second_turns_of_real_templates(name: str) -> None:
-    """What the model is given in a second turn is what the template renders of both turns, thoughts removed or not."""
+    """In a second turn, the model gets both turns as the template renders them, with or without reasoning."""
     assert REAL is not None
     tokenizer: Any = AutoTokenizer.from_pretrained(Path(REAL) / "tokenizers" / name)
     from padfree.data.chat_renderer import ChatRenderer
     from padfree.rollout.environment.episode_policy import ChatTokenizer
 
     class Scripted:
-        """Answers what it was told to, in ids that its own tokenizer would not choose."""
+        """Gives prescribed answers, in token ids that its tokenizer would not choose."""
 
         def __init__(self, text: str) -> None:
             self.words = ChatTokenizer(tokenizer, ChatRenderer(tokenizer), len(tokenizer))

@@ -1,8 +1,8 @@
-"""Seven real chat templates with every shape of conversation: rendered right, or refused with a reason.
+"""Seven real chat templates with every shape of conversation: rendered correctly, or refused with a reason.
 
-What is right is derived here without padfree. The text is what transformers renders of the messages, in the form that
-the template was written for. The trained part is found by a regular expression that was written by reading the
-template: behind the words that hand the turn to the assistant, up to and with the token that ends it.
+The expected results do not use padfree. The text is rendered by transformers from the messages, in the form that
+the template was written for. The trained part is found by a regular expression written from reading the
+template: after the header of the assistant's turn, up to and including the token that ends it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TURN = {
     "qwen3": CHATML,
     "llama3_2": r"(?<=<\|start_header_id\|>assistant<\|end_header_id\|>\n\n).*?<\|eot_id\|>",
     "gemma3": r"(?<=<start_of_turn>model\n).*?<end_of_turn>",
-    # behind a single call the template writes no end of sentence
+    # after a single call the template writes no end of sentence
     "deepseek_v3": (
         r"(?:(?<=<｜Assistant｜>)|(?<=<｜tool▁outputs▁end｜>))"
         r".*?(?:<｜end▁of▁sentence｜>|<｜tool▁call▁end｜>(?=<｜tool▁outputs▁begin｜>|$))"
@@ -119,10 +119,10 @@ SHAPES: dict[str, tuple[list[dict[str, Any]], Any]] = {
     "nulls of Parquet": ([{**USER, "tool_calls": None}, {**ASSISTANT, "name": None}], None),
 }
 
-NO_THOUGHT = r"message 2 \(assistant\): reasoning_content leaves no trace"
-NO_CALL = r"message 2 \(assistant\): tool_calls\[0\]\.function\.name leaves no trace"
-NO_TEXT = r"message 2 \(assistant\): content leaves no trace"
-NO_TOOLS = r"tools\[0\]\.name \('weather'\) leaves no trace in the text: the chat template does not show tools"
+NO_THOUGHT = r"message 2 \(assistant\): reasoning_content is missing from the rendered text"
+NO_CALL = r"message 2 \(assistant\): tool_calls\[0\]\.function\.name is missing from the rendered text"
+NO_TEXT = r"message 2 \(assistant\): content is missing from the rendered text"
+NO_TOOLS = r"tools\[0\]\.name \('weather'\) is missing from the rendered text, because the chat template drops tools"
 ALTERNATE = "the chat template refused it: TemplateError: .*roles must alternate"
 FIRST = "message 1 is the assistant's: no prefix shows where it begins"
 ONE_CALL = "the chat template refused it: TemplateError: This model only supports single tool-calls"
@@ -157,19 +157,25 @@ REFUSED: dict[tuple[str, str], str] = {
     ("llama3_2", "call beside text"): NO_TEXT,
     ("mistral_nemo", "call beside text"): NO_TEXT,
     ("deepseek_v3", "call beside text"): NO_CALL,
-    ("deepseek_v3", "calls in two turns"): "the text before message 4, with the generation prompt, is not how",
-    ("mistral_nemo", "system and call"): r"message 1 \(system\): content leaves no trace",
+    ("deepseek_v3", "calls in two turns"): "the text before message 4, with the generation prompt, is not a prefix",
+    ("mistral_nemo", "system and call"): r"message 1 \(system\): content is missing from the rendered text",
     **{(template, "image"): r"messages\[0\]\.content\[0\]\.type is 'image_url'" for template in TEMPLATES},
     **{(template, "weight 0 everywhere"): "all assistant messages have weight 0" for template in TEMPLATES},
     **{(template, "null content"): r"messages\[1\]\.content is null" for template in TEMPLATES},
-    **{(template, "name"): r"message 1 \(user\): name leaves no trace" for template in TEMPLATES},
-    **{(template, "refusal"): r"message 2 \(assistant\): refusal leaves no trace" for template in TEMPLATES},
-    **{(template, "audio"): r"message 2 \(assistant\): audio\.id leaves no trace" for template in TEMPLATES},
+    **{(template, "name"): r"message 1 \(user\): name is missing from the rendered text" for template in TEMPLATES},
+    **{
+        (template, "refusal"): r"message 2 \(assistant\): refusal is missing from the rendered text"
+        for template in TEMPLATES
+    },
+    **{
+        (template, "audio"): r"message 2 \(assistant\): audio\.id is missing from the rendered text"
+        for template in TEMPLATES
+    },
     **{(template, "assistant first"): FIRST for template in TEMPLATES},
-    ("qwen3", "critic"): r"message 2 \(critic\): content leaves no trace",
-    ("qwen2_5", "critic"): r"message 2 \(critic\): content leaves no trace",
-    ("deepseek_v3", "critic"): r"message 2 \(critic\): content leaves no trace",
-    ("qwen3", "two assistants"): "the text before message 3, with the generation prompt, is not how",
+    ("qwen3", "critic"): r"message 2 \(critic\): content is missing from the rendered text",
+    ("qwen2_5", "critic"): r"message 2 \(critic\): content is missing from the rendered text",
+    ("deepseek_v3", "critic"): r"message 2 \(critic\): content is missing from the rendered text",
+    ("qwen3", "two assistants"): "the text before message 3, with the generation prompt, is not a prefix",
     **{
         (template, shape): ALTERNATE
         for template in ("gemma3", "mistral_nemo")
@@ -183,7 +189,7 @@ APART = {
     ("mistral_nemo", "tools, two turns"): 2,
     ("deepseek_v3", "system in between"): 2,
 }
-"""How many samples a conversation with several turns makes, if not one."""
+"""The number of samples of a conversation with several turns, if not one."""
 
 
 @cache
@@ -282,7 +288,7 @@ def test_a_prompt_is_what_transformers_renders(template: str) -> None:
 
 
 def test_thinking_can_be_switched_off() -> None:
-    """With `enable_thinking=False` the empty thought belongs to the generation prompt and is not trained."""
+    """With `enable_thinking=False` the empty reasoning block belongs to the generation prompt and is not trained."""
     renderer = ChatRenderer(tokenizer_of("qwen3"), arguments={"enable_thinking": False})
     conversation = Conversation(messages=(USER, ASSISTANT, USER_2, ASSISTANT_2))
     samples = renderer.samples(conversation, loss_on="assistant", turns="auto")
@@ -290,7 +296,9 @@ def test_thinking_can_be_switched_off() -> None:
         "All fine.<|im_end|>",
         "Still fine.<|im_end|>",
     ]
-    with pytest.raises(RowError, match="the text before message 2, with the generation prompt, is not how the text"):
+    with pytest.raises(
+        RowError, match="the text before message 2, with the generation prompt, is not a prefix of the text"
+    ):
         renderer.samples(Conversation(messages=(USER, THOUGHT)), loss_on="assistant", turns="auto")
 
 

@@ -1,4 +1,4 @@
-"""`padfree demo` at a tiny size: every stage leaves what it says, the losses agree, and a stopped demo goes on."""
+"""`padfree demo` at a tiny size: every stage writes its files, the losses agree, and a stopped demo resumes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_demo_that_is_stopped_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C within the packed run, then --resume: the run goes on from its checkpoint, the rest follows."""
+    """Ctrl-C during the packed run, then --resume: the run continues from its checkpoint, then the other stages."""
     folder = tmp_path / "demo"
     plain_bar = Demo.bar
 
@@ -60,7 +60,7 @@ def test_a_demo_that_is_stopped_goes_on(
             main(["demo", "--folder", str(folder)])
     assert end.value.code == 130
     shown = capsys.readouterr().out
-    assert f"go on with: padfree demo --folder {folder} --resume" in shown
+    assert f"continue with: padfree demo --folder {folder} --resume" in shown
     assert sorted(json.loads((folder / "demo.json").read_text())) == ["check", "data", "padded", "plan"]
     assert not (folder / "rl").exists()
 
@@ -68,7 +68,7 @@ def test_a_demo_that_is_stopped_goes_on(
     assert main(["demo", "--folder", str(folder), "--resume"]) == 0
     assert os.environ.get("PADFREE_CACHE") == before
     shown = capsys.readouterr().out
-    assert shown.count("done before") == 4
+    assert shown.count("already done") == 4
     found = json.loads((folder / "demo.json").read_text())
     assert list(found) == list(module.STAGES)
     assert found["packed"]["difference"] <= SAME_LOSS["float32"]
@@ -79,7 +79,7 @@ def test_a_demo_that_is_stopped_goes_on(
         assert (folder / name).exists(), name
     steps = [json.loads(line)["step"] for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(TINY.sft_steps))
-    table = shown[shown.index("packed against padded") :]
+    table = shown[shown.index("packed compared with padded") :]
     assert "times as fast" in table
     assert " -> " in table
     assert str(folder / "report.html") in table
@@ -97,11 +97,9 @@ def test_a_wrong_loss_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_folders_that_are_refused_and_one_that_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("x")
     assert main(["demo", "--folder", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == (
-        f"padfree demo: --folder: {tmp_path} holds other things; give a new folder or an empty one\n"
-    )
+    assert capsys.readouterr().err == (f"padfree demo: --folder: {tmp_path} is not empty; give a new or empty folder\n")
     assert main(["demo", "--folder", str(tmp_path / "mine.txt")]) == 1
-    assert "mine.txt holds other things" in capsys.readouterr().err
+    assert "mine.txt is not empty" in capsys.readouterr().err
     assert main(["demo", "--folder", str(tmp_path / "none"), "--resume"]) == 1
     assert "--resume: " in capsys.readouterr().err
     folder = tmp_path / "old"
@@ -119,8 +117,8 @@ def test_a_folder_with_more_than_a_demo_is_not_removed(tmp_path: Path, capsys: p
     (used / "sft").mkdir()
     with FileLock(used / "sft" / "run.lock"):
         for folder, message in (
-            (foreign, "demo.json is not what a demo writes; give another --folder"),
-            (mixed, "has thesis.tex besides a demo; give a new or an empty"),
+            (foreign, "demo.json was not written by a demo; give a new or empty --folder"),
+            (mixed, "holds thesis.tex next to an earlier demo; give a new or empty"),
             (used, "is in use by another process; wait for it"),
         ):
             assert main(["demo", "--folder", str(folder)]) == 1

@@ -1,4 +1,4 @@
-"""`padfree demo --real` with a tiny model: all stages run, and wrong inputs are one line."""
+"""`padfree demo --real` with a tiny model: all stages run, and wrong inputs give one-line errors."""
 
 from __future__ import annotations
 
@@ -35,18 +35,24 @@ def test_all_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["demo", "--real", "--model", model, "--data", data, "--folder", str(folder)]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    for text in ("1/5  rows", "6 rows for training, 3 held out", "> What is 6 plus one?", "held out: ", "5/5  report"):
+    for text in (
+        "1/5  training and held-out rows",
+        "6 rows for training, 3 held out",
+        "> What is 6 plus one?",
+        "held-out rows: ",
+        "5/5  report",
+    ):
         assert text in shown
     found = json.loads((folder / "demo.json").read_text())
     assert found.keys() == {"rows", "before", "tuned", "rewarded", "page"}
     assert find_model(str(folder / "real" / "rl")).weights == str(folder / "real" / "rl" / "model")
     page = (folder / "real" / "report.html").read_text()
     assert "Responses: GRPO" in page
-    assert "What could not be read" not in page
+    assert "Problems while reading" not in page
     assert main([*words, "--resume"]) == 0
-    assert capsys.readouterr().out.count("done before") == 5
+    assert capsys.readouterr().out.count("already done") == 5
     assert main(["demo", "--folder", str(folder), "--resume"]) == 1
-    assert "holds another kind of demo" in capsys.readouterr().err
+    assert "holds a demo with --real" in capsys.readouterr().err
 
 
 def test_the_reward_sees_the_form_and_the_number() -> None:
@@ -66,15 +72,18 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     capsys.readouterr()
     for number, (words, message) in enumerate(
         (
-            (["--real"], "--real: no model; give a folder or a Hub id"),
-            (["--real", model], "--data: missing; give a JSON Lines file"),
+            (["--real"], "--real: names no model; give a folder or a Hub id"),
+            (["--real", model], "--data: is missing; give a JSON Lines file"),
             (["--real", model, "--model", model, "--data", data], "give one of them"),
             (["--real", str(tmp_path / "gone"), "--data", data], "does not exist"),
-            (["--data", data], "give --real with it"),
-            (["--model", model], "give --real with it"),
-            (["--real", model, "--data", few], "has 3 rows; give more than 3"),
+            (["--data", data], "add --real, or remove it"),
+            (["--model", model], "add --real, or remove it"),
+            (["--real", model, "--data", few], "has only 3 rows; give more than 3"),
             (["--real", model, "--data", str(other)], "does not end in '#### number'"),
-            (["--real", model, "--data", str(odd)], "odd.jsonl:1 has no text for question and answer"),
+            (
+                ["--real", model, "--data", str(odd)],
+                "odd.jsonl:1 is not a JSON object with the texts question and answer",
+            ),
             (["--real", model, "--data", str(latin)], "it is not UTF-8 text"),
             (["--real", model, "--data", str(tmp_path)], "is not a file"),
             (["--real", model, "--data", str(tmp_path / "pipe")], "is not a file"),

@@ -52,7 +52,7 @@ READING = 1
 """Version of the code that turns rows into samples; part of the cache key."""
 
 BYTES_PER_PROCESS = 16 << 20
-"""One tokenising process is started for each so many bytes of text, because a process takes seconds to start."""
+"""Bytes of text per tokenising process, because a process takes seconds to start."""
 
 
 def load_pairs(
@@ -152,8 +152,8 @@ def _tokenised(
     if schema.number is not None:
         identity["number"] = schema.number
 
-    def build(beside: Path) -> None:
-        _build(beside, sources, kind(tokenizer, settings), schema, settings, identity, num_workers, progress)
+    def build(temporary: Path) -> None:
+        _build(temporary, sources, kind(tokenizer, settings), schema, settings, identity, num_workers, progress)
 
     found = find_or_build(folder, hash_of(identity)[:32], build, intact=is_whole)
     if settings.on_bad_row == "error" and (skipped := read_skipped(found)):

@@ -257,18 +257,18 @@ def find_or_build(
         with writing(cache):
             if folder.exists():
                 shutil.rmtree(folder)
-            beside = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=cache))
+            temporary = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=cache))
         try:
-            build(beside)
+            build(temporary)
             with writing(cache):
-                beside.chmod(0o777 & ~_umask())
-                beside.rename(folder)
+                temporary.chmod(0o777 & ~_umask())
+                temporary.rename(folder)
         except (OSError, UserError):
             # On a file system without locks, another process can have built the same folder first.
             if not intact(folder):
                 raise
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 

@@ -79,12 +79,12 @@ def export_model(
 
     wrapper = wrapper_of(model)
 
-    def write(beside: Path) -> None:
+    def write(temporary: Path) -> None:
         with _no_progress_bar():
             if wrapper is not None:
-                save_whole(wrapper, empty, tensors, beside, max_shard_size)
+                save_whole(wrapper, empty, tensors, temporary, max_shard_size)
             else:
-                empty.save_pretrained(beside, state_dict=tensors, max_shard_size=max_shard_size)
+                empty.save_pretrained(temporary, state_dict=tensors, max_shard_size=max_shard_size)
 
     _write_first(folder, write, tokenizer)
     return folder
@@ -127,15 +127,15 @@ def export_adapters(
     if not found:
         raise UserError("export", f"{type(model).__name__} has no adapters", "export the model with export_model")
 
-    def write(beside: Path) -> None:
+    def write(temporary: Path) -> None:
         config = copy.deepcopy(model.peft_config[ADAPTER])
         config.base_model_name_or_path, config.inference_mode = base, True
-        config.save_pretrained(beside)
+        config.save_pretrained(temporary)
         tensors = {
             f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": whole.cpu().contiguous()
             for name, whole in found.items()
         }
-        save_file(tensors, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
 
     _write_first(folder, write, tokenizer)
     return folder
@@ -206,32 +206,32 @@ def _occupied(folder: Path) -> str | None:
 
 
 def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
-    beside, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("writing", "replaced"))
+    temporary, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("writing", "replaced"))
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)  # an earlier export was interrupted between the two renames below
-    for path in (beside, replaced):
+    for path in (temporary, replaced):
         shutil.rmtree(path, ignore_errors=True)
-    beside.mkdir(parents=True)
+    temporary.mkdir(parents=True)
     try:
-        write(beside)
+        write(temporary)
         if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
+            tokenizer.save_pretrained(temporary)
         record = {
             "made_by": "padfree",
             "padfree": __version__,
             "exported": datetime.now(UTC).isoformat(timespec="seconds"),
-            "files": sorted(path.name for path in beside.iterdir()),
+            "files": sorted(path.name for path in temporary.iterdir()),
         }
-        (beside / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        for path in (*beside.iterdir(), beside):
+        (temporary / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        for path in (*temporary.iterdir(), temporary):
             sync(path)
         if folder.exists():
             folder.rename(replaced)
-        beside.rename(folder)
+        temporary.rename(folder)
         sync(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

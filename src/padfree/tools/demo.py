@@ -244,9 +244,9 @@ class Demo:
 
     def keep(self, stage: str, found: Found) -> None:
         self.found[stage] = found
-        beside = self.folder / f"{STATE}.writing"
-        beside.write_text(json.dumps(self.found, indent=1), encoding="utf-8")
-        beside.replace(self.folder / STATE)
+        temporary = self.folder / f"{STATE}.writing"
+        temporary.write_text(json.dumps(self.found, indent=1), encoding="utf-8")
+        temporary.replace(self.folder / STATE)
 
     def say(self, text: str, style: str | None = None) -> None:
         self.console.print(f"     {text}", style=style, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Small models in folders, samples for them, and the mistakes that a check must find."""
+"""Small model folders, samples, and planted mistakes that a check must find."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def packs_of(report: CheckReport, check: str) -> list[CheckResult]:
     return found
 
 
-# Mistakes: each takes the place of one function of the packed path
+# Mistakes: each replaces one function of the packed path
 
 
 def no_position_reset(samples: Sequence[Sample], **options: Any) -> PackedBatch:
-    """In place of `collate`: positions count on through the row."""
+    """Replaces `collate`: positions do not restart in each sample."""
     batch = collate(samples, **options)
     return replace(batch, position_ids=torch.arange(batch.num_tokens))
 
 
 def boundary_off_by_one(samples: Sequence[Sample], **options: Any) -> PackedBatch:
-    """In place of `collate`: samples begin one token late, so that the one before has their first."""
+    """Replaces `collate`: each sample starts one token late, so that the previous one has its first token."""
     batch = collate(samples, **options)
     offsets = batch.segments.offsets.copy()
     offsets[1:-1] += 1
@@ -65,26 +65,26 @@ def boundary_off_by_one(samples: Sequence[Sample], **options: Any) -> PackedBatc
 
 
 def mean_of_each_row(samples: Sequence[Sample], **options: Any) -> PackedBatch:
-    """In place of `collate`: every row is divided by its own count, as if rows had equal ones."""
+    """Replaces `collate`: every pack is divided by its own count of trained tokens."""
     batch = collate(samples, **options)
     total = batch.weights.sum()
     return batch.with_weights(batch.weights / total) if total else batch
 
 
 def prompt_counted(mode: str, masks: Sequence[Any], **_: Any) -> list[Any]:
-    """In place of `token_weights`: divided by the number of all tokens, trained or not."""
+    """Replaces `token_weights`: divides by the number of all tokens, trained or not."""
     count = sum(len(mask) - 1 for mask in masks)
     return [np.full(len(mask), 1.0 / count, dtype=np.float32) for mask in masks]
 
 
 def rounded_weights(samples: Sequence[Sample], **options: Any) -> PackedBatch:
-    """In place of `collate`: weights in the model's precision."""
+    """Replaces `collate`: loss weights in the dtype of the model."""
     batch = collate(samples, **options)
     return batch.with_weights(batch.weights.bfloat16().float())
 
 
 def pad_in_the_last_sample(padded_to: Callable[[PackedBatch, int], PackedBatch]) -> Callable[..., PackedBatch]:
-    """In place of `PackedBatch.padded_to`: the pad continues the last sample, whose last token predicts it."""
+    """Replaces `PackedBatch.padded_to`: the pad extends the last sample, whose last token predicts it."""
 
     def broken(batch: PackedBatch, length: int) -> PackedBatch:
         padded = padded_to(batch, length)

@@ -1,4 +1,4 @@
-"""A right model passes in every way, and every mistake is found where it is."""
+"""A correct model passes all checks, and every planted mistake is found."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.tools.check import cases as cases
 
-ALONE, REVERSED = "every sample in a row alone", "a few rows, samples reversed"
+ALONE, REVERSED = "one sample per pack", "a few packs, samples reversed"
 LEAKS = ("leak from even to odd samples", "leak from odd to even samples")
-PADS = ("pad behind every row", "pad of other tokens")
+PADS = ("pad after every pack", "pad of other tokens")
 SHARED = "shared prefixes"
 ALL = {"packed", ALONE, REVERSED, SHARED, *LEAKS, *PADS}
 
@@ -82,7 +82,7 @@ def test_positions_that_count_on_are_found(monkeypatch: pytest.MonkeyPatch, fold
     failed = cases.failures(report)
     assert {("packed", "log-probabilities"), ("packed", "loss"), ("packed", "gradients")} <= failed
     assert "wpe" in {row.part for row in report.failed}
-    assert not {check for check, _ in failed} & {ALONE, *LEAKS, "pad of other tokens"}  # nobody sees anybody
+    assert not {check for check, _ in failed} & {ALONE, *LEAKS, "pad of other tokens"}  # samples do not see each other
     assert ("packed", "normaliser") not in failed
 
 
@@ -106,7 +106,7 @@ def test_a_pad_in_the_last_sample_is_found(monkeypatch: pytest.MonkeyPatch, fold
 @pytest.mark.parametrize(
     ("where", "mistake", "right"),
     [
-        (COLLATE, cases.mean_of_each_row, {"packed"}),  # in a single row it makes no difference
+        (COLLATE, cases.mean_of_each_row, {"packed"}),  # it makes no difference in a single pack
         ("padfree.train.engine.token_weights", cases.prompt_counted, set()),
     ],
 )
@@ -171,9 +171,9 @@ def test_what_is_refused() -> None:
 def test_a_loss_that_is_not_finite_is_told_before_anything_is_compared(tmp_path: Path) -> None:
     model = build("qwen3", **cases.SIZES)
     with torch.no_grad():
-        model.model.norm.weight.fill_(3e38)  # finite, but what it makes is not, in float32
+        model.model.norm.weight.fill_(3e38)  # finite, but overflows in float32
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="itself gives no finite loss"):
+    with pytest.raises(ValueError, match="gives a non-finite loss"):
         check_model(tmp_path, cases.make_samples(), device="cpu")
 
 
@@ -204,7 +204,7 @@ def check_on_ranks(rank: int, world: int, folder: Path) -> dict[str, CheckReport
 
 def test_two_processes_pass_and_a_lost_gradient_is_found(folders: Mapping[str, Path]) -> None:
     first, second = run_ranks(2, check_on_ranks, folders["qwen3"])
-    assert first == second  # every process has the report of the first one
+    assert first == second  # every process returns the report of rank 0
     methods = {"contiguous allgather", "headtail allgather", "balanced ring", "contiguous ulysses"}
     report = first["cp"]
     assert report.passed, report.verdict

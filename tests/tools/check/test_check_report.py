@@ -1,4 +1,4 @@
-"""Rows pass by tolerance or by noise, and the verdict names what failed."""
+"""Results pass by tolerance or by noise, and the verdict names the failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPORT = CheckReport(
         (1e-30, None, 0.0, False),
         (math.inf, 1.0, 1.0, False),
         (1e-6, math.inf, 1e-5, True),
-        (1.0, math.inf, 1e-5, False),  # noise that is not finite excuses nothing
+        (1.0, math.inf, 1e-5, False),  # non-finite noise is ignored
     ],
 )
 def test_what_passes(difference: float, noise: float | None, tolerance: float, passed: bool) -> None:
@@ -86,5 +86,9 @@ def test_it_is_told_in_json_and_in_words() -> None:
     assert (told["passed"], told["rows"][0]["difference"], told["rows"][0]["passed"]) == (False, None, False)
     assert told["skipped"] == [{"check": "balanced ring", "reason": "no"}]
     heading = "\n".join(REPORT.heading())
-    for words in ("the first 4 of its 36 layers", "2 of train.jsonl, 3 to 9 tokens, 12 in all, 7 trained", "2 context"):
+    for words in (
+        "the first 4 of its 36 layers",
+        "2 of train.jsonl, 3 to 9 tokens, 12 tokens in all, 7 trained",
+        "2 context",
+    ):
         assert words in heading

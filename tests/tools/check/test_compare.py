@@ -1,4 +1,4 @@
-"""Differences are measured as the module says, and what is not finite is infinitely far off."""
+"""Differences follow the definitions of the module, and non-finite values are infinitely far off."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_gradients_are_relative_to_their_parameter_and_never_to_rounding_alone()
     parts = {"a": "layer 0", "b": "layer 0", "c": "layer 1", "d": "norm", "e": "head"}
     extents = {
         "a": Extent(0.5, 10.0),
-        "b": Extent(0.001, 1e-9),  # a hundredth of a's 10 is what it is measured by
+        "b": Extent(0.001, 1e-9),  # divided by a hundredth of 10, the entry of a
         "c": Extent(0.0, 0.0),
-        "d": Extent(1e-9, 0.0),  # something where nothing should be
+        "d": Extent(1e-9, 0.0),  # a gradient where the reference has none
         "e": Extent(math.nan, 1.0),
     }
     assert gradient_gaps(extents, parts) == {

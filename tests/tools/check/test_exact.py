@@ -1,4 +1,4 @@
-"""The float64 reference of a check: as exact as it says, and named in the report."""
+"""The float64 reference of a check: its accuracy, and its line in the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_nothing_on_float64_is_computed_in_float32() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral"])
 def test_the_reference_is_far_more_exact_than_float32(name: str) -> None:
-    """Against the same model with weights that differ by less than float32 can tell: the loss follows in float64."""
+    """A change of weights below float32 precision changes the float64 loss as expected."""
     samples = cases.make_samples()
     model = build(name, **(cases.SIZES if name == "qwen3" else {})).eval()
     make_float64(model)
@@ -54,7 +54,7 @@ def test_the_report_names_its_reference(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(exact_module, "free_memory", lambda device: 1e3)
     report = check_model(config, samples, device="cpu")
     assert report.passed
-    assert report.reference.startswith("transformers in float32 (float64 needs about 0.0 GiB more, and 0.0 GiB may be ")
+    assert report.reference.startswith("transformers in float32 (float64 needs about 0.0 GiB, but only 0.0 GiB can be ")
     assert report.reference.endswith("), one sample at a time, sdpa attention")
 
 
@@ -72,7 +72,7 @@ def test_a_model_that_does_not_run_in_float64_is_checked_in_its_own_dtype(monkey
     monkeypatch.setattr(rms_norm, "forward", no_float64)
     report = check_model(config, cases.make_samples(), device="cpu")
     assert report.passed
-    assert "in float32 (float64 does not run: no kernel for Double), one sample" in report.reference
+    assert "in float32 (the model does not run in float64: no kernel for Double), one sample" in report.reference
 
 
 def test_the_losses_of_pairs_have_the_same_reference() -> None:

@@ -1,4 +1,4 @@
-"""Losses of pairs, teachers, reward models and critics: right ones pass, and what is planted is found."""
+"""Losses of pairs, teachers, reward models and critics: correct ones pass, and planted mistakes are found."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_a_right_loss_passes(loss: CheckedLoss, folder: Path) -> None:
     assert report.passed, report.verdict
     assert {row.check for row in report.rows} == {
         "packed",
-        "every sample in a row alone",
-        "a few rows, samples reversed",
+        "one sample per pack",
+        "a few packs, samples reversed",
         "shared prefixes",
     }
     assert not report.skipped

@@ -1,4 +1,4 @@
-"""`padfree check` on models whose layers carry a state, and on one whose state crosses samples."""
+"""`padfree check` on models with recurrent layers, and on one whose state leaks across samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_model_with_mixers_passes(name: str, tmp_path: Path) -> None:
 
 def test_a_state_that_crosses_samples_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cases.save_model(tmp_path, "qwen3_5")
-    check_model(folder, 2, device="cpu")  # the probe's verdict is kept from here on, as if it had seen nothing
+    check_model(folder, 2, device="cpu")  # caches a verdict of the probe without a leak
 
     def one_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
         return by_segment(call, values, [sum(lengths)])

@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused() -> None:
     config = build("qwen3").config
     for options, message in (
         ({"layers": 0}, "layers: 0; give 1 or more"),
-        ({"layers": 2, "full": True}, "layers: 2 together with full"),
+        ({"layers": 2, "full": True}, "layers: 2 cannot be combined with full"),
     ):
         with pytest.raises(ValueError, match=message), model_source(config, **options):
             pass

@@ -1,4 +1,4 @@
-"""The reference is what transformers itself computes."""
+"""The reference equals the results of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padded rows, and their loss by plain transformers code."""
+"""Padded batches, and their loss by plain transformers code."""
 
 from __future__ import annotations
 

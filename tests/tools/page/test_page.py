@@ -1,4 +1,4 @@
-"""Pages in the browser: every figure drawn, light and dark, wide and narrow, and whatever the texts are."""
+"""Pages in a browser: all figures, light and dark, wide and narrow, with unusual texts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def luminance(colour: str) -> float:
-    """Of `#rrggbb` or `rgb(r, g, b)`, as WCAG defines it."""
+    """The luminance of `#rrggbb` or `rgb(r, g, b)`, as defined by WCAG."""
     if colour.startswith("#"):
         parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     else:
@@ -99,7 +99,7 @@ def test_every_figure_is_drawn_and_can_be_read(browser: Browser, path: Path, wid
     assert view.evaluate("document.querySelectorAll('img, main b').length") == 0
     assert view.evaluate("document.querySelector('.plot')._context.showSendToCloud") is False
 
-    # Nothing is wider than the screen, and a figure's drawing is as wide as its place.
+    # Nothing is wider than the screen, and each plot is as wide as its figure.
     assert view.evaluate("document.documentElement.scrollWidth") == width
     places = view.evaluate(
         "[...document.querySelectorAll('.plot')].map(p => [p.clientWidth, p.querySelector('.main-svg').clientWidth])"
@@ -154,7 +154,7 @@ def test_the_browser_tells_of_errors_and_requests(browser: Browser, tmp_path: Pa
 
 
 def tells_of(view: View, word: str) -> bool:
-    view.evaluate("0")  # brings what has happened since
+    view.evaluate("0")  # processes pending events
     return any(word in error for error in view.errors)
 
 
@@ -234,7 +234,7 @@ def test_figures_are_valid_json_without_nan_and_without_tags(path: Path) -> None
 
 
 def test_templates_are_packaged_and_cannot_end_their_elements() -> None:
-    """A wheel has every file that stands in the folder, and the style sheet and the script stay inside their tags."""
+    """A wheel includes every template file, and the style sheet and the script cannot end their tags."""
     folder = Path(str(importlib.resources.files("padfree.tools.page"))) / "templates"
     names = sorted(path.name for path in folder.iterdir())
     assert (

@@ -1,4 +1,4 @@
-"""What the planner's tests share: settings of a run, and lengths."""
+"""Shared by the planner's tests: settings of a run, and lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
         "data": {"path": ["none"]},
         "batch": {"samples": 8, "max_tokens": 512},
         "run": {"folder": "runs"},
-        "parallel": {"compile": "none", "checkpointing": "none", "reshard": True},  # settled
+        "parallel": {"compile": "none", "checkpointing": "none", "reshard": True},  # not auto
     }
     for section, changes in sections.items():
         values[section] = {**values.get(section, {}), **changes}

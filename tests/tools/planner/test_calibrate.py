@@ -1,4 +1,4 @@
-"""Calibration: what is measured, how few layers stand for many, and a tiny model on the CPU."""
+"""Calibration: the measured micro-batches, extrapolation from few layers, and a tiny model on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tools.planner.cases import config_of
 
 MODULE = importlib.import_module("padfree.tools.planner.calibrate")  # the package has a function of this name
 
-# Large enough for tokens, and not the calls of operators, to take the time.
+# Large enough that the time depends on tokens, not on operator overhead.
 TINY: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -45,7 +45,7 @@ def test_micro_batches_differ_in_length_and_in_number() -> None:
     assert [len(batch) * batch[0] for batch in found] == [1024, 512, 256, 1024, 1024, 1024, 256, 1024]
     assert max(map(max, found)) == 1024
     assert min(map(max, found)) == 16
-    # a model of few positions: no sample is longer than they are
+    # no sample is longer than the number of positions of the model
     assert max(map(max, micro_batches(100, 1024))) == 100
     assert all(min(batch) >= 2 and sum(batch) <= 8 for batch in micro_batches(8, 8))
 
@@ -72,13 +72,13 @@ def test_two_depths_tell_the_time_of_many_layers() -> None:
     taken = [[r + depth * each for r, each in zip(rest, layer, strict=True)] for depth in (2, 4)]
     assert extrapolated(taken, (2, 4), 30) == pytest.approx([0.7 + 30 * 0.3, 0.1 + 30 * 0.02])
     assert extrapolated(taken[:1], (2,), 2) == taken[0]
-    # noise that makes the deeper one look faster is not carried on
+    # noise that makes the deeper model look faster is not extrapolated
     assert extrapolated([[1.0], [0.5]], (2, 4), 30) == [1.0]
 
 
 @pytest.fixture
 def _even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is computed, but by this clock a token takes 0.1 ms: a machine that tests does other things, too."""
+    """Runs everything with a fake clock on which a token takes 0.1 ms, so that load on the machine does not matter."""
     now, gradients = [0.0], MODULE.Engine.gradients
 
     def counted(engine: Any, prepared: Any) -> Any:
@@ -127,7 +127,7 @@ def test_recomputation_is_measured_too(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_times_that_do_not_agree_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One micro-batch, every time it runs, takes a hundred times what its tokens let expect."""
+    """One micro-batch always takes a hundred times as long as its tokens suggest."""
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path))
 
     def runner(*arguments: object) -> Callable[[Sequence[int]], float]:
@@ -140,7 +140,7 @@ def test_times_that_do_not_agree_are_refused(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_measured_cost_is_recovered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Times made of a known cost model, of one and of four layers out of 24."""
+    """Times from a known cost model, with one and with four of 24 layers."""
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path))
     monkeypatch.setitem(WHOLE_MODEL_WEIGHTS, "cpu", 1)
 

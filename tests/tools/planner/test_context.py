@@ -1,4 +1,4 @@
-"""The balance of context ranks, against the work of each rank written out."""
+"""The balance of context ranks, compared with hand-computed work."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from padfree.tools.planner.context import KINDS, context_balance, long_pack
 
 
 def test_one_long_document_over_two_ranks() -> None:
-    """Contiguous: the second half of 8 tiles reads all keys before it. In tiles, and key rows of 240 and 400 pairs."""
+    """Contiguous: the second half of 8 tiles reads all earlier keys. Cost in tiles, and per key 240 and 400 pairs."""
     tile, length = 128 * 128, 1024
-    first = 10 * tile + 400 * 512  # 1 + 2 + 3 + 4 tiles, and its own rows
-    second = 26 * tile + (240 + 400) * 512  # 5 + 6 + 7 + 8, 512 rows before it and its own
+    first = 10 * tile + 400 * 512  # 1 + 2 + 3 + 4 tiles, and its own keys
+    second = 26 * tile + (240 + 400) * 512  # 5 + 6 + 7 + 8 tiles, 512 earlier keys and its own
     found = context_balance([np.array([length])], 2, "contiguous")
     mean = (first + second) / 2
     np.testing.assert_allclose(found.shares, [first / mean, second / mean])

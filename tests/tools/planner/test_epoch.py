@@ -1,4 +1,4 @@
-"""An epoch's plan: numbers against sums that are written out, and which steps are planned."""
+"""An epoch's plan: numbers compared with hand-computed sums, and the choice of planned steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_numbers_against_brute_force() -> None:
     assert epoch.fill == pytest.approx(held / slots / 700)
     assert epoch.imbalance == pytest.approx(waited / worked)
     assert epoch.slot_tokens.sum() == held
-    # alone, a row takes what it costs; two context ranks halve all but the constant
+    # one rank takes the whole cost; two context ranks halve all but the constant
     rounds = slots / 3
     assert epoch.time() == pytest.approx((waited - 5.0 * rounds) / 2 + 5.0 * rounds)
 
@@ -54,7 +54,7 @@ def test_samples_longer_than_a_row_are_planned_alone() -> None:
 
 
 def test_few_of_many_steps_tell_the_whole() -> None:
-    """100,000 samples, some of their steps: what is counted is exact, what is estimated is near."""
+    """100,000 samples with some steps planned: counts are exact, estimates are close."""
     steps = sft_steps(log_normal(100_000, 4096), config_of(batch={"samples": 512})).steps
     seen: list[tuple[int, int]] = []
     epoch = plan_epoch(
@@ -69,7 +69,7 @@ def test_few_of_many_steps_tell_the_whole() -> None:
     assert epoch.planned[[0, -1]].tolist() == [12, 183]
     assert seen == [(done, 8) for done in range(1, 9)]
     assert sum(map(len, epoch.steps)) == 100_000
-    # no epoch is faster than if nobody waited, and plans wait little
+    # no epoch is faster than without waiting, and plans wait little
     without_waiting = sum(float(COST(step).sum()) for step in steps) / 8
     assert without_waiting < epoch.time() < 1.2 * without_waiting
 
@@ -92,10 +92,10 @@ def test_rows_have_the_longest_sample_among_them() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ({"ranks": 0, "max_tokens": 8}, "--ranks: 0; give 1 or more"),
+        ({"ranks": 0, "max_tokens": 8}, "--ranks: 0 is not a positive number; give 1 or more"),
         ({"ranks": 4, "context": 3, "max_tokens": 8}, "--cp: 3 does not divide 4 ranks"),
         ({"ranks": 4, "context": 2, "replicate": 4, "max_tokens": 8}, "--cp: 2 times parallel.replicate 4 does not"),
-        ({"ranks": 4, "max_tokens": 0}, "--max-tokens: 0; give 1 or more"),
+        ({"ranks": 4, "max_tokens": 0}, "--max-tokens: 0 is not a positive number; give 1 or more"),
     ],
 )
 def test_shapes_that_cannot_be(shape: dict[str, int], message: str) -> None:

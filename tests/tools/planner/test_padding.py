@@ -1,4 +1,4 @@
-"""Padded rows, counted one by one."""
+"""Padded micro-batches, counted one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a plan: every figure is there, with the numbers of the plan in it."""
+"""The page of a plan has all figures with the numbers of the plan."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def figures_in(path: Path) -> list[Any]:
 CAPTIONS = (
     "Lengths of the samples",
     "Fill of the micro-batches, ",
-    "Micro-batches of step ",
-    "Data ranks: slowest over the mean, ",
-    "Padded over packed",
-    "Context ranks of a long row",
+    "Packs of step ",
+    "Data ranks: slowest rank over the mean, ",
+    "Padded relative to packed",
+    "Context ranks of a long pack",
 )
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a plan against brute force, and the lines they are told in."""
+"""The numbers of a plan compared with brute force, and the printed lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_summary_against_brute_force() -> None:
     assert (found["data_ranks"], found["context"], found["pack_tokens"]) == (2, 2, 512)
 
     padded_tokens = 0
-    for start in (*range(0, 80, 8), 80, 88):  # steps of 16 in rows of 8, and the last of 10
+    for start in (*range(0, 80, 8), 80, 88):  # steps of 16 in micro-batches of 8, and a last step of 10
         rows = lengths[start : min(start + 8, 90)].tolist()
         padded_tokens += len(rows) * max(rows)
     usual = next(each for each in found["padded"] if each["rows"] == 8 and not each["grouped"])
@@ -57,14 +57,14 @@ def test_the_lines_say_what_was_found() -> None:
     data = StepLengths(lengths=np.concatenate(steps), steps=steps)
     text = "\n".join(make_plan(data, PlanShape(ranks=2, max_tokens=32), SECONDS, exact_steps=2).lines())
     assert "data        6 samples, 102 tokens; lengths 5 to 40, median 10, mean 17.0" in text
-    assert "overlong    1 too long for the 32 tokens of a row; planned alone, but a run stops there" in text
+    assert "overlong    1 samples do not fit in a pack of 32 tokens; the plan gives each its own pack, but" in text
     assert "layout      2 ranks = 2 data x 1 context\n" in text
     assert "steps       3 in an epoch, 2.0 samples and 34 tokens each" in text
-    assert "from 2 steps spread over the epoch; --exact-steps all plans every one" in text
+    assert "from 2 steps spread over the epoch; --exact-steps all plans every step" in text
     assert "(measured somewhere)" in text
-    assert "context  " not in text  # one rank has nothing to share
+    assert "context  " not in text  # one context rank has no balance
     whole = "\n".join(make_plan(data, PlanShape(ranks=2, max_tokens=64), SECONDS).lines())
-    assert "overlong    none, all fit in the 64 tokens of a row" in whole
+    assert "overlong    0 samples; all fit in a pack of 64 tokens" in whole
     assert "spread over" not in whole
 
 
@@ -72,9 +72,9 @@ def test_time_without_seconds() -> None:
     data = StepLengths(lengths=np.array([10]), steps=[np.array([10])])
     shape = PlanShape(ranks=1, max_tokens=16)
     flops = TimeModel(cost=CostModel(linear=1e12), per_second=None, source="FLOPs; x")
-    assert "time        10 TFLOP a step (FLOPs; x)" in list(make_plan(data, shape, flops).lines())
+    assert "time        10 TFLOP per step (FLOPs; x)" in list(make_plan(data, shape, flops).lines())
     tokens = TimeModel(cost=CostModel.tokens(), per_second=None, source="tokens; x")
-    assert "time        not known (cost is counted in tokens; x)" in list(make_plan(data, shape, tokens).lines())
+    assert "time        unknown; the cost is in tokens; x" in list(make_plan(data, shape, tokens).lines())
 
 
 def test_tokens_of_the_fullest_device() -> None:

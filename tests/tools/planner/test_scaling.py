@@ -1,4 +1,4 @@
-"""Time on more devices: what is hidden and what is not, and where more devices stop to help."""
+"""Time on more devices: overlapped and exposed communication, and where scaling stops."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_long_computing_hides_the_weights_and_short_computing_does_not() -> None
     limit = fast.limit(fast.sharded)
     assert limit is not None
     assert limit[0] == 8
-    assert limit[1].startswith("weights are gathered")
-    # 64 micro-batches a rank; a ring of 8 on one host passes 7/8 of the weights, there and as gradients: 3 units, 2
-    # collectives each, 8 devices that delay it; a micro-batch of 64 tokens hides 64 ns of it, a third is waited for
+    assert limit[1].startswith("gathering weights")
+    # 64 micro-batches per rank; a ring of 8 on one host sends 7/8 of the weights and of the gradients: 3 units, 2
+    # collectives each, latency of 8 devices; a micro-batch of 64 tokens hides 64 ns of it, and a third is exposed
     sent = weights_traffic(build("qwen3"), Placement(ranks=8), size=4, reshard=False, backend="nccl", micro_batches=1)
     moving = sum(float(each.max()) for each in sent.inside.values()) / LINKS.inside / LINK_EFFICIENCY + 6 * 8e-6
     assert fast.sharded[0].weights == pytest.approx(64 * (moving - 64e-9) + moving / 3, rel=1e-9)
@@ -60,7 +60,7 @@ def test_too_few_micro_batches_are_named_as_the_reason() -> None:
     limit = few.limit(few.sharded)
     assert limit is not None
     assert limit == (8, limit[1])
-    assert limit[1].startswith("ranks wait for the slowest, 1.0 micro-batches a rank")
+    assert limit[1].startswith("ranks wait for the slowest rank (1.0 micro-batches per rank")
 
 
 def test_keys_and_values_are_waited_for_but_in_a_ring() -> None:
@@ -86,16 +86,16 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([*plan, "--gpu", "H100", "--hosts", "2", "--html", str(page)]) == 0
     shown = capsys.readouterr().out
     assert "\nscaling      ranks hosts" in shown
-    assert "\nassumed     nvlink4 inside a host, 450 GB/s a device; ndr between hosts, 50 GB/s" in shown
-    assert "\nassumed     compute: 40% of the 989 TFLOP/s of H100 assumed\n" in shown
-    assert "Speed of a device over its speed among 8" in page.read_text()
+    assert "\nassumed     nvlink4 inside a host, 450 GB/s per device; ndr between hosts, 50 GB/s" in shown
+    assert "\nassumed     compute: assuming 40% of the 989 TFLOP/s of H100\n" in shown
+    assert "Throughput per device relative to 8 devices" in page.read_text()
     cost = tmp_path / "cost.json"
     cost.write_text(json.dumps({"linear": 1e-6, "quadratic": 1e-9, "constant": 1e-3}))
     assert main([*plan, "--hosts", "2", f"batch.cost={cost}"]) == 0
     assert f"\nmeasured    compute: measured, {cost}\n" in capsys.readouterr().out
     for wrong, line in (
         (["--gpu", "H100", "--hosts", "3"], "--hosts: 3 does not divide 16 ranks"),
-        (["--hosts", "2", "model.dtype=float32"], "--hosts: 2 needs seconds"),
+        (["--hosts", "2", "model.dtype=float32"], "--hosts: 2 needs step times in seconds"),
     ):
         assert main([*plan, *wrong]) == 1
         assert line in capsys.readouterr().err

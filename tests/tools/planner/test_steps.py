@@ -1,4 +1,4 @@
-"""Steps from lengths alone are the steps of a run: same samples, same order."""
+"""Steps computed from lengths are the steps of a run: same samples, same order."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_files_that_hold_no_lengths(tmp_path: Path) -> None:
     for name, message in (
         ("nowhere.npy", "--lengths: .*nowhere.npy cannot be read"),
         ("float.npy", "float64 array of shape"),
-        ("zero.npy", "a length of 0; give 1 or more"),
-        ("empty.npy", "give a flat list of lengths"),
-        ("broken.npy", "not a file of whole numbers"),
-        ("words.txt", "not a file of whole numbers"),
+        ("zero.npy", "the length 0; give lengths of 1 or more"),
+        ("empty.npy", "give a flat list of integers"),
+        ("broken.npy", "does not hold integers"),
+        ("words.txt", "does not hold integers"),
     ):
         with pytest.raises(ValueError, match=message) as error:
             read_lengths(tmp_path / name)

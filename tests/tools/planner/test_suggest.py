@@ -1,4 +1,4 @@
-"""Suggestions on data made so that the right answer is known; and the memory they are bound by."""
+"""Suggestions for data with a known best answer, and the memory limit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_short_samples_need_no_context_ranks() -> None:
     found = suggest(steps_of(log_normal(640, 300)), PlanShape(ranks=4, max_tokens=1), COST, need=need, memory=MEMORY)
     assert (found.context, found.layout) == (1, None)
     assert found.max_tokens is not None
-    # a step of 64 samples is small: one micro-batch a rank holds its part, and more would not be used
+    # a step of 64 samples is small: one micro-batch per rank holds its part, and more has no effect
     assert 300 <= found.max_tokens <= 2048
     assert found.reasons[1] == "context 1: the longest sample, 300 tokens, fits on one device"
     assert found.overrides() == [f"batch.max_tokens={found.max_tokens}", "parallel.context=1"]
@@ -76,7 +76,7 @@ def test_the_smallest_context_that_holds_the_longest_sample() -> None:
     lengths = np.append(log_normal(630, most // 2), [longest] * 10)
     found = suggest(steps_of(lengths), shape, COST, need=need, memory=MEMORY)
     assert found.context in (4, 8)
-    assert found.reasons[1].startswith(f"context 4: the longest sample has {longest:,} tokens; 4 devices hold")
+    assert found.reasons[1].startswith(f"context 4: the longest sample has {longest:,} tokens; 4 devices together hold")
     assert found.max_tokens is not None
     assert found.max_tokens * found.context >= longest
     assert found.layout == "balanced"
@@ -89,15 +89,15 @@ def test_large_steps_use_the_memory_there_is() -> None:
     lengths = log_normal(2000, 512)
     most = need.most_tokens(shape, MEMORY)
     assert lengths.sum() > 8 * most
-    # a price for each micro-batch: the fewer the better
+    # a fixed cost per micro-batch: fewer are better
     cost = replace(COST, constant=float(COST([4096])[0]))
     found = suggest([lengths], shape, cost, need=need, memory=MEMORY)
     assert found.max_tokens == most
-    assert f"max tokens {most:,}: as many as memory allows" in found.reasons
+    assert f"max tokens {most:,}: the most that memory allows" in found.reasons
 
 
 def test_one_long_sample_a_step_is_worth_more_context_ranks() -> None:
-    """A sample that costs as much as the rest of its step keeps all other data ranks waiting, unless they share it."""
+    """If one sample costs as much as the rest of its step, other data ranks wait, unless context ranks share it."""
     steps = [np.array([8192] + [64] * 64)] * 4
     quadratic = CostModel(linear=1.0, quadratic=1.0)
     found = suggest(steps, PlanShape(ranks=4, max_tokens=1), quadratic, need=need_of(), memory=GIBIBYTE)
@@ -111,7 +111,7 @@ def test_a_sample_that_no_context_holds() -> None:
     found = suggest([np.array([longest, 10])], shape, COST, need=need, memory=MEMORY)
     assert found.context == 2
     assert "data.max_length=" in found.reasons[1]
-    assert found.reasons[2].startswith("parallel.checkpointing=full would let a device hold about")
+    assert found.reasons[2].startswith("with parallel.checkpointing=full a device would have room for about")
 
 
 def test_weights_that_do_not_fit() -> None:
@@ -122,4 +122,4 @@ def test_weights_that_do_not_fit() -> None:
     assert found.overrides() == []
     assert found.reasons[0].startswith("nothing fits: ")
     ranks = next(ranks for ranks in (2, 4, 8) if need.most_tokens(PlanShape(ranks=ranks, max_tokens=1), 0.9 * least))
-    assert found.reasons[1].startswith(f"with {ranks} ranks there would be room for about")
+    assert found.reasons[1].startswith(f"with {ranks} ranks a device would have room for micro-batches of about")

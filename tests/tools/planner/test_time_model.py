@@ -1,4 +1,4 @@
-"""Where seconds come from, in order: a named file, this device's measurement, a GPU's peak, nothing."""
+"""The time model, in order: a named file, a measurement of this device, a GPU's peak, none."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_gpu_named_on_the_command_line() -> None:
     time_model = choose_time_model(config_of(model={"dtype": "bfloat16"}), MODEL, "H100")
     assert time_model.cost == CostModel.from_config(MODEL)
     assert time_model.seconds(989e12 * PEAK_FRACTION * 3) == pytest.approx(3.0)
-    assert time_model.source == "40% of the 989 TFLOP/s of H100 assumed"
-    assert choose_time_model(config_of(), MODEL, "H100").per_second is None  # float32 has no peak here
+    assert time_model.source == "assuming 40% of the 989 TFLOP/s of H100"
+    assert choose_time_model(config_of(), MODEL, "H100").per_second is None  # peaks are known for bfloat16 only
     with refused("--gpu"):
         choose_time_model(config_of(), MODEL, "abacus")
 
@@ -53,7 +53,7 @@ def test_a_measurement_of_this_device_is_used_and_a_named_file_goes_before_it(tm
     assert time_model.cost == MEASURED
     assert time_model.seconds(2.5) == 2.5
     assert "measured on cpu" in time_model.source
-    # for another device, model or dtype it is not
+    # not used for another device, model or dtype
     assert choose_time_model(config_of(model={"dtype": "bfloat16"}), MODEL, "H100").cost != MEASURED
     assert choose_time_model(config, LlamaConfig(hidden_size=64), None).cost != MEASURED
     assert choose_time_model(config_of(model={"dtype": "bfloat16"}), MODEL, None).cost != MEASURED

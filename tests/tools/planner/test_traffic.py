@@ -1,4 +1,4 @@
-"""Bytes that processes send each other, by kind and link. Counted ones are in tests/hosts."""
+"""Bytes that processes send each other, by kind and link. tests/hosts compares them with real links."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_a_context_group_is_inside_a_host_and_so_are_the_weights_of_a_replica() 
     wide = Placement(ranks=8, hosts=2, context=8)
     assert wide.hosts_of(wide.context_groups) == 2
     assert [*wide.lines()] == [
-        "hosts: 2 of 4 processes; host 0: ranks 0 to 3, host 1: ranks 4 to 7",
+        "hosts: 2 with 4 processes each; host 0: ranks 0 to 3, host 1: ranks 4 to 7",
         "  weights are gathered over 2 hosts",
-        "  the 8 ranks that share a row are over 2 hosts",
+        "  the 8 context ranks of a pack are over 2 hosts",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Run folders for tests: as many steps and metrics as asked for, with all the files that a run leaves."""
+"""Run folders for tests, with any number of steps and metrics and all files of a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rl_step(step: int, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def timed_rl_step(step: int, rng: np.random.Generator) -> dict[str, Any]:
-    """Of batches of two updates: the first says where the batch's time went."""
+    """Metrics of batches with two updates: the first one has the times of the batch."""
     line = rl_step(step, rng) | {"seconds/update": 2.0}
     if step % 2 == 0:
         line |= {"seconds/sampling": 20.0 + step, "seconds/old_logprobs": 1.5, "sampler_tokens_per_second": 1e4 + step}
@@ -78,7 +78,7 @@ def write_sft_run(folder: Path, num_steps: int = 30, **config: Any) -> Path:
 
 
 def write_rl_run(folder: Path, num_steps: int, *, uid: str = "sample 7") -> Path:
-    """A run that was stopped and resumed after 10 steps, whose loss was not finite in the end."""
+    """A run that was resumed after 10 steps and ended with a non-finite loss."""
     rng = np.random.default_rng(1)
     write_lines(folder / "metrics.jsonl", [rl_step(step, rng) for step in range(num_steps)])
     settings = {"model": {"path": "a-model"}, "loss": {"kind": "clip"}, "run": {"steps": 1000}}

@@ -1,4 +1,4 @@
-"""The page of runs: what it says, and in the browser what it shows."""
+"""The page of runs: its text, and its rendering in a browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def browser() -> Iterator[Browser]:
 
 
 def page_of(*folders: Path) -> str:
-    """The page's own part of the file."""
+    """The file without plotly's script."""
     text = report_page(read_runs(folders)).html()
     return text[text.index("<header>") : text.index('<script type="application/json"')]
 
@@ -108,11 +108,11 @@ def test_what_the_page_of_a_resumed_run_says(tmp_path: Path) -> None:
     rows = packs_of(html)
     for row in (
         ["steps", "230 of 1,000"],
-        ["state", "stopped: a number was not finite"],
+        ["state", "stopped: the loss or a gradient was not finite"],
         ["reward, first", "0.2"],
         ["reward, last", "0.429"],
         ["resumes", "1"],
-        ["rows skipped, dropped or cut", "150"],
+        ["data rows skipped, dropped or truncated", "150"],
         ["checkpoints", "step-00000010"],
         ["torch", "2.13.0"],
         ["processes", "16"],
@@ -123,7 +123,7 @@ def test_what_the_page_of_a_resumed_run_says(tmp_path: Path) -> None:
     ):
         assert row in rows, row
     assert "<h1>Run first</h1>" in html
-    assert "running means over 5 steps" in html
+    assert "running means (5 steps" in html
     assert "is thinned" not in html
     assert "Dotted upright lines" in html
     assert "Solid upright lines" in html
@@ -134,7 +134,7 @@ def test_what_the_page_of_a_resumed_run_says(tmp_path: Path) -> None:
     assert ["checkpoints", "4, the newest step-00000020, step-00000030, step-00000040"] in packs_of(
         page_of(tmp_path / "first")
     )
-    assert "What could not be read" not in html
+    assert "Problems while reading" not in html
     assert "Settings that differ" not in html
 
 
@@ -146,19 +146,19 @@ def test_settings_that_differ(tmp_path: Path) -> None:
     html = page_of(*folders)
     rows = packs_of(html[html.index("Settings that differ") :])
     assert rows == [["setting", "a", "b"], ["optimizer.lr", "1e-05", "2e-05"], ["lora.rank", "–", "8"]]
-    assert "No event is recorded" in html
-    assert "Versions are not recorded" in html
+    assert "No events: the folders" in html
+    assert "No versions: the folders" in html
     assert ["state", "not recorded", "not recorded"] in packs_of(html)
 
 
 def test_states(tmp_path: Path) -> None:
     folder = write_sft_run(tmp_path / "a", 3)
     for kinds, state in (
-        (["start"], "no end recorded: it was killed"),
+        (["start"], "killed: it stopped without recording an end"),
         (["start", "something", "end"], "finished"),
         (["start", "stop"], "stopped by a signal"),
-        (["start", "stop", "start", "resume"], "no end recorded: it was killed"),
-        (["start", "nonfinite"], "stopped: a number was not finite"),
+        (["start", "stop", "start", "resume"], "killed: it stopped without recording an end"),
+        (["start", "nonfinite"], "stopped: the loss or a gradient was not finite"),
         (["something"], "not recorded"),
     ):
         write_lines(folder / "events.jsonl", [{"kind": kind, "step": 0} for kind in kinds])
@@ -166,12 +166,12 @@ def test_states(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_without_evaluation_has_nothing_that_could_not_be_read(tmp_path: Path) -> None:
-    """A run makes evaluation.jsonl when it begins, whether it evaluates or not."""
+    """A run creates evaluation.jsonl at its start, even if it never evaluates."""
     folder = write_sft_run(tmp_path / "a", 3)
     (folder / "evaluation.jsonl").touch()
     write_lines(folder / "events.jsonl", [{"kind": "start", "step": 0}, {"kind": "end", "step": 3}])
     html = page_of(folder)
-    assert "What could not be read" not in html
+    assert "Problems while reading" not in html
     assert ["state", "finished"] in packs_of(html)
     assert not [row for row in packs_of(html) if row[0] == "evaluations"]
     write_lines(folder / "evaluation.jsonl", [{"step": 0, "eval/loss": 2.0}, {"step": 3, "eval/loss": 1.5}])
@@ -215,10 +215,10 @@ def test_many_long_responses_are_bounded_and_counted(tmp_path: Path) -> None:
     shown = len(run.responses.rows)
     assert 390 <= shown <= 400
     assert f"Responses, {shown} of 5,001; the other {5000 - shown:,} are in rollouts.jsonl" in text
-    assert "1 of the lines that were looked at are not JSON objects" in text
+    assert "1 lines that are not JSON objects were skipped" in text
     records = text[text.index('<section class="records">') : text.index("</section>")]
     assert len(records) < 2_200_000
-    assert "characters left out" in records
+    assert "characters omitted" in records
     both = report_page(read_runs([folder, write_sft_run(tmp_path / "b", 3)])).html()
     assert f"Responses: a, {shown} of 5,001" in both
 
@@ -237,7 +237,7 @@ def test_many_events_are_cut_and_long_series_thinned(tmp_path: Path) -> None:
     write_lines(folder / "events.jsonl", [{"time": f"{i:05d}", "kind": "resume", "step": i} for i in range(500)])
     page = report_page(read_runs([folder]))
     assert "The last 200 of 500 events" in page.html()
-    assert "running means over 41 steps" in page.html()
+    assert "running means (41 steps" in page.html()
     assert "more than 1,000 values is thinned" in page.html()
     (data,) = re.findall(r'id="figures">(.*?)</script>', page.html(), re.DOTALL)
     figures = json.loads(data)["figures"]
@@ -250,7 +250,7 @@ def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "metrics.jsonl").touch()
     html = page_of(tmp_path / "new")
-    assert "There is no step to plot yet." in html
+    assert "has not finished a step yet" in html
     assert ["steps", "0"] in packs_of(html)
     both = page_of(tmp_path / "new", write_sft_run(tmp_path / "a", 1))
     (last,) = [row for row in packs_of(both) if row[0] == "loss, last"]
@@ -263,7 +263,7 @@ def test_a_run_of_constants_has_their_table(tmp_path: Path) -> None:
     write_lines(tmp_path / "a" / "metrics.jsonl", [{"step": step, "fill": 1.0} for step in range(3)])
     html = page_of(tmp_path / "a")
     assert ["fill", "1"] in packs_of(html)
-    assert "no step to plot" not in html
+    assert "not finished a step yet" not in html
     assert "<figure" not in html
 
 
@@ -272,8 +272,8 @@ def test_notes_are_on_the_page_and_returned(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"st')
     notes = write_report([folder], tmp_path / "page.html")
-    assert notes == ["a: metrics.jsonl: the last line is not whole; it is left out"]
-    assert "the last line is not whole" in (tmp_path / "page.html").read_text()
+    assert notes == ["a: metrics.jsonl: the last line is incomplete and was skipped"]
+    assert "the last line is incomplete" in (tmp_path / "page.html").read_text()
 
 
 def test_only_a_page_can_be_the_output(tmp_path: Path) -> None:

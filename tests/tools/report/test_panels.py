@@ -1,4 +1,4 @@
-"""Which figure a metric is in, and what its lines look like."""
+"""The figure of each metric, and the style of its lines."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_metric_that_nobody_knows_is_under_its_prefix(tmp_path: Path) -> None:
         ("eval/pass@k", ("eval/pass@1",), "Evaluation", "Held-out pass", "share", ["1", "k"]),
         ("groups_asked", ("groups_equal",), "Responses", "Groups", "groups", ["asked", "equal"]),
         ("computed_tokens", ("tokens",), "Packing", "Tokens", "tokens", ["computed", "tokens"]),
-        ("loss/kl", (), "Statistics of the loss", "KL to the reference", "nats a token", ["KL"]),
+        ("loss/kl", (), "Statistics of the loss", "KL to the reference", "nats per token", ["KL"]),
         ("critic/gradient_norm", (), "Critic", "Critic gradient norm", "norm", ["gradient norm"]),
         ("version_age_max", ("version_age",), "Servers and queue", None, "optimizer steps", ["version age", "max"]),
     ],
@@ -78,7 +78,7 @@ def test_names_say_where_metrics_are_drawn(
     run = run_of(tmp_path, [dict.fromkeys((name, *beside), step) for step in range(3)])
     ((found, (panel,)),) = panels([run])[0].items()
     assert (found, panel.unit, sorted(panel.metrics.values())) == (heading, unit, sorted(lines))
-    assert panel.title == (title or "Age of the policy that wrote the tokens")
+    assert panel.title == (title or "Age of the policy that sampled the tokens")
 
 
 def test_a_metric_that_changes_in_one_run_is_drawn_for_all(tmp_path: Path) -> None:

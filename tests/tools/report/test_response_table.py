@@ -1,4 +1,4 @@
-"""Which responses a page shows, and how much of them."""
+"""The responses that a page shows, and how they are shortened."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_cells_of_any_value() -> None:
     columns, cells = table_of(rows, 20)
     assert columns == ["batch", "reward", "ended", "prompt", "response", "uid", "other"]
     assert cells[0][:3] == [1, None, "yes"]
-    assert cells[0][3].startswith("a" * 15 + "\n[… 30 characters left out …]")
+    assert cells[0][3].startswith("a" * 15 + "\n[… 30 characters omitted …]")
     assert cells[0][-1] == '{"x": null}'
     assert cells[1][:5] == [None, "high", None, None, None]
     assert len(cells[1][5]) < 250
@@ -55,7 +55,7 @@ def test_cells_of_any_value() -> None:
 
 def test_a_long_text_keeps_both_ends() -> None:
     assert without_middle("short", 5) == "short"
-    assert without_middle("0123456789", 8) == "012345\n[… 2 characters left out …]\n89"
+    assert without_middle("0123456789", 8) == "012345\n[… 2 characters omitted …]\n89"
 
 
 def test_the_beginning_of_all_prompts() -> None:

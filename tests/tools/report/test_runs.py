@@ -1,4 +1,4 @@
-"""Run folders as they are found: killed, still running, with odd numbers, or not run folders at all."""
+"""Reading run folders: killed, still running, with invalid values, or not run folders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_half_a_last_line_is_left_out_and_said(tmp_path: Path, half: str) -> Non
     run = read_run(folder, "a")
     assert run.num_steps == 30 + half.count("\n")
     assert len(run.metrics["loss"].values) == 30
-    assert run.notes == ["metrics.jsonl: the last line is not whole; it is left out"]
+    assert run.notes == ["metrics.jsonl: the last line is incomplete and was skipped"]
 
 
 def test_a_last_line_that_lacks_only_its_end_counts(tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_odd_numbers_are_gaps(tmp_path: Path) -> None:
     assert (run.metrics["rare"].steps.tolist(), run.metrics["rare"].values.tolist()) == ([2], [5.0])
     assert set(run.metrics) == {"loss", "rare", "flag"}
     assert run.notes == [
-        "loss: 5 of 6 values are no finite number; they are gaps",
-        "other: 1 values are not numbers; they are left out",
-        "list: 1 values are not numbers; they are left out",
+        "loss: 5 of 6 values are not finite and shown as gaps",
+        "other: 1 values that are not numbers were skipped",
+        "list: 1 values that are not numbers were skipped",
         "config.json cannot be read",
     ]
 
@@ -83,10 +83,10 @@ def test_lines_that_do_not_belong(tmp_path: Path) -> None:
     run = read_run(tmp_path, "a")
     assert run.metrics["loss"].values.tolist() == [0.0, 5.0, 2.0]
     assert run.notes == [
-        "metrics.jsonl: 1 lines are no JSON objects, the first is line 2; left out",
-        "metrics.jsonl: 3 lines without a step are left out",
-        "metrics.jsonl: 1 steps are there more than once; the last line of each is shown",
-        "there is no config.json",
+        "metrics.jsonl: 1 lines that are not JSON objects were skipped; the first is line 2",
+        "metrics.jsonl: 3 lines without a step were skipped",
+        "metrics.jsonl: 1 lines repeat a step; only the last line of a step is shown",
+        "config.json is missing",
     ]
 
 
@@ -103,7 +103,7 @@ def test_an_empty_file_is_a_run_without_steps(tmp_path: Path) -> None:
     run = read_run(tmp_path, "a")
     assert run.num_steps == 0
     assert run.metrics == {}
-    assert run.notes == ["there is no config.json"]
+    assert run.notes == ["config.json is missing"]
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
@@ -125,14 +125,14 @@ def test_names_are_as_long_as_they_must_be(tmp_path: Path, monkeypatch: pytest.M
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     folder, other = write_sft_run(tmp_path / "a"), write_sft_run(tmp_path / "b")
     for folders, names, message in (
-        ([], None, "RUN: none; give"),
-        ([tmp_path / "nothing"], None, "no such folder; give the run.folder"),
+        ([], None, "RUN: is missing; give"),
+        ([tmp_path / "nothing"], None, "does not exist; give the run.folder"),
         ([tmp_path], None, "there is no run.json and no metrics.jsonl in it; give the run.folder"),
         ([folder / "metrics.jsonl"], None, "metrics.jsonl: it is a file; give the run.folder"),
         ([folder, tmp_path / "b" / ".." / "a"], None, "is given twice; give each run once"),
-        ([folder, other], ["one"], "--names: 1 for 2 runs; give one for each"),
-        ([folder, other], ["one", "one"], "--names: 'one,one'; give every run a name of its own"),
-        ([folder], [""], "--names: ''; give every run a name"),
+        ([folder, other], ["one"], "--names: gives 1 names for 2 runs; give one name per run"),
+        ([folder, other], ["one", "one"], "--names: 'one,one' has an empty or repeated name; give every run"),
+        ([folder], [""], "--names: '' has an empty or repeated name; give every run"),
     ):
         with pytest.raises(ValueError) as caught:
             read_runs(folders, names)
@@ -148,8 +148,8 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_lines(folder / "rollouts.jsonl", [{"batch": 0}])
     monkeypatch.setattr(Path, "open", refuse)
     (run,) = read_runs([folder])
-    assert run.notes[0] == "metrics.jsonl cannot be read (Permission denied); it is left out"
-    assert "rollouts.jsonl cannot be read (Permission denied); it is left out" in run.notes
+    assert run.notes[0] == "metrics.jsonl cannot be read (Permission denied)"
+    assert "rollouts.jsonl cannot be read (Permission denied)" in run.notes
     assert run.responses is None
 
 
@@ -159,7 +159,7 @@ def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_left_out_and_said(tmp_path
         folder = write_sft_run(tmp_path / make.__name__)
         (folder / name).unlink(missing_ok=True)
         make(folder / name)
-        assert f"{name} is not a file; it is left out" in read_run(folder, "a").notes
+        assert f"{name} is not a regular file and was skipped" in read_run(folder, "a").notes
 
 
 def test_nonfinite_files_of_any_name(tmp_path: Path) -> None:
@@ -167,5 +167,5 @@ def test_nonfinite_files_of_any_name(tmp_path: Path) -> None:
     (folder / "nonfinite-step-later.jsonl").write_text('{"uid": null}\n{"ui')
     run = read_run(folder, "a")
     assert run.nonfinite == [{"step": None, "file": "nonfinite-step-later.jsonl", "samples": 1, "uids": ["None"]}]
-    assert run.notes == ["nonfinite-step-later.jsonl: the last line is not whole; it is left out"]
+    assert run.notes == ["nonfinite-step-later.jsonl: the last line is incomplete and was skipped"]
     assert math.isfinite(run.finite("loss")[0])

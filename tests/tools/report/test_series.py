@@ -1,4 +1,4 @@
-"""Few points that say what many would."""
+"""Thinned series keep the shape of the full series."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_gap_stays_a_gap(rng: np.random.Generator) -> None:
     values[4000:6000] = np.nan
     values[7000] = np.nan
     gap = np.isnan(values[thinned(values, 100)])
-    assert 8 <= gap.sum() <= 10  # of 49 buckets those that lie within the 2,000
+    assert 8 <= gap.sum() <= 10  # buckets of 49 inside the gap of 2,000 values
     assert np.all(np.diff(np.flatnonzero(gap)) == 1)
     assert 49 <= len(thinned(np.full(5000, np.nan), 100)) <= 51
 

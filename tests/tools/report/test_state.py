@@ -1,4 +1,4 @@
-"""In which state a run is: from before its first step to its end, whoever ended it."""
+"""The state of a run, from before its first step to its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def state_of(folder: Path) -> str:
 
 
 def begun(folder: Path) -> Path:
-    """What a run has before its first step."""
+    """A run folder before its first step."""
     folder.mkdir()
     for name in ("run.json", "run.lock"):
         (folder / name).write_text("{}")
@@ -48,10 +48,10 @@ def test_a_run_that_runs_and_one_that_was_killed(tmp_path: Path) -> None:
     with FileLock(folder / "run.lock"):
         assert state_of(folder) == "running"
         assert is_held(folder)
-    assert state_of(folder) == "no end recorded: it was killed"
+    assert state_of(folder) == "killed: it stopped without recording an end"
     hold(folder, "another-machine")
     assert is_held(folder) is None
-    assert state_of(folder) == "no end recorded: it runs on another machine, or it was killed"
+    assert state_of(folder) == "unknown: it is running on another machine, or was killed"
 
 
 def test_a_run_that_has_ended(tmp_path: Path) -> None:
@@ -62,13 +62,16 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
         ([("start", {}), ("failed", {"error": "data.path: gone"})], "failed: data.path: gone"),
         ([("start", {}), ("failed", {})], "failed"),
         ([("start", {}), ("failed", {"error": "x" * 9999})], f"failed: {'x' * 300}"),
-        ([("start", {}), ("nonfinite", {}), ("failed", {"error": "loss"})], "stopped: a number was not finite"),
+        (
+            [("start", {}), ("nonfinite", {}), ("failed", {"error": "loss"})],
+            "stopped: the loss or a gradient was not finite",
+        ),
         ([("start", {}), ("failed", {}), ("start", {}), ("end", {})], "finished"),
     ):
         write_lines(folder / "events.jsonl", [{"kind": kind, "step": 0, **more} for kind, more in events])
         assert state_of(folder) == state
     with FileLock(folder / "run.lock"):
-        assert state_of(folder) == "all steps are done; it writes its model"
+        assert state_of(folder) == "exporting its model after the last step"
 
 
 def test_looking_does_not_hold_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

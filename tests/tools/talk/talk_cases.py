@@ -30,7 +30,7 @@ def save_model(folder: Path, template: str | None = "chatml", **changes: Any) ->
 
 
 def save_adapters(folder: Path, base: Path) -> Path:
-    """Adapters of that model that change what it says."""
+    """Adapters of that model that change its answers."""
     model = tiny_model()
     add_adapters(model, LoraConfig(rank=2, alpha=8.0))
     with torch.no_grad():

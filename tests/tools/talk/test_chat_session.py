@@ -1,4 +1,4 @@
-"""Several turns: ids of earlier answers are kept, unless the template rewrites them."""
+"""Several turns: token ids of earlier answers are kept, unless the template changes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_NEW_TOKENS = 12
 
 
 def test_earlier_answers_keep_their_ids() -> None:
-    """Also where encoding their text would give others, which random ids nearly always do."""
+    """Also if encoding their text would give other ids, as for almost all random ids."""
     speaker = tiny_speaker(temperature=1.0)
     conversation = ChatSession(speaker, "Be kind.")
     first = conversation.ask("Hello there!", max_new_tokens=MAX_NEW_TOKENS)

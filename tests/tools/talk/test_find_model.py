@@ -1,4 +1,4 @@
-"""What MODEL may be, and what it may not."""
+"""Valid and invalid values of MODEL."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for name, given, message in (
         (tmp_path / "nothing", None, "does not exist; correct the path"),
         (file, None, "is a file; give a model folder"),
-        (empty, None, "has no config.json, adapter_config.json or run.json; give a model folder"),
+        (empty, None, "has neither config.json nor adapter_config.json nor run.json; give a model folder"),
         (bare, None, "has no tokenizer (tokenizer.json); copy the tokenizer's files there"),
-        (run, None, "has no model/ folder yet; let it finish with checkpoint.export=true"),
-        (adapter, None, "names no base model; give it with --base"),
-        (moved, None, "does not exist; correct the path, or give a Hub id (owner/name), with --base"),
+        (run, None, "has not exported its model to model/ yet; finish the run with checkpoint.export=true"),
+        (adapter, None, "does not name a base model; give it with --base"),
+        (moved, None, "does not exist; correct the path, or give a Hub id (owner/name) (with --base)"),
         (adapter, str(tmp_path / "nothing"), "--base: "),
         (adapter, str(bare), "has a tokenizer; copy"),
         (broken, None, "adapter_config.json cannot be read"),
         (pickled, None, "has no adapter_model.safetensors"),
-        (base, str(base), "is not an adapter folder; leave --base out"),
+        (base, str(base), "is not an adapter folder; remove --base"),
         ("x" * 5000, None, "cannot be read"),
     ):
         with pytest.raises(ValueError) as caught:

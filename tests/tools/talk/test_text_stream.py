@@ -1,4 +1,4 @@
-"""Text while it is written: pieces are whole characters, and joined they are the text of all ids."""
+"""Streaming text: pieces are whole characters, and joined they are the whole text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_pieces_are_the_text(kind: str) -> None:
 
 @given(st.lists(st.integers(4, 399), max_size=40))
 def test_any_ids_give_the_text_of_all_of_them(ids: list[int]) -> None:
-    """Bytes that are no character, too: they are shown as U+FFFD, as the decoder shows them."""
+    """Invalid bytes are shown as U+FFFD, as by the decoder."""
     decode = decoder("bytes")
     stream = TextStream(decode)
     assert "".join([*(stream.add([token]) for token in ids), stream.end()]) == decode(ids)

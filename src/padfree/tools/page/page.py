@@ -123,14 +123,14 @@ class Page:
         """Write the file atomically: a reader sees the old page or the new one."""
         path = Path(path)
         refuse_foreign(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(self.html(), encoding="utf-8", errors="replace")  # JSON can encode lone surrogates
-            beside.replace(path)
+            temporary.write_text(self.html(), encoding="utf-8", errors="replace")  # JSON can encode lone surrogates
+            temporary.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             raise UserError(
                 "output", f"{path} cannot be written ({error.strerror})", "give another file name"
             ) from error

@@ -21,7 +21,7 @@ PADDED_SIZES = (2, 4, 8, 16, 32)
 """Samples in a padded micro-batch: the sizes that the plan compares."""
 
 USUAL_SIZE = 8
-"""The size behind summaries that give a single number for padding."""
+"""The size used for summaries that give a single number for padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

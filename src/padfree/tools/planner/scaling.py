@@ -173,7 +173,8 @@ class Scaling:
                     f"{time.waiting:>10.4f}{time.fixed:>10.4f}{time.weights:>10.4f}{time.context:>10.4f}"
                     f"{time.weights_out / 1e9:>18.2f}{efficiency:>12.1%}{note}{fits}"
                 )
-        for name, times in (("weights over all ranks", self.sharded), ("weights on each host", self.replicated)):
+        ways = (("weights sharded over all ranks", self.sharded), ("weights replicated per host", self.replicated))
+        for name, times in ways:
             if not times:
                 continue
             found = self.limit(times)
