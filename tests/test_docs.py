@@ -155,28 +155,6 @@ def setting_names(kind: Any, prefix: str = "") -> set[str]:
     return names
 
 
-def test_settings_that_coming_from_names_exist() -> None:
-    names = setting_names(Config)
-    sections = {name for name in names if "." not in name}
-    page = ROOT / "docs" / "coming-from.md"
-    named = 0
-    for line in page.read_text(encoding="utf-8").splitlines():
-        ours = line.rsplit("|", 2)[-2] if line.startswith("|") else line  # the last column of a table has our settings
-        for code in INLINE.findall(ours):
-            if re.fullmatch(r"[a-z]+(\.[a-z_]+)+(=.*)?", code) and code.partition(".")[0] in sections:
-                name, _, value = code.partition("=")
-                assert name in names, code
-                if value:
-                    completed_recipe = completed({"loss": {"kind": "clip"}, "parallel": {}})
-                    section, _, setting = name.partition(".")
-                    completed_recipe.setdefault(section, {})[setting] = _parsed(value)
-                    if code == "loss.aggregation=constant":  # needs a divisor
-                        completed_recipe["loss"]["constant"] = 4096.0
-                    config_from_dict(completed_recipe)
-                named += 1
-    assert named > 150
-
-
 def _parsed(text: str) -> Any:
     return json.loads(text) if text[0] in "[0123456789" else text
 

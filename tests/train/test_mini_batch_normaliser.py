@@ -9,23 +9,23 @@ import pytest
 
 from padfree.distributed import Mesh
 from padfree.train.engine import PendingStep, PreparedStep
-from tests.train.trainer_cases import make_config, make_loop, save_config
+from tests.train.trainer_cases import make_config, make_trainer, save_config
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sample-mean", "group-mean"])
 def test_the_weights_of_every_mini_batch_add_up_to_one(aggregation: str, mesh: Mesh, tmp_path: Path) -> None:
     loss = {"kind": "clip", "aggregation": aggregation, "mini_batches": 2}
     batch = {"samples": 6, "max_tokens": 16}
-    loop = make_loop(make_config(tmp_path / "run", save_config(tmp_path / "model"), batch=batch, loss=loss), mesh)
+    trainer = make_trainer(make_config(tmp_path / "run", save_config(tmp_path / "model"), batch=batch, loss=loss), mesh)
     totals: list[tuple[int, float]] = []
-    begin = loop.engine.begin
+    begin = trainer.engine.begin
 
     def recorded(prepared: PreparedStep, **options: Any) -> PendingStep:
-        total = sum(float(micro_batch.packed.weights.sum()) for micro_batch, _ in prepared.rows)
+        total = sum(float(micro_batch.packed.weights.sum()) for micro_batch, _ in prepared.packs)
         totals.append((len(prepared.samples), total))
         return begin(prepared, **options)
 
-    loop.engine.begin = recorded  # type: ignore[method-assign]
-    loop.run()
+    trainer.engine.begin = recorded  # type: ignore[method-assign]
+    trainer.run()
     assert [count for count, _ in totals] == [3] * 6, "two updates with each batch of six samples"
     assert [total for _, total in totals] == pytest.approx([1.0] * 6)
