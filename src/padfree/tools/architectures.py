@@ -161,7 +161,7 @@ def try_all() -> list[Architecture]:
 
 def _silence() -> None:
     warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
