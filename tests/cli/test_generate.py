@@ -97,7 +97,7 @@ def test_mistakes_are_one_line_and_exit_code_1(
     plain = str(save_model(tmp_path / "plain", None))
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     for words, message in (
-        ((model,), "PROMPT: none; give a text"),
+        ((model,), "PROMPT: missing; give a text"),
         ((model, " "), "PROMPT: a prompt is empty"),
         ((model, "-"), "PROMPT: a prompt is empty"),
         ((model, "-", "-"), "PROMPT: standard input can be read once"),

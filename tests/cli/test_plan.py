@@ -117,7 +117,7 @@ def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], mo
     shown = capsys.readouterr().out
     path = shown.rsplit("batch.cost=", 1)[1].strip()
     assert Path(path).exists()
-    assert "measured    on cpu, float32, compile none, checkpointing none, models of 2 layers" in shown
+    assert "measured    on cpu, float32, compile none, checkpointing none, models with 2 layers" in shown
     for more in ([], [f"batch.cost={path}"]):
         assert main(["plan", "--data", "sft.jsonl", "--model", "model", "--max-tokens", "64", "--json", *more]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -135,13 +135,13 @@ def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], mo
         ("--lengths lengths.npy --max-tokens 8 --ranks 8 --cp 3", "--cp: 3 does not divide 8 ranks"),
         ("--lengths lengths.npy --max-tokens 8 --samples 0", "--samples: 0; give 1 or more"),
         ("--lengths lengths.npy --max-tokens 8 --memory nan", "--memory: nan; give more than 0"),
-        ("--lengths lengths.npy --max-tokens 8 --samples 2 --tokens 9", "--tokens: 9 with --samples 2; give one"),
+        ("--lengths lengths.npy --max-tokens 8 --samples 2 --tokens 9", "--tokens: 9 with --samples 2; give only one"),
         ("--lengths lengths.npy --data sft.jsonl --max-tokens 8", "--lengths: lengths.npy with --data"),
         ("--lengths lengths.npy --max-tokens 8 --exact-steps some", "--exact-steps: 'some'; give 1 or more, or all"),
         ("--lengths lengths.npy --max-tokens 8 --layout ring", "parallel.layout: 'ring'; give one of contiguous"),
-        ("--lengths lengths.npy --max-tokens 8 --suggest", "--suggest: without a model; give --model"),
-        ("--calibrate", "--calibrate: without a model; give --model"),
-        ("--calibrate --json --model model", "--json: with --calibrate"),
+        ("--lengths lengths.npy --max-tokens 8 --suggest", "--suggest: needs a model; give --model"),
+        ("--calibrate", "--calibrate: needs a model; give --model"),
+        ("--calibrate --json --model model", "--json: cannot be combined with --calibrate"),
         ("--lengths nowhere.npy --max-tokens 8", "--lengths: nowhere.npy cannot be read"),
         ("--data sft.jsonl --model nowhere/at-all --max-tokens 8", "model.path: "),
         ("--data nowhere.jsonl --model model --max-tokens 8", "nowhere.jsonl"),

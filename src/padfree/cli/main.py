@@ -56,12 +56,21 @@ CALL_USER_CODE = (*TRAINING, "eval")
 """Commands that call user functions: rewards, losses, engines, environments."""
 
 
+class CommandHelp(argparse.HelpFormatter):
+    """Help with one line per command: the column of names is wide enough for the longest name."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = 4 + max(map(len, COMMANDS))  # names are indented by four spaces
+
+
 def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     """The parser of the command line. Commands that are not `loaded` have their name and help text only."""
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
         epilog="example: padfree sft model.path=my-model data.path=rows.jsonl",
+        formatter_class=CommandHelp,
         add_help=False,
     )
     commands.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # keeps the help within one screen
