@@ -871,7 +871,7 @@ def decoded(cache_bytes: int | None) -> Any:
     policy = PolicyModel(model := build("qwen3"), torch.float32, torch.device("cpu"))
     policy.update(model)
     decoder = Decoder(CachedModel(policy.model), num_slots=1, temperature=1.0, stops=[0], cache_bytes=cache_bytes)
-    return decoder.sample([SamplingRequest(tokens=np.arange(3), room=4, key=1)])
+    return decoder.sample([SamplingRequest(tokens=np.arange(3), max_new_tokens=4, key=1)])
 
 
 CASES["rollout"] = [
