@@ -144,7 +144,7 @@ def test_what_cannot_be_decoded_or_captured() -> None:
     assert can_be_captured(build("qwen3"))
     assert not can_be_captured(build("qwen3_moe"))
     dynamic = build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    assert unsupported_reason(dynamic) == "its rotary frequencies depend on the longest response beside"
+    assert unsupported_reason(dynamic) == "its rotary frequencies depend on the longest response in the batch"
 
 
 def test_slot_counts() -> None:

@@ -134,7 +134,7 @@ class Refusing(LineService):
             Stale,
             r"was sent policy version 1, but its log-probabilities differ from the trainer's by .*; check that it",
         ),
-        (Refusing, r"failed at bucket \(RuntimeError: another model\), 3 times; start it with the model of model.path"),
+        (Refusing, r"failed in bucket \(RuntimeError: another model\), 3 times; start it with the model of model.path"),
     ],
 )
 def test_weights_that_do_not_arrive_end_the_run(
