@@ -173,7 +173,7 @@ def test_unpacking_refuses_what_does_not_fit() -> None:
     (packed,) = pack_sequences(**sequences([4, 4], [2, 2]))
     with pytest.raises(ValueError, match="log_probs: has 8 entries, but this pack needs 7"):
         unpack_sequences({**packed, "log_probs": torch.zeros(8)})
-    with pytest.raises(ValueError, match="rewards: 3 entries where 2 were expected"):
+    with pytest.raises(ValueError, match="rewards: has 3 entries, but this pack needs 2"):
         unpack_sequences({**packed, "rewards": torch.zeros(3)})
     (whole,) = pack_sequences(**sequences([4, 4], [2, 4]))
     with pytest.raises(

@@ -128,20 +128,20 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_context": None}, r"attn_context: missing in the call of LlamaForCausalLM"),
-        ({"position_ids": None}, r"position_ids: missing"),
+        ({"attn_context": None}, r"attn_context: is missing in the call of LlamaForCausalLM"),
+        ({"position_ids": None}, r"position_ids: is missing"),
         ({"attention_mask": torch.ones(1, 13)}, r"attention_mask: was passed to LlamaForCausalLM; remove it"),
-        ({"labels": torch.zeros(1, 13, dtype=torch.long)}, r"labels: given to LlamaForCausalLM; .*padfree\.head"),
-        ({"past_key_values": transformers.DynamicCache()}, r"past_key_values: given to LlamaForCausalLM"),
-        ({"use_cache": True}, r"use_cache: True in the call of LlamaForCausalLM; pass use_cache=False"),
-        ({"use_cache": None}, r"use_cache: True"),
-        ({"output_attentions": True}, r"output_attentions: True"),
+        ({"labels": torch.zeros(1, 13, dtype=torch.long)}, r"labels: was passed to LlamaForCausalLM; .*padfree\.head"),
+        ({"past_key_values": transformers.DynamicCache()}, r"past_key_values: was passed to LlamaForCausalLM"),
+        ({"use_cache": True}, r"use_cache: is True in the call of LlamaForCausalLM, .*; pass use_cache=False"),
+        ({"use_cache": None}, r"use_cache: is True"),
+        ({"output_attentions": True}, r"output_attentions: is True"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 13])},
             r"cu_seq_lens_q: reached LlamaAttention, but padfree does not support it",
         ),
-        ({"is_causal": False}, r"is_causal: False in LlamaAttention"),
-        ({"input_ids": torch.zeros(2, 13, dtype=torch.long)}, r"input_ids: 2 rows; .*padfree\.pack"),
+        ({"is_causal": False}, r"is_causal: is False in LlamaAttention"),
+        ({"input_ids": torch.zeros(2, 13, dtype=torch.long)}, r"input_ids: has a batch size of 2; .*padfree\.pack"),
         (
             {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": torch.arange(12)[None]},
             r"attn_context: is for 13 tokens, but the input has 12; take both from the same LocalBatch",
@@ -231,10 +231,10 @@ LATER = "its attention is not causal"
             "attn_context: did not reach StableLmAttention, because the model drops keyword arguments",
         ),
         ("NemotronForCausalLM", HEADS, "attn_context: did not reach NemotronAttention"),
-        ("BertLMHeadModel", {**HEADS, "is_decoder": False}, "is_causal: False in BertSelfAttention"),
+        ("BertLMHeadModel", {**HEADS, "is_decoder": False}, "is_causal: is False in BertSelfAttention"),
         ("Gemma3ForCausalLM", {**HEADS, "use_bidirectional_attention": True}, LATER),
         ("LlamaForCausalLM", {**HEADS, "is_causal": False}, LATER),
-        ("LlamaForCausalLM", {**HEADS, "attention_chunk_size": 16}, "attention_chunk_size 16"),
+        ("LlamaForCausalLM", {**HEADS, "attention_chunk_size": 16}, "attention_chunk_size is 16"),
         ("LlamaForCausalLM", {**HEADS, "local_window": 16}, "local_window 16 may imply a mask"),
         ("BartForConditionalGeneration", {"vocab_size": 64, "d_model": 32}, "an encoder and a decoder"),
     ],
@@ -281,7 +281,7 @@ def test_a_context_for_another_length_is_refused_in_every_layer_of_a_model_witho
     model.model._forward_pre_hooks.clear()
     inputs = shard(row([8, 5])).model_inputs()
     other = shard(row([8])).context
-    with pytest.raises(ValueError, match="made for 8 tokens"):
+    with pytest.raises(ValueError, match="is for 8 tokens"):
         model(**{**inputs, "attn_context": other})
     with refused("attn_context"):
         model(**{**inputs, "attn_context": None})

@@ -146,7 +146,7 @@ def test_values_come_from_seed_and_name() -> None:
     [
         (("q_proj", "lm_head"), r"lm_head \(Linear\) is not a linear layer below the head; choose from down_proj, "),
         (("embed_tokens",), r"model.embed_tokens \(Embedding\) is not a linear layer .*; choose"),
-        (("wq",), r"the model has no 'wq'; choose from down_proj, gate_proj, k_proj"),
+        (("wq",), r"the model has no module 'wq'; choose from down_proj, gate_proj, k_proj"),
         (("all-linear", "q_proj"), r"give either 'all-linear' or names"),
     ],
 )
