@@ -146,7 +146,7 @@ def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], mo
         ("--data sft.jsonl --model nowhere/at-all --max-tokens 8", "model.path: "),
         ("--data nowhere.jsonl --model model --max-tokens 8", "nowhere.jsonl"),
         ("--data sft.jsonl --max-tokens 8", "--model: missing; give one, its tokenizer reads --data"),
-        ("--lengths lengths.npy --model model --max-tokens 8 --gpu abacus", "--gpu: 'abacus' is not a GPU with a known peak"),
+        ("--lengths lengths.npy --model model --max-tokens 8 --gpu abacus", "--gpu: 'abacus' is not a GPU"),
         ("--lengths lengths.npy --max-tokens 8 --html model", "model is a folder"),
         ("nowhere.toml", "config: nowhere.toml cannot be read"),
         ("--lengths lengths.npy --max-tokens 8 optimizer.rl=1", "optimizer.rl: no such setting"),
