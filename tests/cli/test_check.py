@@ -47,7 +47,7 @@ def test_a_right_model_passes_with_a_table_and_a_report(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "model       Qwen3ForCausalLM, all of its 2 layers"
     assert lines[1].startswith(f"samples     4 of {data}, ")
-    assert lines[-1] == "passed: packed training computes what one sample at a time computes"
+    assert lines[-1] == "passed: packed training gives the same results as one sample at a time"
     titles = [line.split("  ")[0] for line in lines]
     parts = {"gradients", "gradients of layer 0", "gradients of layer 1", "gradients of embeddings and head"}
     assert {"log-probabilities", "loss", "normaliser", *parts} <= set(titles)
@@ -70,7 +70,7 @@ def test_a_broken_one_exits_with_1_and_says_what_failed(
     lines = shown.out.splitlines()
     assert lines[0].endswith("the first 1 of its 2 layers")
     assert lines[1].startswith("samples     3 samples of random tokens")
-    assert lines[-1].startswith("FAILED: loss, normaliser, gradients; pad behind every row (loss, ")
+    assert lines[-1].startswith("FAILED: loss, normaliser, gradients; pad after every pack (loss, ")
     failed = [line.split("  ")[0] for line in lines if " FAILED" in line]
     assert {"loss", "normaliser", "gradients of layer 0"} <= set(failed)
     assert "log-probabilities" not in failed
@@ -164,6 +164,6 @@ def test_two_processes_check_the_sharded_path_and_one_tells(model: str, data: st
     first, second = run_ranks(2, command, ["check", *arguments, "--layers", "1"])
     assert second == ""
     lines = first.splitlines()
-    assert lines[-1] == "passed: packed training computes what one sample at a time computes"
+    assert lines[-1] == "passed: packed training gives the same results as one sample at a time"
     assert any("1 data x 2 context ranks, FSDP2" in line for line in lines)
     assert any(line.startswith("balanced ring: ") for line in lines)

@@ -52,11 +52,11 @@ def test_data_to_lines_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "data        36 samples, " in out
     assert "layout      4 ranks = 2 data x 2 context, headtail" in out
     assert "steps       3 in an epoch, 12.0 samples" in out
-    assert "headtail    slowest over the mean" in out
+    assert "headtail    slowest rank over the mean" in out
     assert "memory      about " in out
     assert f"page        {page}" in out
     assert err == "note: data: sft.jsonl is read as prompt and response (prompt, response); as plain text\n"
-    assert "<figcaption>Padded over packed</figcaption>" in page.read_text()
+    assert "<figcaption>Padded relative to packed</figcaption>" in page.read_text()
 
 
 def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], mo
         ("--lengths nowhere.npy --max-tokens 8", "--lengths: nowhere.npy cannot be read"),
         ("--data sft.jsonl --model nowhere/at-all --max-tokens 8", "model.path: "),
         ("--data nowhere.jsonl --model model --max-tokens 8", "nowhere.jsonl"),
-        ("--data sft.jsonl --max-tokens 8", "--model: missing; give a model: its tokenizer reads --data"),
-        ("--lengths lengths.npy --model model --max-tokens 8 --gpu abacus", "--gpu: 'abacus' is not in the table"),
+        ("--data sft.jsonl --max-tokens 8", "--model: missing; give one, its tokenizer reads --data"),
+        ("--lengths lengths.npy --model model --max-tokens 8 --gpu abacus", "--gpu: 'abacus' is not a GPU"),
         ("--lengths lengths.npy --max-tokens 8 --html model", "model is a folder"),
         ("nowhere.toml", "config: nowhere.toml cannot be read"),
         ("--lengths lengths.npy --max-tokens 8 optimizer.rl=1", "optimizer.rl: no such setting"),

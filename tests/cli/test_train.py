@@ -194,8 +194,8 @@ def test_a_dry_run_of_hosts_shows_who_is_where_and_what_they_send(
     assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "\nhosts: 2 of 4 processes; host 0: ranks 0 to 3, host 1: ranks 4 to 7\n" in shown
-    assert "\n  weights are gathered inside a host, gradients of 2 replicas over 2 hosts\n" in shown
-    assert "\n  the 2 ranks that share a row are inside a host\n" in shown
+    assert "\n  weights are gathered inside a host, gradients of the 2 replicas are reduced over 2 hosts\n" in shown
+    assert "\n  the 2 context ranks of a pack are inside a host\n" in shown
     assert re.search(r"\n  all-gather of weights +[0-9.]+ [KM]iB +0 B\n", shown)
     assert re.search(r"\n  all-reduce between replicas +0 B +[0-9.]+ [KM]iB\n", shown)
     assert re.search(r"\n  context, allgather +[0-9.]+ [KM]iB +0 B\n", shown)

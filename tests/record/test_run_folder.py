@@ -170,7 +170,7 @@ def test_a_run_from_before_the_marker_is_known_by_its_settings(tmp_path: Path) -
     mark_run_folder(config)
     assert read_identity(tmp_path).made_by == "padfree"
     save_with_tokenizer(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"exported trained model, .*; move it away"):
+    with pytest.raises(ValueError, match=r"is not an earlier export of padfree .*; move it away"):
         check_run_folder(config)
 
 

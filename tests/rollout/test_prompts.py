@@ -92,8 +92,8 @@ def test_chat_prompts_end_where_the_response_begins(tmp_path: Path) -> None:
         ({"prompt": 4}, "'prompt' is 4; expected a string"),
         ({"answer": "2"}, "no 'prompt'; expected a string"),
         ({"prompt": ""}, "'prompt' has no tokens; expected one or more"),
-        ("{oops", "not JSON at column 2"),
-        ("[1]", "a list of 1 as a row; expected a JSON object"),
+        ("{oops", "is not valid JSON at character 2"),
+        ("[1]", "the row is a list of 1; expected a JSON object"),
     ],
 )
 def test_a_bad_row_is_named_or_skipped_and_listed(row: Any, reason: str, tmp_path: Path) -> None:

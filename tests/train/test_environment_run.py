@@ -376,7 +376,7 @@ def test_dry_run_and_plan(model_folder: Path, tmp_path: Path, capsys: pytest.Cap
     )
     printed = capsys.readouterr().out
     assert "48 samples" in printed, "12 prompts, 4 episodes each"
-    assert "each as long as rollout.max_new_tokens allows" in printed
+    assert "each counts as rollout.max_new_tokens tokens" in printed
     assert "steps       6 in an epoch, 8.0 samples" in printed
     assert not (tmp_path / "run").exists()
 

@@ -200,7 +200,7 @@ def refused(config: Config) -> str:
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [
-        ([], {}, "data.sources.1.path: no rows in bad.jsonl; give a file that has some"),
+        ([], {}, "data.sources.1.path: bad.jsonl has no rows; give a file with rows"),
         ([{"q": "a", "a": "b"}], {}, "data.sources.1.columns: bad.jsonl has ['a', 'q']; expected"),
         ([{"text": "a b"}], {"columns": {"x": "text"}}, "data.sources.1.columns: 'x' (for 'text') is not in bad.jsonl"),
         (

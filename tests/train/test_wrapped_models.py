@@ -167,7 +167,7 @@ def test_the_check_passes(name: str, folder: Path, capsys: pytest.CaptureFixture
     assert main(["check", *arguments, "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("ForCausalLM, all of its 2 layers")
-    assert lines[-1] == "passed: packed training computes what one sample at a time computes"
+    assert lines[-1] == "passed: packed training gives the same results as one sample at a time"
 
 
 def test_configs_of_one_model_have_no_language_model_inside() -> None:

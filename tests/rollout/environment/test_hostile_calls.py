@@ -96,7 +96,7 @@ def test_fields_that_the_template_ignores_are_rejected() -> None:
     assert played.failure is None
     for name, (status, message) in found.items():
         assert status == 400
-        assert message.startswith(f"{name} leaves no trace in the text: the chat template does not show ")
+        assert message.startswith(f"{name} is missing from the rendered text, because the chat template drops ")
 
 
 def test_every_head_is_answered_or_closed() -> None:
