@@ -211,7 +211,7 @@ def test_a_registered_backend_serves_a_whole_model(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_table_in_the_documentation_is_what_the_backends_say() -> None:
-    page = Path(__file__).parents[2] / "docs" / "attention.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "backends.md"
     assert selection.capability_table() in page.read_text(encoding="utf-8")
 
 

@@ -145,7 +145,7 @@ def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], mo
         ("--lengths nowhere.npy --max-tokens 8", "--lengths: nowhere.npy cannot be read"),
         ("--data sft.jsonl --model nowhere/at-all --max-tokens 8", "model.path: "),
         ("--data nowhere.jsonl --model model --max-tokens 8", "nowhere.jsonl"),
-        ("--data sft.jsonl --max-tokens 8", "--model: missing; give one, its tokenizer reads --data"),
+        ("--data sft.jsonl --max-tokens 8", "--model: missing; give a model"),
         ("--lengths lengths.npy --model model --max-tokens 8 --gpu abacus", "--gpu: 'abacus' is not a GPU"),
         ("--lengths lengths.npy --max-tokens 8 --html model", "model is a folder"),
         ("nowhere.toml", "config: nowhere.toml cannot be read"),

@@ -89,7 +89,7 @@ def test_every_recipe_is_tried_and_named_after_its_command(overrides: dict[str, 
 
 
 def test_every_recipe_is_in_the_docs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "runs.md").read_text()
     for name in NAMES:
         assert f"| `{name}` |" in page
 

@@ -149,6 +149,6 @@ def test_sampling_without_a_cache_warns() -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [("lfm2", "has a recurrent state"), ("llama4", "counts positions")])
-def test_decoding_with_keys_and_values_alone_is_not_done_where_there_is_more(name: str, reason: str) -> None:
+def test_models_with_another_state_are_not_decoded_with_a_kv_cache(name: str, reason: str) -> None:
     policy = PolicyModel(attach(build(name)), torch.float32, torch.device("cpu"))
     assert reason in (policy.state_obstacle or "")

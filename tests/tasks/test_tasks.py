@@ -39,7 +39,7 @@ def test_a_task_is_whole(name: str) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_docs_know_it(name: str) -> None:
-    training = (ROOT / "docs" / "training.md").read_text()
+    training = (ROOT / "docs" / "guides" / "runs.md").read_text()
     assert f"| `{name}` |" in training
     assert f"`padfree.{name}`" in training
     assert unknown_metrics(f"eval/{metric}" for metric in TASKS[name].eval_metrics) == []

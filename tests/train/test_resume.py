@@ -46,7 +46,7 @@ def test_there_is_a_rule_for_every_setting(tmp_path: Path) -> None:
 
 
 def test_the_table_in_the_docs_is_that_of_the_fields() -> None:
-    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    page = (ROOT / "docs" / "guides" / "checkpoints.md").read_text()
     for rule in get_args(Resume)[1:]:
         names = ", ".join(f"`{name}`" for name, own in RULES.items() if own == rule)
         assert f"| {rule} | {names} |" in page, f"| {rule} | {names} |"

@@ -120,7 +120,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def capability_table() -> str:
-    """The capabilities of the backends, as the table of docs/attention.md."""
+    """The capabilities of the backends, as the table of docs/reference/backends.md."""
     rows = [["backend", "devices", "types", "head sizes", "v's head size", "soft cap", "ring", "`auto`", "needs"]]
     rows.append(["---"] * len(rows[0]))
     for name, backend in BACKENDS.items():

@@ -107,7 +107,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; docs/training.md lists the codes (argparse exits with 2)."""
+    """Run one command and return its exit code; docs/guides/runs.md lists the codes (argparse exits with 2)."""
     if arguments is None:
         open_closed_descriptors()
         if not sys.warnoptions:  # no -W and no PYTHONWARNINGS

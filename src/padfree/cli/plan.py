@@ -58,7 +58,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--gpu", metavar="NAME", help="GPU to plan for, such as H100 (default: this machine's)")
     add("--memory", type=float, metavar="GIB", help=f"memory of a device (default: that of the GPU, or {MEMORY:.0f})")
     add("--hosts", type=int, metavar="N", help="hosts, to plan scaling (--link-inside, --link-between)")
-    # Documented in docs/plan.md only, so that the help fits on one screen.
+    # Documented in docs/guides/plan.md only, so that the help fits on one screen.
     add("--link-inside", help=argparse.SUPPRESS)
     add("--link-between", help=argparse.SUPPRESS)
     add("--exact-steps", default="128", help=argparse.SUPPRESS)

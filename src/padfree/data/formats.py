@@ -5,7 +5,8 @@
     prompts   prompt | messages
 
 A column of another usual name counts as the field: `output` or `answer` as `response`, and so on (`NAMES`). Alpaca,
-ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are these formats with other names. docs/data.md has the list.
+ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are these formats with other names. docs/guides/data.md has
+the list.
 The format of rollouts is in `padfree.data.rollouts`.
 """
 

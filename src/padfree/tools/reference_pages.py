@@ -18,16 +18,16 @@ from padfree.config.settings_table import SettingEntry, section_entries, setting
 from padfree.record.metric_table import METRIC_GROUPS, MetricGroup
 
 SECTION_PAGES = {
-    "model": "[attention](../attention.md)",
-    "data": "[data](../data.md)",
-    "data.sources.N": "[mixtures](../data.md#mixtures)",
-    "batch": "[packing](../packing.md)",
-    "rollout": "[environments](../environments.md) and [vLLM](../vllm.md)",
-    "rollout.launch": "[vLLM](../vllm.md)",
-    "loss": "[losses](../losses.md)",
-    "critic": "[losses](../losses.md)",
-    "parallel": "[context parallelism](../context-parallelism.md)",
-    "checkpoint": "[checkpoints](../checkpoints.md)",
+    "model": "[attention](../concepts/attention.md)",
+    "data": "[data](../guides/data.md)",
+    "data.sources.N": "[mixtures](../guides/data.md#mixtures)",
+    "batch": "[packing](../concepts/packing.md)",
+    "rollout": "[environments](../guides/environments.md) and [vLLM](../guides/vllm.md)",
+    "rollout.launch": "[vLLM](../guides/vllm.md)",
+    "loss": "[losses](../concepts/losses.md)",
+    "critic": "[losses](../concepts/losses.md)",
+    "parallel": "[context parallelism](../concepts/context-parallelism.md)",
+    "checkpoint": "[checkpoints](../guides/checkpoints.md)",
 }
 """The page that explains a section."""
 
@@ -139,7 +139,7 @@ def backends_page() -> str:
 
 `model.attention=auto` takes the first backend of this table that supports the device, the dtype and the layers of the
 model. A backend that is named is used, or refused with the reason. "ring" says whether ring attention can use the
-backend, and "`auto`" for which dtypes it is chosen by default. [Attention](../attention.md) explains the backends.
+backend, and "`auto`" for which dtypes it is chosen by default. [Attention](../concepts/attention.md) explains the backends.
 
 {capability_table()}"""
 

@@ -24,7 +24,7 @@ from tests.refused import refused
 from tests.rollout.environment.environment_cases import CHAT, WHOLE, Scripted, play, prompt
 from tests.rollout.environment.hostile_cases import UNSHOWN, Q, bodies, heads, outcome, post, statuses
 
-DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[3] / "docs" / "guides" / "environments.md"
 
 
 def attacked(attack: Callable[[str], Any], *, skip_failures: bool = False, template: str = CHAT) -> tuple[Any, Played]:

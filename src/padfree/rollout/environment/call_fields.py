@@ -7,7 +7,7 @@
     METADATA     user, metadata, ...                        accepted and ignored: they never affect an answer
 
 `null` is the same as a missing field. An unknown field is rejected by name, so that a program never assumes that an
-unsupported setting works. docs/environments.md lists the fields.
+unsupported setting works. docs/guides/environments.md lists the fields.
 """
 
 from __future__ import annotations
