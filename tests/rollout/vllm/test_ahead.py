@@ -310,7 +310,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on(
             servers=[url],
             checkpoint={"every": 2, "export": False},
             staleness=staleness,
-            batch=CONNECTIONS,
+            max_concurrent=CONNECTIONS,
             steps=5,
         )
         kept: set[tuple[int, int]] = set()
