@@ -196,7 +196,7 @@ def test_a_resumed_in_process_run_is_bit_identical(
         return write(*arguments, **settings)
 
     monkeypatch.setattr(hf_cache, "_write", counted)
-    settings: dict[str, Any] = {"engine": "in_process", "batch": chunk}
+    settings: dict[str, Any] = {"engine": "in_process", "max_concurrent": chunk}
     train(make_config(tmp_path / "plain", model_folder, **settings))
     whole = calls
     assert whole == 3 * -(-SAMPLES // chunk)

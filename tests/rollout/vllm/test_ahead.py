@@ -201,7 +201,7 @@ def check_not_asked_again(fake: FakeVllm, restored: list[Stored]) -> None:
         assert seed_of(batch, number) not in again
 
 
-def journaled(folder: Path) -> set[tuple[int, int]]:
+def logged_responses(folder: Path) -> set[tuple[int, int]]:
     """Batch and number of all responses in the response log of a run."""
     return {
         (record["batch"], row["number"])
@@ -310,14 +310,14 @@ def test_a_run_that_is_killed_again_and_again_goes_on(
             servers=[url],
             checkpoint={"every": 2, "export": False},
             staleness=staleness,
-            batch=CONNECTIONS,
+            max_concurrent=CONNECTIONS,
             steps=5,
         )
         kept: set[tuple[int, int]] = set()
         for moment, number in kills.items():
             run_ranks(1, killed_run, config, moment, number, dying=[0])
             check_asked(kept)
-            kept = journaled(tmp_path / "run")
+            kept = logged_responses(tmp_path / "run")
             assert kept or moment != "sampling", "responses arrived after the checkpoint"
             fake.completed.clear()
         train(config)
