@@ -297,7 +297,7 @@ def test_a_filter_does_not_take_failed_groups(model_folder: Path, tmp_path: Path
     train(make_config(tmp_path / "run", model_folder, rollout=rollout, run={"steps": 2}))
     for line in lines(tmp_path / "run"):
         assert line["samples"] == 12, "other prompts replace them"
-        assert line["groups_asked"] > 4
+        assert line["groups_requested"] > 4
 
 
 def test_evaluation_plays_episodes(model_folder: Path, tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_an_agent_is_trained_and_repeats_itself(model_folder: Path, tmp_path: Pa
     found = lines(tmp_path / "one")
     assert found == lines(tmp_path / "two")
     assert [line["agent/calls"] >= 6 and line["episodes"] == 6 for line in found] == [True, True]
-    assert found[0]["agent/drawn_otherwise"] == found[0]["agent/calls"]
+    assert found[0]["agent/sampling_overridden"] == found[0]["agent/calls"]
     assert found[0]["reward_max"] > 0
     for line in lines(tmp_path / "one", "rollouts.jsonl"):
         assert line["prompt"].startswith("u ")

@@ -246,8 +246,8 @@ def summary(metrics: Mapping[str, Any]) -> str:
         parts.append(f"sampling {metrics['seconds/sampling']:.1f} s")
     if "sampler/canary_difference" in metrics:
         parts.append(f"canary {metrics['sampler/canary_difference']:.1e}")
-    if "groups_asked" in metrics:
-        parts.append(f"asked {metrics['groups_asked']:.0f} groups")
+    if "groups_requested" in metrics:
+        parts.append(f"asked {metrics['groups_requested']:.0f} groups")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in metrics:
         parts.append(f"mfu {metrics['mfu']:.1%}")

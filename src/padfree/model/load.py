@@ -13,8 +13,7 @@ The tensors are filled from one of three sources:
 - Files whose tensors transformers renames or merges on loading (experts stored one by one): rank 0 loads them with
   transformers on the CPU and broadcasts each tensor.
 - Random weights, if requested: rank 0 initialises them on the CPU from `seed`, as transformers would, and broadcasts
-each
-  tensor. The values do not depend on the number of ranks.
+  each tensor. The values do not depend on the number of ranks.
 
 Tied parameters stay one object under two names after `to_empty`. Buffers that are not in the files (rotary frequencies)
 come from transformers' own `_init_weights`. It runs twice, with these buffers filled with 0 and with 1. A buffer that

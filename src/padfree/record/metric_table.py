@@ -203,7 +203,7 @@ COLLECTION = MetricGroup(
     "Sampling",
     "RL whose responses are sampled in the run. An engine of your own adds `sampler/NAME` for each of its metrics.",
     (
-        Metric("groups_asked", "groups", "With `rollout.filter`: groups that were requested for the batch."),
+        Metric("groups_requested", "groups", "With `rollout.filter`: groups that were requested for the batch."),
         Metric("groups_equal", "groups", "With `rollout.filter`: groups whose rewards are all equal."),
         Metric(
             "groups_surplus", "groups", "With `rollout.filter`: groups with different rewards that were not needed."
@@ -222,15 +222,15 @@ COLLECTION = MetricGroup(
         Metric("sampler/retried", "requests", "Servers: requests that were retried."),
         Metric("sampler/restarts", "restarts", "Servers: restarts of servers that the run launched."),
         Metric("sampler/servers", "servers", "Servers: servers that have the current weights."),
-        Metric("sampler/exchange_seconds", "s", "Servers: time of the last weight sync, without the canary."),
-        Metric("sampler/exchange_bytes", "bytes", "Servers: bytes sent in the last weight sync."),
+        Metric("sampler/weight_sync_seconds", "s", "Servers: time of the last weight sync, without the canary."),
+        Metric("sampler/weight_sync_bytes", "bytes", "Servers: bytes sent in the last weight sync."),
         Metric(
             "sampler/canary_difference",
             "nats",
             "Servers: mean difference between the log-probabilities of server and trainer on fixed sequences.",
         ),
         Metric("sampler/canary_largest", "nats", "Servers: largest difference on the fixed sequences."),
-        Metric("sampler/canary_drawn_difference", "nats", "Servers: mean difference on tokens that the server drew."),
+        Metric("sampler/canary_sampled_difference", "nats", "Servers: mean difference on tokens that the server drew."),
         Metric(
             "sampler/canary_followed",
             "ratio",
@@ -258,7 +258,7 @@ EPISODES = MetricGroup(
         Metric("agent/cuts", "calls", "Calls whose text did not continue what the model had seen."),
         Metric("agent/conversations", "conversations", "Further conversations that agents opened."),
         Metric("agent/refused", "calls", "Calls that left no room for a response."),
-        Metric("agent/drawn_otherwise", "calls", "Calls that asked for other sampling parameters."),
+        Metric("agent/sampling_overridden", "calls", "Calls that asked for other sampling parameters."),
     ),
 )
 

@@ -58,7 +58,7 @@ def test_the_first_groups_that_differ_are_chosen_for_any_oversampling(oversample
     assert len(found) == 4
     assert all(signal[index] for index in requested.chosen(signal))
     counted = requested.metrics(signal)
-    assert counted["groups_asked"] == counted["groups_equal"] + 4 + counted["groups_surplus"]
+    assert counted["groups_requested"] == counted["groups_equal"] + 4 + counted["groups_surplus"]
 
 
 def test_at_the_bound_the_batch_is_filled_up() -> None:
@@ -117,12 +117,12 @@ def test_a_filtered_run_in_the_process(model_folder: Path, tmp_path: Path) -> No
     whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
     for line, other in zip(whole, parts, strict=True):
         assert (line["samples"], line["groups"]) == (12, 4)
-        assert line["groups_asked"] >= 6
+        assert line["groups_requested"] >= 6
         assert line["raw_reward"] - line["reward"] == pytest.approx(line["overlong_penalty"], abs=1e-6)
-        for name in ("loss", "reward", "groups_asked", "groups_equal", "overlong_share"):
+        for name in ("loss", "reward", "groups_requested", "groups_equal", "overlong_share"):
             assert line[name] == other[name]
     assert any(line["groups_equal"] > 0 for line in whole)
-    enough = [line["groups_asked"] - line["groups_equal"] >= 4 for line in whole]
+    enough = [line["groups_requested"] - line["groups_equal"] >= 4 for line in whole]
     kept = [line["groups_without_signal"] for line in whole]
-    assert all(has or requested["groups_asked"] == 12 for has, requested in zip(enough, whole, strict=True))
+    assert all(has or requested["groups_requested"] == 12 for has, requested in zip(enough, whole, strict=True))
     assert all(isinstance(count, int) for count in kept)

@@ -155,7 +155,7 @@ def check_run(
     for line in found:
         assert line["samples"] == GROUP * GROUPS or line["groups_failed"] > 0
         assert line["samples"] % GROUP == 0
-        assert line["groups_asked"] >= GROUPS * 1.5
+        assert line["groups_requested"] >= GROUPS * 1.5
         assert ("overlong_penalty" in line) == overlong
         if overlong:
             assert line["raw_reward"] - line["reward"] == pytest.approx(line["overlong_penalty"], abs=1e-6)

@@ -72,7 +72,7 @@ def test_an_unmodified_program_as_the_environment() -> None:
         ("[u]2 and 3?[a]so 2+3=$[u]5[a]#### 5$", "." * 14 + "1" * 8 + "." * 7 + "1" * 7),
     ]
     assert played.reward == 1.0
-    assert played.counts == {"calls": 2, "drawn_otherwise": 2}
+    assert played.counts == {"calls": 2, "sampling_overridden": 2}
 
 
 def test_sampled_ids_are_kept_if_their_text_encodes_differently() -> None:
@@ -95,7 +95,7 @@ def test_a_template_that_drops_thoughts_starts_a_new_branch() -> None:
         ("[u]2 and 3?[a]hm!2+3=$", "." * 14 + "1" * 8),
         ("[u]2 and 3?[a]2+3=$[u]5[a]#### 5$", "." * 26 + "1" * 7),
     ]
-    assert played.counts == {"calls": 2, "cuts": 1, "drawn_otherwise": 2}
+    assert played.counts == {"calls": 2, "cuts": 1, "sampling_overridden": 2}
 
 
 def test_programs_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_a_run_on_a_server(transfer: str, model_folder: Path, tmp_path: Path) ->
         assert line["loss/sampler_difference"] < 1e-5, "the same policy in float32"
         assert line["sampler/canary_difference"] < 1e-5
         assert "version_age" not in line, "without rollout.staleness"
-        assert line["sampler/exchange_bytes"] > sum(value.nbytes for value in before.values()) / 2
+        assert line["sampler/weight_sync_bytes"] > sum(value.nbytes for value in before.values()) / 2
     assert found[1]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
     assert fake.version == "2", "the weights of the last batch, after two steps"
     assert any(not torch.equal(value, before[name]) for name, value in fake.model.named_parameters())

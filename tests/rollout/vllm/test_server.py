@@ -229,7 +229,7 @@ def test_weights_of_a_model_with_tied_embeddings_arrive(
     for line in found:
         assert line["sampler/canary_difference"] < 1e-4
         assert line["loss/sampler_difference"] < 1e-4, "at temperature 0.9"
-        assert line["sampler/exchange_bytes"] > 1e6
+        assert line["sampler/weight_sync_bytes"] > 1e6
     assert found[1]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
     assert asyncio.run(server.version()) == "2"
 
@@ -286,7 +286,7 @@ def test_only_adapters_travel(adapters: VllmServer, folder: Path, tmp_path: Path
     for line in found:
         assert line["sampler/canary_difference"] < 1e-4
         assert line["loss/sampler_difference"] < 1e-4
-        assert line["sampler/exchange_bytes"] < whole / 10
+        assert line["sampler/weight_sync_bytes"] < whole / 10
     assert found[2]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
 
 

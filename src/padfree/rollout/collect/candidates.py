@@ -91,7 +91,7 @@ class Candidates:
             return {}
         different = sum(signal.values())
         return {
-            "groups_asked": float(self.num_requested),
+            "groups_requested": float(self.num_requested),
             "groups_equal": float(self.num_requested - different),  # whose rewards were all equal
             "groups_surplus": float(max(different - self._wanted, 0)),  # whose rewards differ, but are not needed
         }

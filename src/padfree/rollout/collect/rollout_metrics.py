@@ -45,7 +45,7 @@ def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
         values = [one.metrics[name] for one in played if name in one.metrics]
         metrics[f"environment/{name}"] = sum(values) / len(values)
     if any(one.counts for one in played):
-        for name in ("calls", "cuts", "conversations", "refused", "drawn_otherwise"):
+        for name in ("calls", "cuts", "conversations", "refused", "sampling_overridden"):
             metrics[f"agent/{name}"] = sum(one.counts.get(name, 0.0) for one in played)
     return metrics
 

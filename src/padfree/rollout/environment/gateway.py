@@ -141,7 +141,7 @@ class Gateway:
             models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "padfree"}]
             return Reply(data=json.dumps({"object": "list", "data": models}).encode())
         if check_fields(body, route, self._temperature):
-            episode.tree.count("drawn_otherwise")
+            episode.tree.count("sampling_overridden")
         chat = route == CHAT
         try:
             context = self._chat(episode.calls, body) if chat else self._prompt(episode.calls, body)

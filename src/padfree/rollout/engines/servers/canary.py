@@ -121,7 +121,7 @@ class Canary:
         metrics = {
             "canary_difference": float(differences.mean()),
             "canary_largest": float(differences.max()),
-            "canary_drawn_difference": sampled_difference,
+            "canary_sampled_difference": sampled_difference,
         }
         what = f"rollout.servers: {url} was sent policy version {version}"
         fix = self._api.fix_weights

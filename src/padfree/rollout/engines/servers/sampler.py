@@ -125,8 +125,8 @@ class ServerSampler:
             begin = time.perf_counter()
             outcome = self.sync.send(self.trained, self._version)
             raise_together(outcome.error, group)
-            self._add("exchange_seconds", time.perf_counter() - begin)
-            self._add("exchange_bytes", outcome.num_bytes)
+            self._add("weight_sync_seconds", time.perf_counter() - begin)
+            self._add("weight_sync_bytes", outcome.num_bytes)
             outcome = broadcast_object(outcome, self.mesh)
             failed = outcome.failed
             refusals = refusals + 1 if len(outcome.refused) == len(self.servers) else 0
