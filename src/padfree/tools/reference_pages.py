@@ -139,7 +139,7 @@ def backends_page() -> str:
 
 `model.attention=auto` takes the first backend of this table that supports the device, the dtype and the layers of the
 model. A backend that is named is used, or refused with the reason. "ring" says whether ring attention can use the
-backend, and "`auto`" for which dtypes it is chosen by default. [Attention](../concepts/attention.md) explains the backends.
+backend, and "`auto`" for which dtypes it is chosen by default. [Attention](../concepts/attention.md) explains them.
 
 {capability_table()}"""
 

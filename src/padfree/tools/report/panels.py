@@ -110,7 +110,7 @@ PARTS = (
 TOGETHER = re.compile(
     r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"
 )
-"""Metrics that share a figure: `reward_min` is in the figure `reward`; `groups_requested`, `groups_equal` in `groups`."""
+"""Metrics that share a figure: `reward_min` is in `reward`; `groups_requested` and `groups_equal` are in `groups`."""
 
 
 @dataclass(frozen=True, slots=True)
