@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from padfree.attention import choose_backend, varlen_attention, varlen_forward
 from padfree.batch import Sample, Segments
-from padfree.config.choices import LayoutKind
+from padfree.choices import LayoutKind
 
 SECTIONS = {"cpu": ("model",), "cuda": ("kernels", "wrapper", "context")}
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 32, 8, 128

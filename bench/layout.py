@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from timer import quickest
 
 from padfree.batch import Layout, Segments
-from padfree.config.choices import LayoutKind
+from padfree.choices import LayoutKind
 from padfree.cp import keys_read, make_layout, modelled_cost, pieces, work
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import key_traffic, prepare_keys

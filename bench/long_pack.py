@@ -35,7 +35,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from padfree.attention import choose_backend
 from padfree.batch import LmHead, LocalBatch, PackedBatch, Sample
-from padfree.config.choices import LayoutKind
+from padfree.choices import LayoutKind
 from padfree.cp import communication_bytes, make_layout, modelled_cost, shard, work
 from padfree.cp.allgather import local_attention, prepare_keys
 from padfree.cp.context_plan import ContextPlan

@@ -37,7 +37,7 @@ from updates import make_updates
 from padfree import Sample
 from padfree.attention.copies import take_copies
 from padfree.attention.prefix_attention import prefix_attention, prepare_prefix_keys
-from padfree.config.choices import SharePrefixes
+from padfree.choices import SharePrefixes
 from padfree.cp import shard
 from padfree.cp.allgather import local_attention
 from padfree.cp.keys import prepare_keys

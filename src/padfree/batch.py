@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import float_array, integer_array, mask_array, need_whole, single_number, token_array
-from padfree.config.choices import LayoutKind
+from padfree.choices import LayoutKind
 from padfree.errors import UserError
 from padfree.prefix_tree import check_parents, first_positions
 

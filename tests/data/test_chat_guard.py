@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padfree.config.choices import LossOn, Turns
+from padfree.choices import LossOn, Turns
 from padfree.data.chat_renderer import ChatRenderer, RenderedSample
 from padfree.data.conversation import read_conversation
 from padfree.data.records import RowError

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from padfree.config.choices import LossOn, Turns
+from padfree.choices import LossOn, Turns
 from padfree.data.chat_renderer import ChatRenderer, RenderedSample
 from padfree.data.conversation import Conversation, read_conversation
 from padfree.data.encode import Encoded, Encoder, Passage

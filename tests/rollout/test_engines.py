@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from padfree.choices import SAMPLING_ENGINES
 from padfree.config import Config, load_config
-from padfree.config.choices import SAMPLING_ENGINES
 from padfree.rollout.engines import check_engine_name, make_sampler
 from tests.refused import refused
 

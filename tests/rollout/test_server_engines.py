@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from padfree.choices import SAMPLING_ENGINES
 from padfree.config import Config, LoraConfig
-from padfree.config.choices import SAMPLING_ENGINES
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers import server_processes
 from padfree.rollout.engines.servers.server_api import (

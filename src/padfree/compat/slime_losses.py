@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padfree.arrays import number_array
-from padfree.config.choices import KLEstimator
+from padfree.choices import KLEstimator
 from padfree.config.loss_settings import ClipSettings
 from padfree.errors import UserError
 from padfree.losses import checks

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from padfree.config.choices import (
+from padfree.choices import (
     Advantage,
     KLEstimator,
     KLWeighting,

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from padfree.config.choices import (
+from padfree.choices import (
     DivergenceKind,
     KLEstimator,
     KLWeighting,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from os.path import expanduser
 from typing import Any
 
-from padfree.config.choices import ComputeDtype, Init, LoraExport
+from padfree.choices import ComputeDtype, Init, LoraExport
 from padfree.config.loss_settings import ValueSettings
 from padfree.config.setting import BETWEEN, SAMPLES, STAYS, check_table, need_of, setting
 from padfree.errors import need

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from padfree.config.choices import (
+from padfree.choices import (
     SAMPLING_ENGINES,
     OnFailure,
     RolloutFilter,

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from padfree.config.choices import (
+from padfree.choices import (
     Better,
     CheckpointingOrAuto,
     CompilerOrAuto,

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from padfree.arrays import need_whole
 from padfree.batch import Layout, Segments
-from padfree.config.choices import LayoutKind
+from padfree.choices import LayoutKind
 from padfree.errors import UserError
 
 Indices = NDArray[np.int64]

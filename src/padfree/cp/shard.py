@@ -22,7 +22,7 @@ from padfree.arrays import concatenated_ranges, need_whole
 from padfree.attention.copies import copies_of
 from padfree.attention.prefix_attention import prepare_prefix_keys
 from padfree.batch import AttnContext, LocalBatch, LocalEntries, PackedBatch, need_tensor
-from padfree.config.choices import ContextMethod, LayoutKind
+from padfree.choices import ContextMethod, LayoutKind
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout

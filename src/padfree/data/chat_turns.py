@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from padfree.config.choices import Turns
+from padfree.choices import Turns
 from padfree.data.conversation import Message
 from padfree.data.records import RowError
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from padfree.config.choices import LossOn, OnBadRow, Overlong, PromptFormat, Turns
+from padfree.choices import LossOn, OnBadRow, Overlong, PromptFormat, Turns
 from padfree.config.prompt_template import template_parts
 from padfree.errors import UserError, check_choice
 

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.batch import Sample
-from padfree.config.choices import Overlong
+from padfree.choices import Overlong
 from padfree.data.data_settings import check_max_length
 from padfree.data.records import DataReport, SkippedRow, labelled
 from padfree.data.store import hash_of, open_array, read_metadata, read_skipped

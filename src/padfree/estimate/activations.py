@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from padfree.config.choices import Checkpointing
+from padfree.choices import Checkpointing
 from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
 from padfree.layers.offload import OFFLOADED_FRACTION
 from padfree.model.mixers import kind_of

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from padfree.arrays import need_whole
-from padfree.config.choices import HeadMemory
+from padfree.choices import HeadMemory
 from padfree.errors import UserError
 
 Memory = HeadMemory | int

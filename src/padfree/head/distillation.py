@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from padfree.arrays import need_number, need_whole
 from padfree.batch import LmHead, need_tensor
-from padfree.config.choices import DivergenceKind
+from padfree.choices import DivergenceKind
 from padfree.errors import UserError, check_choice
 from padfree.head import divergence as torch_divergence
 from padfree.head import elementwise as torch_elementwise

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from padfree.config.choices import DivergenceKind
+from padfree.choices import DivergenceKind
 from padfree.head.elementwise import FLOAT16_FLOOR, BlockedHead, Softmax
 
 

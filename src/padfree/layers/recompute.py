@@ -28,7 +28,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from padfree.config.choices import Checkpointing
+from padfree.choices import Checkpointing
 from padfree.errors import UserError
 from padfree.layers.passes.graph_nodes import MATMULS
 

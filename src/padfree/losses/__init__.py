@@ -12,7 +12,7 @@ logits                              scores from existing logits
 Their settings are plain data that do not import torch: `padfree.config.loss_settings`.
 """
 
-from padfree.config.choices import KLEstimator, WeightMode
+from padfree.choices import KLEstimator, WeightMode
 from padfree.config.loss_settings import (
     CISPOSettings,
     ClipSettings,

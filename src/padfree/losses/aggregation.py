@@ -41,7 +41,7 @@ from torch import Tensor
 
 from padfree.arrays import host_array, integer_array, need_number, need_whole
 from padfree.batch import IGNORE, at_predictions
-from padfree.config.choices import WeightMode
+from padfree.choices import WeightMode
 from padfree.errors import UserError
 from padfree.losses import checks
 from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread

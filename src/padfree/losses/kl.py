@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.config.choices import KLEstimator
+from padfree.choices import KLEstimator
 from padfree.errors import UserError
 from padfree.losses import checks
 

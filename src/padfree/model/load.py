@@ -56,7 +56,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from padfree.config.choices import Init, ModelHead
+from padfree.choices import Init, ModelHead
 from padfree.distributed import raise_together
 from padfree.errors import UserError
 from padfree.model.lora import initial_values, is_adapter

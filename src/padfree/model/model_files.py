@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
-from padfree.config.choices import Init
+from padfree.choices import Init
 from padfree.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from padfree.config.choices import ModelHead
+from padfree.choices import ModelHead
 from padfree.errors import UserError
 from padfree.model.scalar_head import scalar_model
 from padfree.model.wrapper import language_config

@@ -36,7 +36,7 @@ from padfree.batch import (
     at_predictions,
     common_fields,
 )
-from padfree.config.choices import SharePrefixes
+from padfree.choices import SharePrefixes
 from padfree.errors import UserError, need
 from padfree.packing.balance import balance
 from padfree.packing.cost import CostModel

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.config.choices import PackOverlong
+from padfree.choices import PackOverlong
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import Indices
 from padfree.packing.prefixes import PrefixTree

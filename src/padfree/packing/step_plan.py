@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from padfree.arrays import need_whole, number_array
-from padfree.config.choices import PackOverlong
+from padfree.choices import PackOverlong
 from padfree.errors import UserError, check_choice
 from padfree.packing.balance import PartitionProblem, Parts, partition, sums
 from padfree.packing.context_sizes import plan_wide

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 from padfree.arrays import need_whole
-from padfree.config.choices import PackOverlong
+from padfree.choices import PackOverlong
 from padfree.errors import UserError, check_choice
 from padfree.packing.epochs import EpochReader, SourcePart
 

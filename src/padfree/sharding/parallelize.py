@@ -32,8 +32,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from padfree.choices import Checkpointing
 from padfree.config import LoraConfig
-from padfree.config.choices import Checkpointing
 from padfree.distributed import Mesh
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import Kept, recompute_layers

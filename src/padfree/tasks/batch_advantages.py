@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.batch import Sample
-from padfree.config.choices import Advantage
+from padfree.choices import Advantage
 from padfree.errors import UserError
 from padfree.losses import (
     grpo_advantages,

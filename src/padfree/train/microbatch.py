@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample
-from padfree.config.choices import LayoutKind, PackOverlong, SharePrefixes
+from padfree.choices import LayoutKind, PackOverlong, SharePrefixes
 from padfree.cp import shard
 from padfree.distributed import Mesh
 from padfree.errors import UserError

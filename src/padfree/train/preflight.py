@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from padfree.attention import BACKENDS, choose_backend
 from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.choices import Init, ModelHead
 from padfree.config import Config
-from padfree.config.choices import Init, ModelHead
 from padfree.config.functions import is_path, model_of
 from padfree.config.hub import check_names
 from padfree.config.inert import inert_settings

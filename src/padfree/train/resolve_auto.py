@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from padfree.choices import Checkpointing
 from padfree.config import Config, LoraConfig, ParallelConfig
-from padfree.config.choices import Checkpointing
 from padfree.config.processes import processes_of
 from padfree.distributed import Mesh
 from padfree.estimate.memory import MemoryEstimate, estimate_memory

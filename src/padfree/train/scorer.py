@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import LocalBatch, Sample, at_tokens
-from padfree.config.choices import PackOverlong
+from padfree.choices import PackOverlong
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import gather_tokens
 from padfree.distributed import Mesh

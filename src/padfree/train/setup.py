@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from padfree.choices import Init, ModelHead, PackOverlong
 from padfree.config import Config
-from padfree.config.choices import Init, ModelHead, PackOverlong
 from padfree.config.functions import model_of
 from padfree.distributed import Mesh
 from padfree.errors import UserError

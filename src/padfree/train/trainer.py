@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.choices import LOWER_IS_BETTER, Better
 from padfree.config import Config
-from padfree.config.choices import LOWER_IS_BETTER, Better
 from padfree.errors import UserError, shown_error
 from padfree.estimate.flops import Flops
 from padfree.garbage_collection import quiet_collector

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from padfree.choices import SAMPLING_ENGINES
 from padfree.config import Config
-from padfree.config.choices import SAMPLING_ENGINES
 from padfree.config.functions import UserFunction, is_path
 from padfree.distributed import Mesh, PeerLostError
 from padfree.errors import UserError, shown_error

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from padfree.batch import Sample
-from padfree.config.choices import ModelHead
+from padfree.choices import ModelHead
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.errors import UserError
 from padfree.model.load import load_model

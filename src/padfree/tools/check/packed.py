@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, Sample
-from padfree.config.choices import LayoutKind, ModelHead
+from padfree.choices import LayoutKind, ModelHead
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh

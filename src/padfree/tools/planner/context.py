@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.batch import Segments
-from padfree.config.choices import LayoutKind
+from padfree.choices import LayoutKind
 from padfree.cp import keys_read, make_layout, modelled_cost
 from padfree.tools.planner.steps import Lengths
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
+from padfree.choices import Checkpointing
 from padfree.config import Config, LoraConfig
-from padfree.config.choices import Checkpointing
 from padfree.estimate.memory import MemoryEstimate, estimate_memory
 from padfree.model.lora import add_adapters
 from padfree.tools.planner.epoch import PlanShape

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from padfree.config.choices import LayoutKind
+from padfree.choices import LayoutKind
 from padfree.estimate.memory import MemoryEstimate
 from padfree.tools.planner.context import BALANCE_PACKS, KINDS, ContextBalance, context_balance, long_pack
 from padfree.tools.planner.epoch import EXACT_STEPS, EpochPlan, OnPlannedStep, PlanShape, plan_epoch

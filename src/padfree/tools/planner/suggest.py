@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from padfree.config.choices import LayoutKind
+from padfree.choices import LayoutKind
 from padfree.packing import CostModel
 from padfree.tools.planner.context import BALANCE_PACKS, KINDS, ContextBalance, context_balance
 from padfree.tools.planner.epoch import EpochPlan, PlanShape, plan_epoch
