@@ -29,6 +29,7 @@ PLANTED: dict[str, tuple[list[str], str]] = {
     "plan": (["--model", "m", "--data", "d.jsonl", "--max-tokens", "8"], READS),
     "recipes": ([], "padfree.cli.recipes.shipped_recipes"),
     "report": (["FOLDER"], "padfree.tools.report.default_output"),
+    "settings": ([], "padfree.cli.settings.matching_entries"),
     **{name: ([str(RECIPES / "sft.toml")], READS) for name in TRAINING},
 }
 """By command: words, and a function that they come to."""
@@ -44,6 +45,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "plan": (["--model", "m", "--data", "d.jsonl"], "--max-tokens"),
     "recipes": (["none"], "recipes"),
     "report": (["FOLDER/none"], "RUN"),
+    "settings": (["loss.none"], "settings"),
     **{name: (["nowhere.toml"], "config") for name in TRAINING},
 }
 """By command: words with a mistake, and the setting it is in. `padfree env` is asked for nothing."""

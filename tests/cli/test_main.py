@@ -43,7 +43,7 @@ def test_no_command_and_an_unknown_one_are_usage_errors(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--folder", "nowhere", "--resume"], "padfree demo: --resume: nowhere holds no demo"),
+        (["demo", "--folder", "nowhere", "--resume"], "padfree demo: --resume: nowhere does not hold a demo"),
         (["sft", "nowhere.toml"], "padfree sft: config: nowhere.toml cannot be read"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_suggestion_is_planned_where_nothing_else_was_said(capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert f"suggestion  batch.max_tokens={found['max_tokens']} parallel.context=1\n" in shown
     assert "  - context 1: the longest sample, 17 tokens, fits on one device" in shown
-    assert "(40% of the 989 TFLOP/s of H100 assumed)" in shown
+    assert "assuming 40% of the 989 TFLOP/s of H100" in shown
 
 
 def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_the_page_of_several_runs_goes_next_to_them(
 def test_several_runs_names_and_notes(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("b/config.json").unlink()
     assert main(["report", *folders, "--output", "new/compare.html", "--names", "small, large"]) == 0
-    assert capsys.readouterr().out == "note: large: there is no config.json\nwritten to new/compare.html\n"
+    assert capsys.readouterr().out == "note: large: config.json is missing\nwritten to new/compare.html\n"
     text = Path("new/compare.html").read_text()
     assert "<h1>2 runs side by side</h1>" in text
     assert '"name":"small"' in text
@@ -58,7 +58,7 @@ def test_several_runs_names_and_notes(folders: list[str], capsys: pytest.Capture
 
 def test_mistakes_are_one_line_and_exit_code_1(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        ([*folders, "--names", "one"], "--names: 1 for 2 runs; give one for each, with commas between"),
+        ([*folders, "--names", "one"], "--names: gives 1 names for 2 runs; give one name per run, separated by commas"),
         (["nothing"], "RUN: nothing: no such folder; give the run.folder of a run that has begun"),
         (["a", "--output", "a/metrics.jsonl"], "--output: a/metrics.jsonl; give a file name that ends in .html"),
         (

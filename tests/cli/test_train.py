@@ -193,7 +193,7 @@ def test_a_dry_run_of_hosts_shows_who_is_where_and_what_they_send(
     changes = ["parallel.replicate=2", "parallel.context=2"]
     assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes, "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "\nhosts: 2 of 4 processes; host 0: ranks 0 to 3, host 1: ranks 4 to 7\n" in shown
+    assert "\nhosts: 2 with 4 processes each; host 0: ranks 0 to 3, host 1: ranks 4 to 7\n" in shown
     assert "\n  weights are gathered inside a host, gradients of the 2 replicas are reduced over 2 hosts\n" in shown
     assert "\n  the 2 context ranks of a pack are inside a host\n" in shown
     assert re.search(r"\n  all-gather of weights +[0-9.]+ [KM]iB +0 B\n", shown)
@@ -211,7 +211,7 @@ def test_a_dry_run_shows_how_wide_rows_are(
     shown = capsys.readouterr().out
     assert 'context = "auto"' in shown
     assert "\nlayout: 4 processes = 1 replicate x 4 shard x 1 to 4 context\n" in shown
-    assert re.search(r"\n  rows: .*\d+ on 2 ranks", shown)
+    assert re.search(r"\n  packs: .*\d+ on 2 ranks", shown)
     assert "\n  context, allgather" in shown
 
 
@@ -236,7 +236,7 @@ def test_bad_rows_are_skipped_when_the_flag_says_so(
     file.write_text('{"prompt": "1+1=", "response": "2"}\n{"prompt": "1+2="}\n{"prompt": "2+2=", "response": "4"}\n')
     arguments = ["sft", str(RECIPES / "sft.toml"), *overrides["sft"], f"data.path={file}", "--dry-run"]
     assert main(arguments) == 1
-    assert "rows.jsonl line 2: no 'response'" in capsys.readouterr().err
+    assert "rows.jsonl line 2: 'response' is missing" in capsys.readouterr().err
     assert main([*arguments, "--on-bad-row", "skip"]) == 0
     assert "data: 2 samples; 1 rows are skipped or dropped" in capsys.readouterr().out
 
@@ -283,11 +283,11 @@ def test_progress_bars_on_a_terminal(
 @pytest.mark.parametrize(
     ("command", "changes", "message"),
     [
-        ("sft", ["loss.kind=clip"], "loss.kind: 'clip' for padfree sft; use padfree rl for it"),
+        ("sft", ["loss.kind=clip"], "loss.kind: 'clip' does not belong to padfree sft; use padfree rl"),
         (
             "rl",
             ["loss.kind=sft"],
-            "loss.kind: 'sft' for padfree rl; use padfree sft",
+            "loss.kind: 'sft' does not belong to padfree rl; use padfree sft",
         ),
         ("sft", ["optimizer.rl=1"], "optimizer.rl"),
         (
@@ -296,7 +296,7 @@ def test_progress_bars_on_a_terminal(
             "parallel.context: 2 times parallel.replicate 1 does not divide 1",
         ),
         ("sft", ['data.path=["nowhere.jsonl"]'], "nowhere.jsonl"),
-        ("sft", ["lora.rank=4", "lora.targets=no_proj", "--dry-run"], "lora.targets: the model has no 'no_proj'"),
+        ("sft", ["lora.rank=4", "lora.targets=no_proj", "--dry-run"], "lora.targets: the model has no module 'no_proj'"),
         ("sft", ["batch.max_tokens=2", "--dry-run"], "batch.max_tokens: 2, but sft.jsonl:1 has "),
         ("sft", ["batch.cost=nowhere.json", "--dry-run"], "batch.cost: nowhere.json cannot be read"),
         ("sft", ["model.path=no/where"], "model.path: 'no/where' is not on this disk, and the Hub is not asked"),

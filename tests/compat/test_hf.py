@@ -61,16 +61,16 @@ def test_masks_and_already_packed_features() -> None:
 @pytest.mark.parametrize(
     ("settings", "features", "message"),
     [
-        ({}, [], "features: empty list"),
+        ({}, [], "features: is empty"),
         ({}, [{"text": "x"}], r"features: feature 0 has no input_ids \(it has \['text'\]\)"),
-        ({}, [{"input_ids": [1, 2], "attention_mask": [1, 0]}], "attention_mask: zeros in feature 0"),
-        ({}, [{"input_ids": [1, 2], "labels": [2, IGNORE]}], "labels: feature 0 differs"),
-        ({}, [{"input_ids": [1, 2], "loss_mask": [1]}], r"loss_mask: shape \(1,\) for 2 tokens"),
-        ({}, [{"input_ids": [1, 2], "loss_mask": [1, 2]}], "loss_mask: values other than 0 and 1 in feature 0"),
-        ({}, [{"input_ids": [1.5, 2]}], "input_ids of feature 0: float64 array"),
+        ({}, [{"input_ids": [1, 2], "attention_mask": [1, 0]}], "attention_mask: has zeros in feature 0"),
+        ({}, [{"input_ids": [1, 2], "labels": [2, IGNORE]}], "labels: of feature 0 differ"),
+        ({}, [{"input_ids": [1, 2], "loss_mask": [1]}], r"loss_mask: has shape \(1,\), but feature 0 has 2 tokens"),
+        ({}, [{"input_ids": [1, 2], "loss_mask": [1, 2]}], "loss_mask: has values other than 0 and 1 in feature 0"),
+        ({}, [{"input_ids": [1.5, 2]}], "input_ids of feature 0: got a float64 array"),
         ({}, [{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths: add up to 1, but feature 0 has 2 tokens"),
         ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "seq_lengths: add up to 2, but feature 0 has 2 tokens"),
-        ({"length": 8}, FEATURES, "length: 8 for 9 tokens"),
+        ({"length": 8}, FEATURES, "length: 8 is too short for a batch of 9 tokens"),
         ({"length": 12, "multiple_of": 8}, FEATURES, "length: 12 is not a multiple of multiple_of=8"),
         ({"multiple_of": 0}, FEATURES, "multiple_of: 0 is not a positive integer; give"),
     ],
@@ -108,7 +108,7 @@ def stock(class_name: str, values: dict[str, Any], implementation: str | None = 
         (BLOOM, "packed differs from one sample at a time: outputs differ"),
         (("FalconForCausalLM", {**SMALL, "num_attention_heads": 2}), "outputs differ"),
         (("GptOssForCausalLM", {**HEADS, "num_local_experts": 2, "head_dim": 16}, "eager"), "outputs differ"),
-        (("LlamaForCausalLM", {**HEADS, "attention_chunk_size": 16}), "attention_chunk_size 16"),
+        (("LlamaForCausalLM", {**HEADS, "attention_chunk_size": 16}), "attention_chunk_size is 16"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -137,7 +137,7 @@ def test_flash_attention_must_be_told_the_lengths(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_no_stock_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="model: str; give the transformers model itself"):
+    with pytest.raises(ValueError, match="model: str is not a transformers model"):
         PackedCollator("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
     model = attach(tiny_model())
     with pytest.raises(ValueError, match=r"is attached.*; detach it with model\.set_attn_implementation\('sdpa'\)"):

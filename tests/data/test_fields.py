@@ -113,7 +113,7 @@ def test_a_mapping_renames_and_speaks_for_its_format() -> None:
 @pytest.mark.parametrize(
     ("schema", "first", "mapping", "words"),
     [
-        (SFT_SCHEMA, row("prompt"), {}, r"f has \['prompt'\]; expected .*; add the missing columns$"),
+        (SFT_SCHEMA, row("prompt"), {}, r"f has the columns \['prompt'\]; expected .*; add the missing columns$"),
         (
             SFT_SCHEMA,
             row("question", "text"),
@@ -130,7 +130,7 @@ def test_a_mapping_renames_and_speaks_for_its_format() -> None:
             SFT_SCHEMA,
             row("prompt", "chosen", "rejected"),
             {},
-            r"padfree dpo or padfree reward for preference pairs .*chosen=response",
+            r"padfree dpo or padfree reward for preference pairs; .*chosen=response",
         ),
         (SFT_SCHEMA, row(a=1, b=[2]), {}, r"add the missing columns$"),
         # No suggestion of a wrong kind: KTO's label is not an answer, and token ids are not a text.

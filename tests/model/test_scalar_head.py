@@ -61,7 +61,7 @@ def test_a_new_head_follows_from_the_seed(tmp_path: Path) -> None:
 
 def test_heads_that_are_more_or_less_than_a_vector_are_refused(tmp_path: Path) -> None:
     build("qwen3").save_pretrained(tmp_path / "causal")
-    with refused("model", "Qwen3ForCausalLM has no scalar head"):
+    with refused("model", "the head of Qwen3ForCausalLM is not a single matrix"):
         scalar_head_of(skeleton(str(tmp_path / "causal")))
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=3).save_pretrained(
         tmp_path / "three"

@@ -90,7 +90,7 @@ def test_chat_prompts_end_where_the_response_begins(tmp_path: Path) -> None:
     [
         ({"prompt": None}, "'prompt' is null; expected a string"),
         ({"prompt": 4}, "'prompt' is 4; expected a string"),
-        ({"answer": "2"}, "no 'prompt'; expected a string"),
+        ({"answer": "2"}, "'prompt' is missing; expected a string"),
         ({"prompt": ""}, "'prompt' has no tokens; expected one or more"),
         ("{oops", "is not valid JSON at character 2"),
         ("[1]", "the row is a list of 1; expected a JSON object"),

@@ -274,7 +274,7 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
             "kto",
             "kto",
             ["reference.precompute=true"],
-            "reference.precompute: True; leave it out, it is for",
+            "reference.precompute: True; leave it out: only padfree dpo",
         ),
         (
             "kto",

@@ -178,7 +178,7 @@ def test_pairs_are_left_out_whole(folder: Path, tmp_path: Path) -> None:
         {"prompt": "1+2=", "chosen": "3+0=3+0=3", "rejected": "4"},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": "2+2=", "chosen": "4"}\n')
-    with pytest.raises(ValueError, match="line 3: no 'rejected'"):
+    with pytest.raises(ValueError, match="line 3: 'rejected' is missing"):
         load_pairs(file, tokenizer)
     found = load_pairs(file, tokenizer, SFTDataSettings(on_bad_row="skip", max_length=8, overlong="drop"))
     assert isinstance(found, PairDataset)
@@ -200,7 +200,7 @@ def test_dry_run_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pytest.C
         (["loss.dpo.gamma=1"], "loss.dpo.gamma: 1.0; leave it out"),
         (["loss.dpo.variant=sigmoidal"], "loss.dpo.variant: 'sigmoidal'; did you mean 'sigmoid'?"),
         (["batch.max_tokens=8"], "in its two answers"),
-        (["loss.kind=sft"], "use padfree sft for it"),
+        (["loss.kind=sft"], "use padfree sft"),
     ):
         assert main(["dpo", recipe, *small, *changes, "--dry-run"]) == 1
         error = capsys.readouterr().err

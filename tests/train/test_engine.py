@@ -183,5 +183,5 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_too(mesh: Mesh) -> None:
 
 
 def test_a_ratio_needs_old_logprobs(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match="old_logprobs: None"):
+    with pytest.raises(ValueError, match="old_logprobs: is missing"):
         make_engine(mesh, LOSSES["clip"]).step(make_samples())

@@ -201,8 +201,8 @@ def refused(config: Config) -> str:
     ("rows", "changes", "message"),
     [
         ([], {}, "data.sources.1.path: bad.jsonl has no rows; give a file with rows"),
-        ([{"q": "a", "a": "b"}], {}, "data.sources.1.columns: bad.jsonl has ['a', 'q']; expected"),
-        ([{"text": "a b"}], {"columns": {"x": "text"}}, "data.sources.1.columns: 'x' (for 'text') is not in bad.jsonl"),
+        ([{"q": "a", "a": "b"}], {}, "data.sources.1.columns: bad.jsonl has the columns ['a', 'q']; expected"),
+        ([{"text": "a b"}], {"columns": {"x": "text"}}, "data.sources.1.columns: 'x' (mapped to 'text') is not a column of bad.jsonl"),
         (
             [{"text": "abc"}],
             {"weight": 0.4},

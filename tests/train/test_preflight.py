@@ -244,7 +244,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         PROMPTS,
         ["data.columns={}", "rollout.reward=best"],
-        "reward: 'best'; use one of exact_match",
+        "reward: 'best' is not a reward; use one of exact_match",
     ),
 ]
 

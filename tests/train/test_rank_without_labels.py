@@ -40,7 +40,7 @@ def sample() -> Sample:
 def updated(mesh: Mesh, loss: str) -> tuple[list[StepReport], dict[str, Tensor]]:
     model = small_model()
     parallelize(model, transformations(mesh))
-    scorer = Scorer(model, mesh, max_tokens=LENGTH, rows=PackSettings(layout="contiguous"))
+    scorer = Scorer(model, mesh, max_tokens=LENGTH, pack_settings=PackSettings(layout="contiguous"))
     return two_steps(Engine(scorer, make_optimizer(model, OPTIMIZER), LOSSES[loss]), [sample()])
 
 

@@ -362,7 +362,7 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
         (["loss.reward.margin=-1"], "loss.reward.margin: -1.0; give 0 or more"),
         ([f"data.path={bad}"], "bad.jsonl line 1: 'margin' is 'much'; expected a finite number"),
         (["batch.max_tokens=8"], "in its two answers"),
-        (["loss.kind=dpo", "loss.reward.margin=0"], "use padfree dpo for it"),
+        (["loss.kind=dpo", "loss.reward.margin=0"], "use padfree dpo"),
     ):
         assert main(["reward", recipe, *small, *changes, "--dry-run"]) == 1
         error = capsys.readouterr().err

@@ -276,7 +276,7 @@ def test_the_run_ends_with_the_prompts(model_folder: Path, tmp_path: Path) -> No
         ),
         (
             {"data": {"columns": {"question": "unused"}}},
-            r"columns: prompts.jsonl has \['answer', 'question'\]",
+            r"columns: prompts.jsonl has the columns \['answer', 'question'\]",
         ),
     ],
 )

@@ -142,8 +142,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
         ("", "the module has no 'mine'; correct the name"),
         ("raise OSError('no')", "importing own_losses_.* raised OSError: no; correct the module"),
         ("class mine: pass", r"is a class; write a function with the arguments \(tokens\), and name it"),
-        ("def mine(): pass", r"cannot be called with \(tokens\): .*; take this argument"),
-        ("async def mine(tokens): pass", "is async or a generator; make it a plain function that returns a tensor"),
+        ("def mine(): pass", r"cannot be called with \(tokens\): .*; accept this argument"),
+        ("async def mine(tokens): pass", "is async or a generator; use a plain function that returns a tensor"),
         ("from os import system as mine", "a function of posix in the standard library"),
     ],
 )

@@ -43,7 +43,7 @@ from tests.rollout.vllm.test_ahead import (
     CONNECTIONS,
     StopError,
     check_versions,
-    journaled,
+    logged_responses,
     killed_run,
     seed_of,
     stop_after,
@@ -458,7 +458,7 @@ def test_a_trainer_that_is_killed_again_and_again_goes_on(server: VllmServer, fo
         time.sleep(0.5)  # for what the server answers to a run that is gone
         answered = answered_by(folder)
         assert not {seed_of(batch, place) for batch, place in kept} & answered.keys()
-        kept = journaled(tmp_path / "killed")
+        kept = logged_responses(tmp_path / "killed")
         total += answered
     assert total.keys() == wanted
     assert total.total() - len(wanted) <= 3 * CONNECTIONS

@@ -61,7 +61,7 @@ def test_a_whole_model_and_a_config_are_taken_as_they_are(tmp_path: Path) -> Non
 def test_what_cannot_be_is_refused() -> None:
     config = build("qwen3").config
     for options, message in (
-        ({"layers": 0}, "layers: 0; give 1 or more"),
+        ({"layers": 0}, "layers: 0 is not a positive number"),
         ({"layers": 2, "full": True}, "layers: 2 cannot be combined with full"),
     ):
         with pytest.raises(ValueError, match=message), model_source(config, **options):

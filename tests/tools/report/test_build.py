@@ -124,7 +124,7 @@ def test_what_the_page_of_a_resumed_run_says(tmp_path: Path) -> None:
         assert row in rows, row
     assert "<h1>Run first</h1>" in html
     assert "running means (5 steps" in html
-    assert "is thinned" not in html
+    assert "show only the minimum" not in html
     assert "Dotted vertical lines" in html
     assert "Solid vertical lines" in html
     assert "150 skipped; the first 100 are shown, all are in rows.jsonl" in html
@@ -238,7 +238,7 @@ def test_many_events_are_cut_and_long_series_thinned(tmp_path: Path) -> None:
     page = report_page(read_runs([folder]))
     assert "The last 200 of 500 events" in page.html()
     assert "running means (41 steps" in page.html()
-    assert "more than 1,000 values is thinned" in page.html()
+    assert "more than 1,000 values show only" in page.html()
     (data,) = re.findall(r'id="figures">(.*?)</script>', page.html(), re.DOTALL)
     figures = json.loads(data)["figures"]
     assert max(len(line["x"]) for figure in figures for line in figure["data"]) == 1000

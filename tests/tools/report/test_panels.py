@@ -65,7 +65,7 @@ def test_a_metric_that_nobody_knows_is_under_its_prefix(tmp_path: Path) -> None:
     [
         ("reward_min", ("reward", "eval/reward"), "Learning", "Reward", "reward", ["reward", "held-out", "min"]),
         ("eval/pass@k", ("eval/pass@1",), "Evaluation", "Held-out pass", "share", ["1", "k"]),
-        ("groups_requested", ("groups_equal",), "Responses", "Groups", "groups", ["asked", "equal"]),
+        ("groups_requested", ("groups_equal",), "Responses", "Groups", "groups", ["equal", "requested"]),
         ("computed_tokens", ("tokens",), "Packing", "Tokens", "tokens", ["computed", "tokens"]),
         ("loss/kl", (), "Statistics of the loss", "KL to the reference", "nats per token", ["KL"]),
         ("critic/gradient_norm", (), "Critic", "Critic gradient norm", "norm", ["gradient norm"]),

@@ -128,7 +128,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         ([], None, "RUN: is missing; give"),
         ([tmp_path / "nothing"], None, "does not exist; give the run.folder"),
         ([tmp_path], None, "has neither run.json nor metrics.jsonl; give the run.folder"),
-        ([folder / "metrics.jsonl"], None, "metrics.jsonl: it is a file; give the run.folder"),
+        ([folder / "metrics.jsonl"], None, "metrics.jsonl is a file; give the run.folder"),
         ([folder, tmp_path / "b" / ".." / "a"], None, "is given twice; give each run once"),
         ([folder, other], ["one"], "--names: gives 1 names for 2 runs; give one name per run"),
         ([folder, other], ["one", "one"], "--names: 'one,one' has an empty or repeated name; give every run"),

@@ -16,12 +16,12 @@ def test_earlier_answers_keep_their_ids() -> None:
     conversation = ChatSession(speaker, "Be kind.")
     first = conversation.ask("Hello there!", max_new_tokens=MAX_NEW_TOKENS)
     prompt = speaker.prompt("Hello there!", system="Be kind.")
-    assert speaker.words.encode(first.text) != first.tokens.tolist()
+    assert speaker.chat_tokenizer.encode(first.text) != first.tokens.tolist()
     messages = [*conversation.messages, {"role": "user", "content": "Two?"}]
     rendered = speaker.render(messages)
     ids = conversation.prompt_ids(rendered)
     assert ids[: len(prompt) + len(first.tokens)] == [*prompt, *first.tokens.tolist()]
-    assert speaker.words.decode(ids) == rendered
+    assert speaker.chat_tokenizer.decode(ids) == rendered
     conversation.ask("Two?", max_new_tokens=MAX_NEW_TOKENS)
     assert [message["role"] for message in conversation.messages] == [
         "system",
@@ -40,7 +40,7 @@ def test_a_template_that_rewrites_earlier_turns_is_obeyed() -> None:
     conversation.messages[-1] = thought
     rendered = speaker.render([*conversation.messages, {"role": "user", "content": "Two?"}])
     assert "<think>" not in rendered
-    assert conversation.prompt_ids(rendered) == speaker.words.encode_prompt(rendered, begun=True)
+    assert conversation.prompt_ids(rendered) == speaker.chat_tokenizer.encode_prompt(rendered, begun=True)
 
 
 def test_turns_draw_other_numbers_and_a_reset_begins_anew() -> None:

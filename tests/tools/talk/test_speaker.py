@@ -41,7 +41,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, decodes: bool |
     assert [answer.tokens.tolist() for answer in answers] == expected
     for answer, ids in zip(answers, expected, strict=True):
         assert answer.end == ("stop" if ids[-1] in speaker.stops else "length")
-        assert answer.text == speaker.words.decode(ids[:-1] if answer.end == "stop" else ids)
+        assert answer.text == speaker.chat_tokenizer.decode(ids[:-1] if answer.end == "stop" else ids)
         assert len(answer.logprobs) == len(ids)
         assert (answer.logprobs < 0).all()
 
@@ -147,7 +147,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
     )
     files = find_model(str(save_model(tmp_path / "m")))
     speaker = open_speaker(files, chat_template=str(template), template_arguments={"tone": "!"}, device="cpu")
-    assert speaker.words.decode(speaker.prompt("Hello")) == "Hello!"
+    assert speaker.chat_tokenizer.decode(speaker.prompt("Hello")) == "Hello!"
     with pytest.raises(ValueError, match="chat template: the template drops the system message"):
         speaker.prompt("Hello", system="Be kind.")
     with refused("--template-arguments"):

@@ -15,7 +15,7 @@ check_report    the results and the verdict
 check_model     check_model: all of the above
 """
 
-from padfree.tools.check.check_model import check_model
+from padfree.tools.check.model_check import check_model
 from padfree.tools.check.check_report import CheckReport, CheckResult, Skipped
 from padfree.tools.check.samples import chosen_samples, random_samples
 

@@ -136,13 +136,13 @@ def test_a_method_that_is_refused_is_told_and_nothing_else_is(
     monkeypatch: pytest.MonkeyPatch, folders: Mapping[str, Path]
 ) -> None:
     magic = Variation(name="magic", max_tokens=99, pack_settings=PackSettings(method="magic"), may_be_refused=True)
-    monkeypatch.setattr("padfree.tools.check.check_model.variations", lambda samples, context: [magic])
+    monkeypatch.setattr("padfree.tools.check.model_check.variations", lambda samples, context: [magic])
     report = check_model(folders["qwen3"], cases.make_samples(), device="cpu")
     assert report.passed
     assert [skipped.check for skipped in report.skipped] == ["magic"]
     assert report.skipped[0].reason.startswith("method: 'magic'; choose one of")
     others = [replace(magic, may_be_refused=False)]
-    monkeypatch.setattr("padfree.tools.check.check_model.variations", lambda samples, context: others)
+    monkeypatch.setattr("padfree.tools.check.model_check.variations", lambda samples, context: others)
     with refused("method"):
         check_model(folders["qwen3"], cases.make_samples(), device="cpu")
 
@@ -153,7 +153,7 @@ def test_what_is_refused() -> None:
     long = [Sample(tokens=[1] * 300), Sample(tokens=[1, 2])]
     untrained = [replace(sample, loss_mask=[False] * len(sample)) for sample in rng_samples]
     for source, options, message in (
-        (config, {"samples": 1}, "samples: 1; give 2 or more"),
+        (config, {"samples": 1}, "samples: 1 is too few"),
         (config, {"samples": untrained}, "samples: none of the 3 has a trained token"),
         (build("gpt2").config, {"samples": long}, "samples: 0 has 300 tokens, but the model has 256 positions"),
         (config, {"samples": random_samples(99, 3)}, r"samples: \d has token id \d+, but the vocabulary"),
