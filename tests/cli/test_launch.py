@@ -135,9 +135,15 @@ def test_what_a_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a,bare", r"--python: .* cannot be run on bare \(sh: 1: python: not found\); install it on the host, or"),
         ("a,empty", r"--hosts: empty has no padfree of this version \(.*No module named padfree\); install the same"),
         ("a,old", r"--hosts: padfree on old is 0.0.9, here it is .*; install the same version on all"),
-        ("a,changed", r"--hosts: padfree on changed is .* with other files, here it is .*; install the same version on all"),
+        (
+            "a,changed",
+            r"--hosts: padfree on changed is .* with other files, here it is .*; install the same version on all",
+        ),
         ("a,torch", r"--hosts: torch is 1.0 on torch and .* on a; install the same"),
-        ("a,elsewhere", r"--folder: the recipe on elsewhere differs from the one on a; use a folder that all hosts share"),
+        (
+            "a,elsewhere",
+            r"--folder: the recipe on elsewhere differs from the one on a; use a folder that all hosts share",
+        ),
         ("a,lost", r"--folder: on lost: /.* cannot be entered \(it is away\); give another"),
     ],
 )

@@ -296,7 +296,11 @@ def test_progress_bars_on_a_terminal(
             "parallel.context: 2 times parallel.replicate 1 does not divide 1",
         ),
         ("sft", ['data.path=["nowhere.jsonl"]'], "nowhere.jsonl"),
-        ("sft", ["lora.rank=4", "lora.targets=no_proj", "--dry-run"], "lora.targets: the model has no module 'no_proj'"),
+        (
+            "sft",
+            ["lora.rank=4", "lora.targets=no_proj", "--dry-run"],
+            "lora.targets: the model has no module 'no_proj'",
+        ),
         ("sft", ["batch.max_tokens=2", "--dry-run"], "batch.max_tokens: 2, but sft.jsonl:1 has "),
         ("sft", ["batch.cost=nowhere.json", "--dry-run"], "batch.cost: nowhere.json cannot be read"),
         ("sft", ["model.path=no/where"], "model.path: 'no/where' is not on this disk, and the Hub is not asked"),

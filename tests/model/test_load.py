@@ -326,14 +326,23 @@ def encoder(folder: Path) -> None:
         (lost_shard, r"model-00002-of-\d+\.safetensors is missing, although model\.safetensors\.index\.json names it"),
         (no_weights, r"has no weights \(model\.safetensors or .*; copy or download the weights, or set init=random"),
         (extra_shard, r"model-00099-of-00099\.safetensors is not named in model\.safetensors\.index\.json; remove"),
-        (whole_beside_shards, r"model\.safetensors is not named in model\.safetensors\.index\.json; remove the file or the index"),
+        (
+            whole_beside_shards,
+            r"model\.safetensors is not named in model\.safetensors\.index\.json; remove the file or the index",
+        ),
         (
             lost_index,
             r"model-00001-of-\d+\.safetensors is one of several files, but their index, .* is missing; copy",
         ),
         (broken_index, r"index\.json has no valid weight_map; copy or download the file again"),
-        (moved_in_the_index, r"model: model\.norm\.weight is not in .*model-.*safetensors, although .*index\.json says so"),
-        (unnamed_in_the_index, r"model: model\.extra\.weight is unknown to the config, but in .*model-00001-of-\d+\.safetensors; give the"),
+        (
+            moved_in_the_index,
+            r"model: model\.norm\.weight is not in .*model-.*safetensors, although .*index\.json says so",
+        ),
+        (
+            unnamed_in_the_index,
+            r"model: model\.extra\.weight is unknown to the config, but in .*model-00001-of-\d+\.safetensors; give the",
+        ),
         (missing_in_shards, r"model: .*weight is missing in .*; give complete files"),
         (escaping_shard, r"is missing, although model\.safetensors\.index\.json names it"),
         (no_config, r"has no config\.json"),
@@ -372,7 +381,10 @@ def one_expert(change: str) -> Any:
             "unexpected",
             r"experts\.4\.up_proj\.weight in model\.safetensors is not part of the model of this config",
         ),
-        ("shape", r"experts\.3\.up_proj\.weight has shape \[33, 64\] in model\.safetensors, but \[32, 64\] according to the con"),
+        (
+            "shape",
+            r"experts\.3\.up_proj\.weight has shape \[33, 64\] in model\.safetensors, but \[32, 64\] according to the con",
+        ),
     ],
 )
 def test_an_expert_that_is_not_whole_is_named(

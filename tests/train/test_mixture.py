@@ -202,7 +202,11 @@ def refused(config: Config) -> str:
     [
         ([], {}, "data.sources.1.path: bad.jsonl has no rows; give a file with rows"),
         ([{"q": "a", "a": "b"}], {}, "data.sources.1.columns: bad.jsonl has the columns ['a', 'q']; expected"),
-        ([{"text": "a b"}], {"columns": {"x": "text"}}, "data.sources.1.columns: 'x' (mapped to 'text') is not a column of bad.jsonl"),
+        (
+            [{"text": "a b"}],
+            {"columns": {"x": "text"}},
+            "data.sources.1.columns: 'x' (mapped to 'text') is not a column of bad.jsonl",
+        ),
         (
             [{"text": "abc"}],
             {"weight": 0.4},

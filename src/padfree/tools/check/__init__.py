@@ -12,11 +12,11 @@ plain_losses    the losses of pairs, teachers, reward models and critics, by pla
 packed          the path of training: plan, packs, attached model, fused loss, FSDP2
 compare         the largest differences, and the tolerances
 check_report    the results and the verdict
-check_model     check_model: all of the above
+model_check     check_model: all of the above
 """
 
-from padfree.tools.check.model_check import check_model
 from padfree.tools.check.check_report import CheckReport, CheckResult, Skipped
+from padfree.tools.check.model_check import check_model
 from padfree.tools.check.samples import chosen_samples, random_samples
 
 __all__ = ["CheckReport", "CheckResult", "Skipped", "check_model", "chosen_samples", "random_samples"]
