@@ -268,7 +268,7 @@ class HostConnection:
             self._events.put(Signalled(signal.SIGPIPE))
 
     def refusal(self, code: int, python: str) -> UserError:
-        """The error for a connection that ended without an answer."""
+        """The error for a connection that ended before the host answered."""
         last = next((line for line in reversed(self.printed) if line), f"exit code {code}")
         if code == CONNECTION:
             return UserError(
@@ -286,7 +286,11 @@ class HostConnection:
                 f"{self.host} has no padfree of this version ({last})",
                 "install the same version on all hosts",
             )
-        return UserError("--hosts", f"{self.host} ended without an answer ({last})", f"try ssh {self.host} by hand")
+        return UserError(
+            "--hosts",
+            f"padfree on {self.host} ended before it answered ({last})",
+            f"log in with ssh {self.host} and run padfree there to see the error",
+        )
 
 
 @contextmanager

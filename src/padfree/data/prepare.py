@@ -232,7 +232,8 @@ def _build(
             first = writer.skipped[0]
             raise UserError(
                 "data",
-                f"none of {sum(rows)} rows can be used; the first, {first.file}:{first.line}: {first.reason}",
+                f"none of {sum(rows)} rows can be used; for example, {first.file}:{first.line} is rejected: "
+                f"{first.reason}",
                 "correct the rows",
             )
         files = [

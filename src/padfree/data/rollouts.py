@@ -346,7 +346,8 @@ class _CollectedRollouts:
             first = (self.skipped or self.dropped)[0]
             raise UserError(
                 "data",
-                f"none of {num_rows} rows can be used; the first, {first.file}:{first.line}: {first.reason}",
+                f"none of {num_rows} rows can be used; for example, {first.file}:{first.line} is rejected: "
+                f"{first.reason}",
                 "correct the rows",
             )
         report = DataReport(

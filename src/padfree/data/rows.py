@@ -147,8 +147,8 @@ class RowReader:
             column = fields.columns.get(name)
             if column is not None and column not in self.template_names and has_value(row.get(column)):
                 raise RowError(
-                    f"{column!r} is {shown(row[column])}, but prompts are plain text; add {{{column}}} to "
-                    "data.prompt_template, or set data.chat_template"
+                    f"{column!r} is {shown(row[column])}, but prompts in plain text leave this column out; add "
+                    f"{{{column}}} to data.prompt_template, or set data.chat_template"
                 )
         return self._prompt_text(row, fields)
 

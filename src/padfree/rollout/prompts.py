@@ -217,12 +217,13 @@ class _CollectedPrompts:
     def prompts(self, notes: tuple[str, ...]) -> Prompts:
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
-            raise UserError("data", f"no rows in {', '.join(self.rows_per_file)}", "give a file that has some")
+            raise UserError("data", f"{', '.join(self.rows_per_file)} has no rows", "give a file with rows")
         if not self._found:
             first = (self._skipped or self._dropped)[0]
             raise UserError(
                 "data",
-                f"none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}",
+                f"none of {num_rows} rows can be used; for example, {first.file}:{first.line} is rejected: "
+                f"{first.reason}",
                 "correct the rows",
             )
         report = DataReport(

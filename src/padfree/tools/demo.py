@@ -580,11 +580,15 @@ def _row(line: str, location: str) -> dict[str, str]:
         if isinstance(row, dict) and isinstance(row.get(prompt), str) and isinstance(row.get(response), str):
             if hashed_number(row[response]) is None:
                 raise UserError(
-                    "--data", f"the answer of {location} does not end in '#### number'", "give rows as in GSM8K"
+                    "--data",
+                    f"the answer of {location} does not end in '#### number'",
+                    "end every answer with #### and a number, as in GSM8K",
                 )
             return {"prompt": row[prompt], "response": row[response], "answer": row[response]}
     raise UserError(
-        "--data", f"{location} is not a JSON object with the texts question and answer", "give rows as in GSM8K"
+        "--data",
+        f"{location} is not a JSON object whose question and answer are strings",
+        "give each row a question and an answer, as in GSM8K",
     )
 
 

@@ -198,7 +198,7 @@ class FilesTransport:
             raise UserError(
                 "rollout.transfer_folder",
                 f"{self._folder} cannot be written ({error.strerror or error})",
-                "set a folder that the servers can read, with space for a bucket",
+                "free disk space, or set it to a folder that this run can write to and the servers can read",
             ) from None
         return form_of(bucket, self._file)
 
