@@ -193,8 +193,8 @@ class Engine:
     ) -> PendingStep:
         """Start the update. `PendingStep.finish` returns its report. With `apply=False` the optimizer does nothing.
 
-        `after`: the previous step, if it is unfinished; if it turns out not to be finite, this step changes nothing
-        either. `wants_stop`: see `StepReport.stop_votes`.
+        `after`: the previous step, if it is unfinished. If its loss or gradient norm turns out not to be finite, this
+        step changes nothing either. `wants_stop`: see `StepReport.stop_votes`.
         """
         sums = self.gradients(prepared)
         norm = gradient_norm(self.parameters, self.mesh.device)

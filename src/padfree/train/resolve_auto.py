@@ -129,7 +129,10 @@ def resolve_auto_on(
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes this process can use: GPU memory that is free or reserved by it, or its share of the machine's memory."""
+    """Bytes that this process can use.
+
+    On a GPU: free memory and memory that the process has reserved. On a CPU: its share of the machine's memory.
+    """
     if device.type == "cuda" and not torch.cuda.is_available():
         return ASSUMED_MEMORY  # a dry run for another machine
     if device.type == "cuda":

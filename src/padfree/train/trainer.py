@@ -64,7 +64,7 @@ class RunResult:
 
 
 OnNote = Callable[[str], None]
-"""Called with one line for the user: a setting that was resolved, or what the run is waiting for."""
+"""Called with a one-line message for the user, e.g. a resolved setting or what the run is waiting for."""
 
 AFTER_SIGNAL = "finishes its current step or evaluation, saves a checkpoint and ends"
 COMPILING = "compiling the layers: up to a minute the first time, a few seconds if the compiler cache has them"
