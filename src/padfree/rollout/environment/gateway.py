@@ -66,7 +66,7 @@ class Gateway:
         self._episodes: list[_Served] = []
 
     async def address(self, tree: Tree, host: Host) -> str:
-        """The URL of one episode; always the same."""
+        """The URL of the API for one episode. Repeated calls return the same URL."""
         async with self._starting:
             if self._port is None:
                 self._port = await self._listener.start()
@@ -174,7 +174,7 @@ class Gateway:
 
 
 def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -> dict[str, Any]:
-    """The answer to a call."""
+    """The body of the answer to a call, in OpenAI's format."""
     choices: list[dict[str, Any]] = []
     for index, turn in enumerate(turns):
         choice: dict[str, Any] = {"index": index, "finish_reason": "stop" if turn.ended else "length", "logprobs": None}

@@ -40,10 +40,10 @@ NUM_SLOT_FIELDS = 9
 """Fields of `slots`: those that attention reads, the next token, the random key, the token limit, and the request."""
 
 BURST = 8
-"""Number of steps between two reads of the status."""
+"""Number of steps after which the host reads which responses have ended."""
 
 MIN_SLOTS = 16
-"""Steps are captured for the number of slots, half of it, a quarter, and so on, but not below this."""
+"""Steps are captured for all slots, half of them, a quarter of them, and so on, down to this number of slots."""
 
 PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
@@ -139,8 +139,9 @@ class Decoder:
     ) -> None:
         """Create a decoder.
 
-        `cache_bytes` limits the KV cache; None: as much as `num_slots` responses need, but at most half of the free
-        device memory. `captured`: whether steps are CUDA graphs; None: if the device and the model allow it.
+        `cache_bytes` limits the KV cache. If it is None, the cache has as much memory as `num_slots` responses need,
+        but at most half of the free device memory. `captured`: whether steps are CUDA graphs. If it is None, they are
+        if the device and the model allow it.
         """
         self.model, self.device = model, model.device
         self.num_slots, self.temperature = num_slots, temperature
@@ -164,7 +165,7 @@ class Decoder:
         self._pool = None
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the buffers, which include the KV cache, and the captured steps."""
         self.forget_graphs()
         self._buffers = None
 
@@ -367,7 +368,7 @@ def rounded_up(value: int, step: int) -> int:
 
 
 def slot_counts(num_slots: int) -> list[int]:
-    """256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
+    """The numbers of slots for which steps are captured: 256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
     counts = [num_slots]
     while counts[-1] // 2 >= MIN_SLOTS:
         counts.append(counts[-1] // 2)
