@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 STATE = "demo.json"
 SAME_LOSS = {"float32": 1e-5, "bfloat16": 2e-2}
-"""By dtype: the largest difference allowed between padded and packed losses."""
+"""The largest difference allowed between padded and packed losses, by dtype."""
 FORMS = (("question", "answer"), ("prompt", "response"))
 FORM_REWARD = 0.2
 
@@ -68,7 +68,7 @@ Found = dict[str, Any]
 class DemoSizes(Sizes):
     """Sizes of the demo."""
 
-    compared: int = 12  # steps of SFT that also run padded
+    compared: int = 12  # number of SFT steps that also run padded
     gpu_hidden: int = 1024  # hidden size of the model for the GPU stage
     gpu_layers: int = 8
     gpu_samples: int = 512  # per step
@@ -643,4 +643,4 @@ REAL_STAGES: Mapping[str, tuple[str, Callable[[Any], Found]]] = {
 }
 OWN = {STATE, f"{STATE}.writing", "cache", "data", "model", "plan.html", "check.json", "sft", "rl", "gpu", "real"}
 OWN |= {"report.html"}
-"""Everything that a demo writes. A folder with other files is not removed."""
+"""Names of all files and folders that a demo writes. A folder that holds other files is not removed."""

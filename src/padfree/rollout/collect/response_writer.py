@@ -121,7 +121,7 @@ class ResponseWriter:
     def _leaf(self, play: Play, response: Response) -> Leaf:
         """The leaf of a response.
 
-        Its text includes special tokens other than the stop token: the policy could exploit what the reward does not see.
+        Its text includes special tokens other than the stop token: the policy could exploit what the reward cannot see.
         """
         text = self.chat_tokenizer.decode(response.tokens[:-1] if response.ended else response.tokens)
         return leaf_of_response(play.prompt, response, text)

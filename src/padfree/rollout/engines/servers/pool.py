@@ -37,7 +37,7 @@ from padfree.rollout.engines.servers.server_api import RestartedError, ServerApi
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 POLL, WAIT = 0.2, 1.0
-"""POLL: seconds between two probes of a server that is down. WAIT: maximum seconds until queued requests are assigned."""
+"""POLL: seconds between two probes of a server that is down. WAIT: maximum seconds between two assignments."""
 
 Respond = Callable[[ServerApi, SamplingRequest], Awaitable[Response]]
 Probe = Callable[[ServerApi], Awaitable[None]]
@@ -113,7 +113,7 @@ class Pool:
         self.changed = asyncio.Event()
 
     def reset(self, usable: Sequence[ServerApi]) -> None:
-        """After a weight sync: use only the servers in `usable`, which received the weights, until the next weight sync."""
+        """After a weight sync: use only the servers in `usable`, which received the weights, until the next sync."""
         for state in self.states:
             state.restarted = state.server not in usable
             state.down, state.failures = False, 0
