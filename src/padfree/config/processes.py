@@ -34,7 +34,7 @@ class Processes:
 def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
     """Read the variables. A variable with an impossible value is refused by name.
 
-    Without `meet` the processes do not connect: a dry run needs neither a rank nor an address.
+    With `meet=False` the processes will not connect, as in a dry run, so rank and address may be missing.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")
