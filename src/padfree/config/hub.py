@@ -97,7 +97,7 @@ def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
         return f"the Hub has no {kind} of this name that you can access"
     except OfflineModeIsEnabled:
         return "the Hub is not asked in offline mode (HF_HUB_OFFLINE)"
-    except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub
+    except Exception as error:  # the HTTP library, and so its errors, depend on the version of huggingface_hub
         if type(error).__name__ in ("ConnectError", "ConnectionError"):
             return f"the Hub cannot be reached ({' '.join(str(error).split())})"
     return None

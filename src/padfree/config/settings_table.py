@@ -25,7 +25,7 @@ PLURAL = {"int": "ints", "float": "floats", "string": "strings", "table": "table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingEntry:
-    """One line of the table."""
+    """One line of the table of settings."""
 
     name: str  # with its section, such as `loss.clip.high`
     type: str  # such as `int or none`

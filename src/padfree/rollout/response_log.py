@@ -95,7 +95,7 @@ class ResponseLog:
     rank: int
     failure: str | None = None  # error message of a failed write; the caller must raise it
     _index: dict[_Key, _Location] = field(default_factory=dict)
-    _parts: dict[int, _Part] = field(default_factory=dict)  # by step
+    _parts: dict[int, _Part] = field(default_factory=dict)  # parts by the step at which they start
     _covered: dict[int, int] = field(default_factory=dict)  # by step of a checkpoint: the last batch that it covers
     _open: _Open | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)

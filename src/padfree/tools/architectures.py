@@ -51,7 +51,7 @@ PACK_KERNELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """One line of the table."""
+    """One line of the table of architectures."""
 
     model_type: str
     class_name: str

@@ -71,7 +71,7 @@ class DemoSizes(Sizes):
     compared: int = 12  # number of SFT steps that also run padded
     gpu_hidden: int = 1024  # hidden size of the model for the GPU stage
     gpu_layers: int = 8
-    gpu_samples: int = 512  # per step
+    gpu_samples: int = 512  # samples per step
     gpu_steps: int = 16
     gpu_set_up: int = 3  # first steps that are not timed: compilation, kernel selection, memory allocation
 
@@ -81,9 +81,9 @@ class RealSizes:
     """Sizes of the demo with a real model: minutes on a CPU for 100 to 200 million parameters."""
 
     held_out: int = 12
-    samples: int = 8  # per step of SFT
+    samples: int = 8  # samples per step of SFT
     sft_steps: int = 15
-    responses: int = 16  # per step of GRPO
+    responses: int = 16  # responses per step of GRPO
     group: int = 8
     rl_steps: int = 4
     max_new_tokens: int = 160

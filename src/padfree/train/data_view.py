@@ -47,7 +47,7 @@ class ShownPart:
 class ShownMessage:
     """The tokens of a sample that hold the text of one message: `first` to `end`, `end` excluded."""
 
-    number: int  # in the row, from 1
+    number: int  # number of the message in the row, counted from 1
     role: str
     first: int
     end: int

@@ -80,10 +80,10 @@ class StepReport:
     """Results of one step over the whole global batch, identical on every rank."""
 
     loss: float
-    gradient_norm: float  # before clipping
+    gradient_norm: float  # the norm before clipping
     statistics: dict[str, float]  # means over scored tokens
     num_samples: int
-    num_tokens: int  # of the samples, without padding
+    num_tokens: int  # number of tokens of the samples, without padding
     num_labels: int
     padding_share: float  # padding tokens / all computed tokens
     plan: StepPlan

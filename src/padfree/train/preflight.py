@@ -89,7 +89,7 @@ class Preflight:
 
     tokenizer: Any
     source: TrainingData
-    held_out: TrainingData | None  # from eval.path
+    held_out: TrainingData | None  # the data of eval.path
     model: PreTrainedModel  # on the meta device
     notes: tuple[str, ...]
 

@@ -48,7 +48,7 @@ class ResolvedAuto:
     """A config without `auto`, and the reason for each resolved value."""
 
     config: Config
-    reasons: dict[str, str]  # by setting name
+    reasons: dict[str, str]  # the reason for each resolved setting, by name
 
     def fields(self) -> dict[str, str]:
         """Each resolved setting with its value, followed by its reason."""

@@ -38,12 +38,12 @@ class _FinishedCall:
 
     text: str
     branch: Branch
-    messages: Sequence[Message]  # of the call, without the response; empty for a completion
+    messages: Sequence[Message]  # the messages of the call, without the response; empty for a completion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Context:
-    """The input of a call."""
+    """The input of a call: its token ids, and the branch that it continues."""
 
     ids: list[int]
     text: str

@@ -45,7 +45,7 @@ ROUTES = {"v1/models": "GET", f"v1/{CHAT}": "POST", f"v1/{COMPLETIONS}": "POST"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Served:
-    """An episode with a URL."""
+    """An episode that programs can reach at a URL."""
 
     key: str
     tree: Tree
@@ -145,7 +145,7 @@ class Gateway:
         chat = route == CHAT
         try:
             context = self._chat(episode.calls, body) if chat else self._prompt(episode.calls, body)
-        except UserError as error:  # in the chat template, in token ids, or text that is not Unicode
+        except UserError as error:  # a chat template that fails, wrong token ids, or text that is not Unicode
             raise CallError(400, str(error)) from None
         max_new_tokens = episode.calls.max_new_tokens(context)
         if max_new_tokens < 1:

@@ -160,7 +160,7 @@ class Listener:
         self._busy.add(writer)
         try:
             reply = await self._answered(answer, reader, writer, head)
-        except CallError as error:  # in the body: the rest of the stream cannot be parsed
+        except CallError as error:  # the body is wrong, so the rest of the stream cannot be parsed
             reply = Reply.of_error(error, last=True)
         keep_alive = head.keep_alive and not reply.last
         await self._send(writer, reply, keep_alive=keep_alive)

@@ -73,7 +73,7 @@ Say = Callable[[str], None]
 class _Reference:
     """The results that rank 0 compares with. On other ranks only the samples and the names are filled."""
 
-    samples: list[Sample]  # with the extra inputs of the loss
+    samples: list[Sample]  # the samples with the extra inputs of the loss
     outcome: CheckOutcome
     noise: dict[str, float]  # noise of each quantity; for gradients, of each part of the model
     parts: dict[str, str]  # parameter -> part of the model

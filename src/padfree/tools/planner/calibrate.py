@@ -81,7 +81,7 @@ class Measurement:
 class Calibration:
     """A measured cost model."""
 
-    cost: CostModel  # in seconds
+    cost: CostModel  # its units are seconds
     device: str
     layers: tuple[int, ...]  # number of layers of each measured model
     measurements: list[Measurement]

@@ -35,7 +35,7 @@ class PlanShape:
     ranks: int
     context: int = 1
     replicate: int = 1
-    max_tokens: int  # per device and micro-batch
+    max_tokens: int  # maximum tokens of a micro-batch on one device
 
     def __post_init__(self) -> None:
         for flag, value in (("--ranks", self.ranks), ("--cp", self.context), ("--max-tokens", self.max_tokens)):

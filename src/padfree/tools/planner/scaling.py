@@ -100,7 +100,7 @@ class StepTime:
     weights: float  # all-gather of weights and reduce-scatter of gradients, the exposed part
     context: float  # sending keys and values, the exposed part
     weights_out: float  # bytes of weights and gradients that a host sends to other hosts
-    fits: bool | None  # in the memory of a device
+    fits: bool | None  # whether the run fits in the memory of a device
 
     @property
     def seconds(self) -> float:

@@ -36,7 +36,7 @@ from padfree.tools.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window, 
 DASHES = ("solid", "dash", "dot", "dashdot")
 MARKED_BELOW = 50  # series of at most this many values have markers
 LEGEND_LETTERS = 36
-MOST_BARS = 200  # per run; with more steps, each bar is the mean of several steps
+MOST_BARS = 200  # maximum bars per run; with more steps, each bar is the mean of several steps
 HOVER = "%{y:.5~g}<extra>%{fullData.name}</extra>"
 MOST_MARKS = 100  # vertical lines in a figure
 

@@ -61,8 +61,8 @@ class _Prompt:
     """A prompt of one or more requests."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
-    unfinished: int = 0  # its requests that have not ended
-    start: int | None = None  # its first cache index; None: it is not in the cache
+    unfinished: int = 0  # number of its requests that have not ended
+    start: int | None = None  # cache index of its first token; None if it is not in the cache
 
     @property
     def stored(self) -> int:
@@ -75,7 +75,7 @@ class _Slot:
 
     request: int
     prompt: _Prompt
-    own: int  # its first cache index
+    own: int  # cache index of its first own token
     remaining: int  # steps until it reaches `max_new_tokens`
     index: int | None = None  # its slot on the device; None: not assigned yet
 
@@ -384,11 +384,11 @@ class _Schedule:
     requests: Sequence[SamplingRequest]
     on_progress: OnProgress | None
     on_tokens: OnTokens | None
-    prompts: dict[int, _Prompt] = field(default_factory=dict)  # by the identity of their tokens
+    prompts: dict[int, _Prompt] = field(default_factory=dict)  # by `id` of their token arrays
     waiting: deque[int] = field(default_factory=deque)
     occupied: list[_Slot] = field(default_factory=list)  # slot i is occupied[i] after `_arrange`
     extents: Extents = field(default_factory=lambda: Extents(0))
-    num_reported: dict[int, int] = field(default_factory=dict)  # by request: tokens passed to `on_tokens`
+    num_reported: dict[int, int] = field(default_factory=dict)  # by request: number of tokens passed to `on_tokens`
 
     def run(self) -> None:
         self.extents = Extents(self.buffers.cache.capacity)

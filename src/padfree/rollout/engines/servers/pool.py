@@ -147,7 +147,7 @@ class RequestQueue:
         self._num_added = 0
         self.retried = 0
         self.error: Exception | None = None
-        self.task: asyncio.Task[None] | None = None  # of an endless queue
+        self.task: asyncio.Task[None] | None = None  # the task that runs an endless queue
         self._last_progress = time.monotonic()  # time of the last response, or when a healthy server was last seen
 
     @property

@@ -77,7 +77,7 @@ class ServedModel:
     vocabulary: int
     temperature: float
     text: str  # a text to compare tokenizers with
-    tokens: Sequence[int]  # its token ids by the tokenizer of the run
+    tokens: Sequence[int]  # token ids of `text` by the tokenizer of the run
 
     @property
     def path(self) -> str:

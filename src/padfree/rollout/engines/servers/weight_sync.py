@@ -42,7 +42,7 @@ from padfree.rollout.engines.servers.server_processes import Launcher
 from padfree.rollout.loop_thread import LoopThread
 
 BUCKET = 256 << 20
-"""Bytes of a bucket, unless one tensor is larger."""
+"""Maximum bytes of a bucket, unless one tensor is larger."""
 
 Named = tuple[str, Tensor]
 
