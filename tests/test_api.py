@@ -236,7 +236,7 @@ def nested() -> Any:
         ("sft", {"optimizer": {"learning_rate": 1}}, "optimizer.learning_rate: no such setting"),
         ("sft", {"optimizer": {"lr": "fast"}}, "optimizer.lr: 'fast'; give a number"),
         ("sft", {"optimizer": 1e-5}, r"optimizer: 1e-05 is not a table; give optimizer=\{\.\.\.\}"),
-        ("sft", {"loss": {"kind": "dpo"}}, "loss.kind: 'dpo' for padfree.sft; call padfree.dpo for it"),
+        ("sft", {"loss": {"kind": "dpo"}}, "loss.kind: 'dpo' does not belong to padfree.sft; call padfree.dpo for it"),
         ("dpo", {"loss": {"kind": "clip"}}, "call padfree.rl for it"),
         ("sft", {"data": "missing.jsonl"}, "missing.jsonl does not exist"),
         ("sft", {"model": "no/such/model"}, "model.path: 'no/such/model' does not exist"),

@@ -158,7 +158,10 @@ def _trained(
     config = config_from_dict(_with_defaults(values, command))
     if config.loss.command != command:
         raise UserError(
-            "loss.kind", f"for padfree.{command}", f"call padfree.{config.loss.command} for it", value=config.loss.kind
+            "loss.kind",
+            f"does not belong to padfree.{command}",
+            f"call padfree.{config.loss.command} for it",
+            value=config.loss.kind,
         )
     check_names(config)
     with paused_collector():

@@ -345,7 +345,7 @@ class PackedBatch:
         if self.entries is None and len(self.samples) != self.segments.num_samples:
             raise UserError(
                 "samples",
-                f"{len(self.samples)} for {self.segments.num_samples} segments",
+                f"{len(self.samples)} entries for {self.segments.num_samples} segments",
                 "give one SampleInfo per segment",
             )
 

@@ -192,7 +192,7 @@ def test_malformed_messages_are_bad_rows(load: Load, row: dict[str, Any], words:
         (
             [b"x", b"y"],
             {"on_bad_row": "skip"},
-            r"none of 2 rows can be used; the first, a\.jsonl:1: is not valid JSON",
+            r"none of 2 rows can be used; for example, a\.jsonl:1 is rejected: is not valid JSON",
         ),
         ([b"x", b"y"], {}, r"a\.jsonl line 1: is not valid JSON"),
         ([{"a": 1}], {"on_bad_row": "skip"}, r"columns: a\.jsonl has the columns \['a'\]; expected 'messages'"),

@@ -212,7 +212,7 @@ def test_small_positive_log_probabilities_are_rounding(read: Read) -> None:
         (
             [b"x"],
             {"on_bad_row": "skip"},
-            r"none of 1 rows can be used; the first, r\.jsonl:1: is not valid JSON",
+            r"none of 1 rows can be used; for example, r\.jsonl:1 is rejected: is not valid JSON",
         ),
         (
             [{"reward": 1}],

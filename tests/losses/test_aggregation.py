@@ -147,7 +147,7 @@ def test_weights_go_through_pack() -> None:
         ("constant", {"constant": 0.0}, "constant: 0.0"),
         ("token-mean", {"constant": 3.0}, "leave it out"),
         ("group-mean", {}, "groups: None for 3 samples"),
-        ("group-mean", {"groups": [1, 2]}, "groups: 2 for 3 samples"),
+        ("group-mean", {"groups": [1, 2]}, "groups: 2 entries for 3 samples"),
         ("group-mean", {"groups": [1, None, 2]}, "groups: is None at index 1"),
     ],
 )

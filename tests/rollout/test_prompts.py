@@ -118,7 +118,7 @@ def test_prompts_that_leave_too_few_tokens(tmp_path: Path) -> None:
     assert [len(prompt.tokens) for prompt in dropped.prompts] == [2]
     assert [row.line for row in dropped.report.dropped] == [2, 3, 4]
     assert dropped.report.dropped[0].reason == "5 prompt tokens and 4 response tokens exceed max_length 8"
-    with refused("data", r"none of 1 rows can be used, the first \(prompts.jsonl:1\): 9 prompt tokens"):
+    with refused("data", r"none of 1 rows can be used; for example, prompts.jsonl:1 is rejected: 9 prompt tokens"):
         read(tmp_path, rows[3:], max_length=8, overlong="drop")
 
 
@@ -126,5 +126,5 @@ def test_prompts_that_leave_too_few_tokens(tmp_path: Path) -> None:
 def test_a_file_without_rows(content: str, tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text(content)
-    with refused("data", "no rows in empty.jsonl"):
+    with refused("data", "empty.jsonl has no rows"):
         read_prompts(path, letters_tokenizer(), max_new_tokens=1)

@@ -82,7 +82,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
             (["--real", model, "--data", str(other)], "does not end in '#### number'"),
             (
                 ["--real", model, "--data", str(odd)],
-                "odd.jsonl:1 is not a JSON object with the texts question and answer",
+                "odd.jsonl:1 is not a JSON object whose question and answer are strings",
             ),
             (["--real", model, "--data", str(latin)], "it is not UTF-8 text"),
             (["--real", model, "--data", str(tmp_path)], "is not a file"),

@@ -324,7 +324,7 @@ def test_rollouts_without_a_token_to_train_are_refused(
 def test_no_prompts_and_no_tokenizer(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     data = {"path": [str(tmp_path / "empty.jsonl")]}
-    with refused("data", "no rows in empty.jsonl"):
+    with refused("data", "empty.jsonl has no rows"):
         train(make_config(tmp_path / "run", model_folder, data=data))
     model = {"path": str(model_folder / "config.json")}
     with refused("model.tokenizer"):

@@ -129,7 +129,9 @@ def check_model(
     names = [group["params"] for group in describe_optimizer(model, optimizer)["groups"]]
     if names != [group["params"] for group in content["optimizer"]["groups"]]:
         raise CheckpointError(
-            "checkpoint", f"{path} was saved with other parameter groups in the optimizer", "keep its settings"
+            "checkpoint",
+            f"{path} was saved with other parameter groups in the optimizer",
+            "keep the settings of its optimizer",
         )
 
 

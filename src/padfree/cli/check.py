@@ -125,7 +125,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def data_settings(settings: argparse.Namespace) -> DataConfig | None:
-    """The files of --data with all data settings among the arguments; None if there are no data."""
+    """The `[data]` section made of --data and the data settings on the command line; None without --data."""
     words = [*settings.overrides, *(settings.data or [])]
     changes = [word for word in words if re.match(r"\w+(\.\w+)+\s*=", word)]
     files = [word for word in words if word not in changes]
@@ -150,7 +150,7 @@ def _write(target: Path, text: str) -> None:
 
 
 def context_ranks(layout: str | None, processes: int) -> int:
-    """The cp of `dp=2,cp=2`. dp times cp must be the number of processes."""
+    """The number of context ranks in a layout: 2 for `dp=2,cp=2`. dp times cp must be the number of processes."""
     if layout is None:
         return 1
     sizes = {"dp": 1, "cp": 1}

@@ -23,7 +23,7 @@ PURPOSES = {
     "lora": "adapters",
     "track": "experiment trackers",
 }
-"""The purpose of each optional dependency group, without those for developers."""
+"""The purpose of each optional dependency group. Groups for developers are left out."""
 
 REQUIREMENT = re.compile(r"([\w.-]+).*?extra == [\"'](\w+)[\"']")
 
@@ -53,7 +53,7 @@ def run(settings: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Facts by name; a value is a string or a list of strings."""
+    """Facts about the installation, by name. A value is a string or a list of strings."""
     import torch
 
     found: dict[str, Any] = {

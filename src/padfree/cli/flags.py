@@ -27,10 +27,10 @@ SHORT_FLAGS = {
     "steps": "run.steps",
     "lr": "optimizer.lr",
 }
-"""Short flags, for commands that have no flag of the same name."""
+"""Short flags and the settings that they set, for commands that have no flag of the same name."""
 
 STRING_SETTINGS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
-"""Settings whose value in a short flag is a string: `--folder 1` names a folder."""
+"""Settings whose value in a short flag is always a string: `--folder 1` names the folder "1"."""
 
 OVERRIDE = re.compile(r"\s*\w+(\.\w+)+\s*=")
 OTHER_TRAINERS = {
@@ -58,7 +58,7 @@ OWN_FLAGS = {
     "report": {"run.folder": ""},
     "plan": {},
 }
-"""By command: the flag for a setting; an empty string is a positional argument."""
+"""For each command: the flag that it has for a setting. An empty string stands for a positional argument."""
 
 
 def normalised_words(words: Sequence[str]) -> list[str]:
@@ -91,12 +91,13 @@ def normalised_words(words: Sequence[str]) -> list[str]:
             overrides.append(
                 f"{setting}={json.dumps(value) if name in SHORT_FLAGS and setting in STRING_SETTINGS else value}"
             )
-    # Overrides go after the recipe, which is the first word without a flag.
+    # `found` holds the command and the recipe. Overrides follow them, because argparse reads the first word that does
+    # not belong to a flag as the recipe.
     return [*found, *overrides, *(f"{setting}={json.dumps(values)}" for setting, values in lists.items())]
 
 
 def _setting(command: str, name: str) -> str | None:
-    """The setting that a flag names; None: argparse handles the flag."""
+    """The setting that a flag names. None if the flag is not a setting; then argparse handles it."""
     if "." in name:
         return name
     if command not in TAKE_SETTINGS:
@@ -105,7 +106,7 @@ def _setting(command: str, name: str) -> str | None:
 
 
 def _entries(value: str) -> list[str]:
-    """The entries of a value, which may be a list as in a recipe."""
+    """The value of a setting as a list of words: the entries of a JSON list, or else the value itself."""
     try:
         found = json.loads(value)
     except ValueError:
@@ -114,7 +115,7 @@ def _entries(value: str) -> list[str]:
 
 
 def suggestion(word: str, command: str) -> str:
-    """The suggestion for an unknown argument: the most similar setting."""
+    """The end of the error message for an unknown argument: it suggests the most similar setting."""
     if command not in TAKE_SETTINGS and command != "plan":
         return ""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")

@@ -4,7 +4,7 @@ padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.rep
 
     here     ssh a python -m padfree.cli.on_host      sends the order: command, folder, environment
              ssh b python -m padfree.cli.on_host
-    a, b     answer: versions, digest of the recipe, number of GPUs, or an error
+    a, b     each host answers: versions, digest of the recipe, number of GPUs, or an error
     here     if no host reports an error, the arguments of torchrun go to each host
     a, b     torchrun --nnodes 2 --node-rank 0 (1) --master-addr a ... -m padfree sft ...
     here     prints their output, each line with the name of its host. If a host fails, or if this process receives
@@ -94,7 +94,7 @@ class Launch:
     words: tuple[str, ...]
     folder: str
     python: str
-    processes: int | None  # per host; None: one per GPU
+    processes: int | None  # number of processes per host; None: one per GPU
     restarts: int
     address: tuple[str, int]
     ssh: tuple[str, ...]
@@ -128,7 +128,7 @@ class Launch:
         )
 
     def order(self) -> dict[str, Any]:
-        """The first message to a host."""
+        """The first message to a host: the command, the folder and the environment variables."""
         return {
             "words": self.words,
             "folder": self.folder,
@@ -186,7 +186,7 @@ Events = SimpleQueue[Event]
 
 
 def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
-    """Wait for an event; `Empty` after the deadline.
+    """Wait for an event. Raises `Empty` after the deadline.
 
     The system may deliver a signal to a thread that reads from a host. Python handles it in the main thread, so the
     main thread wakes up every `SIGNAL_CHECK_SECONDS` seconds.
@@ -205,7 +205,7 @@ class HostConnection:
 
     def __init__(self, host: str, launch: Launch, events: Events) -> None:
         self.host, self._events = host, events
-        self.printed: list[str] = []  # lines before the answer
+        self.printed: list[str] = []  # lines that the host printed before its answer
         self._answered = False
         try:
             # A new session: otherwise Ctrl-C would end ssh before the host is told to stop.
@@ -268,7 +268,7 @@ class HostConnection:
             self._events.put(Signalled(signal.SIGPIPE))
 
     def refusal(self, code: int, python: str) -> UserError:
-        """The error for a connection that ended without an answer."""
+        """The error for a connection that ended before the host answered."""
         last = next((line for line in reversed(self.printed) if line), f"exit code {code}")
         if code == CONNECTION:
             return UserError(
@@ -286,7 +286,11 @@ class HostConnection:
                 f"{self.host} has no padfree of this version ({last})",
                 "install the same version on all hosts",
             )
-        return UserError("--hosts", f"{self.host} ended without an answer ({last})", f"try ssh {self.host} by hand")
+        return UserError(
+            "--hosts",
+            f"padfree on {self.host} ended before it answered ({last})",
+            f"log in with ssh {self.host} and run padfree there to see the error",
+        )
 
 
 @contextmanager
@@ -362,7 +366,7 @@ def check_answer(host: str, answer: Mapping[str, Any]) -> None:
 
 
 def with_host(message: str, host: str) -> str:
-    """`optimizer.lr: -1; give ...` -> `optimizer.lr: on b: -1; give ...`"""
+    """Add the host to an error message: `optimizer.lr: -1; give ...` -> `optimizer.lr: on b: -1; give ...`."""
     name, _, rest = message.partition(":")
     return f"{name}: on {host}:{rest}"
 

@@ -32,7 +32,7 @@ from padfree.config.recipe_files import recipe_path
 from padfree.errors import UserError
 
 ANSWER = "padfree-answer "
-"""Marks the answer, because a shell may print other lines before it."""
+"""The beginning of the line with the answer. A shell may print other lines before it."""
 
 SHUTDOWN = 30.0
 """Seconds that torchrun waits for its processes after a signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
@@ -46,7 +46,7 @@ def shutdown_seconds() -> float:
 
 
 def source_digest() -> str:
-    """Digest of the source files of padfree, which may differ within one version."""
+    """Digest of the source files of padfree. Two installations of one version may have different source files."""
     digest, root = hashlib.sha256(), Path(padfree.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -91,7 +91,7 @@ def torchrun(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
-    start: Callable[[list[str]], object] = run  # untyped in torch
+    start: Callable[[list[str]], object] = run  # torch has no type annotations for it
     try:
         start(arguments)
     except ChildFailedError as error:

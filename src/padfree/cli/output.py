@@ -5,7 +5,7 @@
 A write never blocks and never raises. The reader of a pipe may end (`| head`, Ctrl-C on `| tee`), the disk of a file
 may be full, a terminal may be closed or stopped (Ctrl-S), a pipe may be full because its reader has stopped, a
 descriptor may be non-blocking, and an ASCII stream may receive other text. Lost output is reported once, on the other
-stream. The files of the run contain all of it.
+stream. The files of the run contain all results.
 
 Commands whose result is their output (`plan`, `--dry-run`) use plain streams: they wait for a slow reader, and they end
 when the reader ends.
@@ -28,7 +28,7 @@ MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in the queue. More text is dropped."""
 
 FLUSH_SECONDS, LAST_SECONDS = 0.2, 5.0
-"""Seconds that a flush waits for the reader unless it is stuck, and seconds that the end of a run waits."""
+"""Maximum seconds that a flush waits for the reader (unless the reader is stuck), and that the end of a run waits."""
 
 
 class SurvivingStream(io.TextIOBase):
@@ -39,8 +39,8 @@ class SurvivingStream(io.TextIOBase):
         self.failure: OSError | ValueError | None = None
         self._on_failure = on_failure
         self._texts: deque[str] = deque()
-        self._waiting = 0  # characters in the queue or being written
-        self._left_out = 0  # characters that were dropped
+        self._waiting = 0  # number of characters in the queue or being written
+        self._left_out = 0  # number of characters that were dropped
         self._changed = threading.Condition()
         self._closing = self._stuck = False
         self._process = os.getpid()
@@ -207,7 +207,7 @@ def open_closed_descriptors() -> None:
 
 
 class ErrorRecordingStream:
-    """A plain stream that records its error, to distinguish it from errors of other files."""
+    """A plain stream that records its own write error, to distinguish this error from errors of other files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

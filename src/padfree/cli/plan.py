@@ -195,7 +195,7 @@ def _config(settings: argparse.Namespace) -> Config:
     elif config.model.path != NO_MODEL:
         check_name(config.model.path, "model.path")
     if recipe is None and not _has_override(settings, "model.dtype"):
-        import torch  # after the settings have been checked
+        import torch  # not before the settings have been checked, because the import takes seconds
 
         dtype: Literal["bfloat16", "float32"] = "bfloat16" if settings.gpu or torch.cuda.is_available() else "float32"
         return replace(config, model=replace(config.model, dtype=dtype))
@@ -203,7 +203,7 @@ def _config(settings: argparse.Namespace) -> Config:
 
 
 def _resolved(config: Config, settings: argparse.Namespace) -> Config:
-    """Resolve every `auto` as a run on these devices would."""
+    """Resolve every `auto` setting as a run on the planned devices would."""
     from padfree.model.structure import skeleton
     from padfree.train.resolve_auto import resolve_auto
 
@@ -323,7 +323,7 @@ def _exact_steps(text: str) -> int | None:
 
 
 def _device_memory(settings: argparse.Namespace) -> float:
-    """Bytes: --memory, or the GPU of this machine, or a default."""
+    """Memory of a device in bytes: from --memory, from the GPU of this machine, or a default."""
     import torch
 
     if settings.memory is not None:

@@ -22,7 +22,7 @@ from typing import Any
 from padfree.errors import UserError
 
 SILENCE, LONGEST_SILENCE = 10.0, 600.0
-"""Seconds without output until the first status line, and the maximum."""
+"""Seconds without output until the first status line, and maximum seconds between two status lines."""
 
 
 class Heartbeat:
@@ -31,7 +31,7 @@ class Heartbeat:
     def __init__(self, write: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._clock = write, clock
         self.begin = clock()
-        self._last, self._interval = self.begin, 0.0  # time of the last step line, and time between the last two
+        self._last, self._interval = self.begin, 0.0  # time of the last step line; seconds between the last two
         self._spoke, self._wait = self.begin, SILENCE
         self._step = ""
         self._doing, self._count, self._since = "starting", "", self.begin
@@ -51,12 +51,12 @@ class Heartbeat:
             self._count = f" {done}/{total}" if total else ""
 
     def in_step(self, count: str) -> None:
-        """Set the current step, such as `step 3/40`; empty: no more steps."""
+        """Set the text of the current step, such as `step 3/40`; an empty text means that there are no more steps."""
         with self._changed:
             self._step = count
 
     def spoke(self, *, step: bool = False) -> None:
-        """Record that another line has been written; `step`: the line of a step."""
+        """Record that another line has been written. `step`: whether it is the line of a step."""
         with self._changed:
             now = self._clock()
             if step:
@@ -100,7 +100,7 @@ class Heartbeat:
 
 
 def shown_time(seconds: float) -> str:
-    """0:07, 12:05, 3:07:00."""
+    """A time as minutes and seconds, or as hours, minutes and seconds: 0:07, 12:05, 3:07:00."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -129,7 +129,7 @@ class Lines:
             self._line(f"tokenising {tenths * 10} %")
 
     def sampling(self, done: int, wanted: int) -> None:
-        """Responses of the current batch on rank 0: finished and requested."""
+        """Show how many responses of the current batch are finished on rank 0, and how many were requested."""
         self.heartbeat.doing("sampling" if done < wanted else "computing rewards", done, wanted if done < wanted else 0)
 
     def activity(self, name: str, done: int, total: int) -> None:

@@ -238,7 +238,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
 
 
 def shared_tokens(plan: StepPlan) -> str:
-    """The number of computed tokens, if samples share prefixes."""
+    """A text with the number of computed tokens; empty if samples share no prefixes."""
     computed = int(plan.computed_tokens.sum())
     return "" if plan.prefixes is None or plan.sharing == 1.0 else f" ({computed:,} computed, the rest shared)"
 

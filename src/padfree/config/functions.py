@@ -45,9 +45,9 @@ class UserFunction:
     """A setting whose value may be a user function."""
 
     setting: str
-    noun: str  # what the function is called in messages
+    noun: str  # what messages call the function, e.g. "reward"
     arguments: tuple[str, ...]  # names of its arguments
-    result: str  # its return value, in words
+    result: str  # what it must return, for messages
     asynchronous: bool = False  # it must be a coroutine function
 
     def check(self, path: str) -> None:
@@ -92,7 +92,7 @@ class UserFunction:
             try:
                 return importlib.import_module(module)
             except KeyboardInterrupt:
-                raise  # Ctrl-C outside a run
+                raise  # Ctrl-C, if the function is loaded outside of a run
             except BaseException as error:  # the import runs user code, which may call sys.exit
                 missing = error.name if isinstance(error, ModuleNotFoundError) else None
                 itself = missing is not None and f"{module}.".startswith(f"{missing}.")

@@ -20,10 +20,10 @@ from padfree.config.inputs import check_regular
 from padfree.errors import UserError
 
 SECONDS = 10.0
-"""Timeout of the request to the Hub."""
+"""Timeout of the request to the Hub, in seconds."""
 
 KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.md", ".gitattributes")}
-"""Files of which one is in the Hub's cache if the model or data set is."""
+"""By kind: file names. If the Hub's cache holds a model or data set, it holds at least one of these files."""
 
 
 DATA_FILES = (".jsonl", ".json", ".parquet")
@@ -81,7 +81,7 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
 
 
 def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Why this name cannot be loaded from the Hub; None if it can, or if that is not known."""
+    """Why this name cannot be loaded from the Hub. None if it can be loaded, or if the Hub does not answer in time."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -97,7 +97,7 @@ def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
         return f"the Hub has no {kind} of this name that you can access"
     except OfflineModeIsEnabled:
         return "the Hub is not asked in offline mode (HF_HUB_OFFLINE)"
-    except Exception as error:  # of the HTTP library, which depends on the version of huggingface_hub
+    except Exception as error:  # the HTTP library, and so its errors, depend on the version of huggingface_hub
         if type(error).__name__ in ("ConnectError", "ConnectionError"):
             return f"the Hub cannot be reached ({' '.join(str(error).split())})"
     return None

@@ -20,7 +20,7 @@ from padfree.config.loss import CORRECTIONS, OBJECTIVES, TASK_TABLES
 from padfree.config.loss_settings import TaskSettings
 
 Reason = Callable[[Config], str | None]
-"""Returns why a run does not read a setting, such as "with lora.rank=0"; None if it does."""
+"""Returns the reason why a run does not read a setting, such as "with lora.rank=0"; None if the run reads it."""
 
 
 def _unless(read: Callable[[Config], bool], reason: Callable[[Config], str]) -> Reason:
@@ -45,7 +45,7 @@ def _correction(name: str) -> Reason:
 
 
 def _first(*reasons: Reason) -> Reason:
-    """The first reason that applies."""
+    """Combine several rules: the result returns the first reason that applies."""
     return lambda config: next((found for reason in reasons if (found := reason(config)) is not None), None)
 
 
@@ -275,7 +275,7 @@ READ_BY: dict[str, Reason | None] = {
     "run.timeout": None,
     "run.deterministic": None,
 }
-"""By setting, or by table for all settings of the table that have no entry of their own."""
+"""The rule of each setting. The rule of a table is for all its settings that have no entry of their own."""
 
 
 def rule_of(name: str) -> Reason | None:

@@ -25,7 +25,7 @@ OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/f
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:
     """The kind of a path that is neither a file nor a folder; None for files, folders and missing paths.
 
-    With `once`, the path is read a single time, so an open descriptor of this process is accepted (None).
+    With `once`, the path is read only once, so the path of an open descriptor of this process is accepted (None).
     """
     if once and OPEN_ALREADY.fullmatch(str(path)):
         return None

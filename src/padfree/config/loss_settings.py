@@ -211,7 +211,7 @@ class BandCorrection(Correction):
     high: float
 
     def __post_init__(self) -> None:
-        numbers = all(type(bound) in (int, float) for bound in (self.low, self.high))  # excludes bool
+        numbers = all(type(bound) in (int, float) for bound in (self.low, self.high))  # `isinstance` would accept bool
         right = numbers and 0 <= self.low <= 1 <= self.high and self.low < self.high
         bounds = [self.low, self.high]
         need(right, f"loss.{self.kind}", bounds, "give 0 <= low <= 1 <= high, and low < high")
@@ -418,7 +418,7 @@ class DPOSettings(TaskSettings):
 
     @property
     def means(self) -> bool:
-        """`normalise` with None resolved."""
+        """The value of `normalise`, or the default of this loss if it is None."""
         return self.variant in ("ipo", "simpo", "orpo") if self.normalise is None else self.normalise
 
 

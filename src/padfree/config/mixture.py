@@ -12,7 +12,7 @@ from padfree.config.setting import SAMPLES, STAYS, setting
 from padfree.errors import need
 
 MOST_WEIGHT = 1000.0
-"""Maximum weight. An epoch is a list of all its samples; use `data.epochs` for more repetitions."""
+"""Maximum weight of a source. An epoch is a list of all its samples; for more repetitions, use `data.epochs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class DataSource:
 
     @property
     def exact_weight(self) -> Fraction:
-        """The weight as it was written: 0.1 is a tenth."""
+        """The weight as the exact fraction that was written: 0.1 is one tenth, although the float is not."""
         return Fraction(repr(self.weight))
 
 

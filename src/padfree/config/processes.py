@@ -34,21 +34,23 @@ class Processes:
 def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
     """Read the variables. A variable with an impossible value is refused by name.
 
-    Without `meet` the processes do not connect: a dry run needs neither a rank nor an address.
+    With `meet=False` the processes will not connect, as in a dry run, so rank and address may be missing.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")
     local_world = _count(variables, "LOCAL_WORLD_SIZE", world if not meet else 1)
     local_rank = _index(variables, "LOCAL_RANK", None, "")
     if local_world > world:
-        raise UserError("LOCAL_WORLD_SIZE", f"{local_world} of WORLD_SIZE {world}", f"give {world} or less")
+        raise UserError("LOCAL_WORLD_SIZE", f"{local_world} is more than WORLD_SIZE {world}", f"give {world} or less")
     address = None
     if "WORLD_SIZE" in variables and meet:
         if "RANK" not in variables:
             raise UserError("RANK", f"missing, with WORLD_SIZE {world}", "start the processes with torchrun, or set it")
         if "LOCAL_WORLD_SIZE" in variables and local_rank >= local_world:
             raise UserError(
-                "LOCAL_RANK", f"{local_rank} of LOCAL_WORLD_SIZE {local_world}", f"give 0 to {local_world - 1}"
+                "LOCAL_RANK",
+                f"{local_rank} is out of range for LOCAL_WORLD_SIZE {local_world}",
+                f"give 0 to {local_world - 1}",
             )
         for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port of that host")):
             if not variables.get(name, "").strip():
@@ -77,6 +79,10 @@ def _count(variables: Mapping[str, str], name: str, default: int) -> int:
 def _index(variables: Mapping[str, str], name: str, limit: int | None, of: str) -> int:
     found = _number(variables, name) if name in variables else 0
     if found < 0 or (limit is not None and found >= limit):
-        among = "" if limit is None else f" of {of} {limit}"
-        raise UserError(name, f"{found}{among}", f"ranks count from 0{'' if limit is None else f' to {limit - 1}'}")
+        among = "" if limit is None else f" for {of} {limit}"
+        raise UserError(
+            name,
+            f"{found} is out of range{among}",
+            f"ranks count from 0{'' if limit is None else f' to {limit - 1}'}",
+        )
     return found

@@ -22,17 +22,17 @@ from padfree.config.setting import rules_of
 from padfree.errors import UserError, closest, need
 
 LONGEST_RECIPE = 1 << 20
-"""Bytes. A larger file is not a recipe."""
+"""Maximum bytes of a recipe. A larger file is refused."""
 
 LARGEST_FLOAT = 3.4e38
-"""Maximum of a float: the largest float32."""
+"""Maximum value of a float setting: the largest float32."""
 
 LARGEST_COUNT = (1 << 53) - 1
-"""Maximum of an int: the largest one that a float64 represents exactly."""
+"""Maximum value of an int setting: up to here, a float64 represents every integer exactly."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, or start from nothing, and apply `section.name=value` overrides."""
+    """Read a TOML file, or start without settings if `path` is None, and apply `section.name=value` overrides."""
     values: dict[str, Any] = {} if path is None else read_recipe(path)
     kind = _loss_of(values).get("kind")
     for override in overrides:

@@ -173,7 +173,7 @@ class RolloutConfig:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """`kv_cache_memory` in bytes; None: auto."""
+        """`kv_cache_memory` in bytes; None if it is "auto"."""
         return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
 
     @property
@@ -187,7 +187,7 @@ class RolloutConfig:
 
     @property
     def source(self) -> str | None:
-        """The setting because of which the run samples responses; None: it reads finished rollouts."""
+        """The setting that makes the run sample responses. None if the run reads finished rollouts."""
         for name in ("environment", "agent", "reward"):
             if getattr(self, name):
                 return f"rollout.{name}"

@@ -25,13 +25,13 @@ PLURAL = {"int": "ints", "float": "floats", "string": "strings", "table": "table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingEntry:
-    """One line of the table."""
+    """One line of the table of settings."""
 
     name: str  # with its section, such as `loss.clip.high`
     type: str  # such as `int or none`
     choices: tuple[str, ...]  # the words that the type allows; empty: any value of the type
     required: bool
-    default: Any  # None also if the setting is required
+    default: Any  # None if the default is none, and also if the setting is required
     bounds: str  # in words; empty: every value of the type
     needs: tuple[str, ...]  # settings that must be set before this one may differ from its default
     meaning: str

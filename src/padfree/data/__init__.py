@@ -4,16 +4,16 @@ records        one row: parsing, checking fields, errors about bad rows
 data_settings  the settings that decide how rows become tokens
 fields         which columns hold which fields
 formats        the formats of data files, and the usual names of their columns
-sources        JSON Lines, JSON, Parquet, folders, the Hub
-conversation   messages of any spelling in one common spelling
-rows           one row as a conversation or as a plain prompt
-chat_renderer  conversations as text, and the characters that the assistant wrote
-encode         text to tokens and loss masks
-tokenize       chunks of rows to tokens and loss masks
+sources        reads rows from JSON Lines, JSON, Parquet, folders and the Hub
+conversation   reads messages of several spellings into one common spelling
+rows           reads a row as a conversation or as a plain prompt
+chat_renderer  renders conversations as text, and finds the characters that the assistant wrote
+encode         turns text into tokens and loss masks
+tokenize       turns chunks of rows into tokens and loss masks
 store          tokens on disk, keyed by everything they depend on
 dataset        TokenizedDataset: the samples of a store; MixedDataset: the samples of several sources
-prepare        load_sft and load_pairs: all of the above
-rollouts       read_rollouts: rollout files to samples
+prepare        load_sft and load_pairs: turn files into data sets, with all of the above
+rollouts       read_rollouts: reads rollout files into samples
 rewards        built-in and user-defined reward functions
 
 Names are imported on first use. A process that only computes rewards does not import torch and starts ten times as

@@ -19,7 +19,7 @@ from padfree.data.conversation import Conversation, Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """A spelling of conversations."""
+    """A spelling of conversations: the differences from the spelling of `read_conversation`."""
 
     arguments_as_text: bool = False  # arguments of tool calls as JSON text
     null_content: bool = False  # null instead of "" as the content of a message with tool calls

@@ -1,8 +1,7 @@
 """Two checks on a rendered conversation: the template drops nothing and garbles nothing.
 
 1. Every message and every field of a message appears in the text. A template that does not know a role, a field or
-tools
-   drops them silently, and the model would be trained on something other than the data.
+   tools drops them silently, and the model would be trained on something other than the data.
 2. A field is rendered as its text or as JSON, not as Python's repr (`[{'type': 'text'}]`, `None`) or as JSON encoded
    twice.
 
@@ -202,7 +201,7 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
 
 
 def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
-    """Whether `text` has the JSON of the value exactly where `changed` has the JSON of its negation."""
+    """Whether the two texts first differ where `text` has the JSON of the value and `changed` that of its negation."""
     if changed is None:
         return False
     start = next((index for index, (one, other) in enumerate(zip(text, changed, strict=False)) if one != other), 0)

@@ -13,7 +13,7 @@ template strips the reasoning of earlier turns and adds an empty reasoning block
 each trained turn becomes a sample:
 
     sample 1    user, assistant                         trains the first answer
-    sample 2    user, assistant, user, assistant        trains the second answer; the first one as the template shows it
+    sample 2    user, assistant, user, assistant        trains the second answer; the first is context
 
 Messages after the last trained turn are then in no sample.
 
@@ -72,8 +72,8 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class RenderedSample:
     """The text of one sample.
 
-    `spans`: the trained characters; sorted, disjoint, none empty. `messages`: message indices with the span of their
-    text.
+    `spans`: ranges of trained characters; sorted, disjoint, none empty. `messages`: the index of each message with the
+    range of its text.
     """
 
     text: str
@@ -83,7 +83,7 @@ class RenderedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What to make of a conversation: a prompt, or samples."""
+    """Whether a conversation becomes a prompt or samples, and with which settings."""
 
     prompt: bool = False
     loss_on: LossOn = "assistant"

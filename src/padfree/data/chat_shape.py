@@ -45,7 +45,7 @@ class TemplateValue(NamedTuple):
     """
 
     message: int
-    field: str  # "tool_calls[0].function.name"
+    field: str  # the field that holds it, e.g. "tool_calls[0].function.name"
     value: str | int | float
     thought: bool = False
     identifier: bool = False
@@ -213,7 +213,7 @@ def written(value: str | int | float, form: str) -> str:
 
 
 class Slot(NamedTuple):
-    """Where the text of a twin shows a leaf. `form` is empty if it is shown neither as plain text nor as JSON."""
+    """A range of a twin's text that shows a leaf. `form` is empty if it is neither the plain text nor JSON."""
 
     leaf: int
     start: int
@@ -238,13 +238,13 @@ def slots_of(text: str) -> list[Slot]:
 class Skeleton:
     """The text of a twin as alternating literals and leaves, with its trained spans."""
 
-    literals: tuple[str, ...]  # one more than slots
+    literals: tuple[str, ...]  # the texts before, between and after the slots
     slots: tuple[tuple[int, str], ...]  # (leaf, form)
     borders: tuple[tuple[int, int], ...]  # start and end of each span, as (index of the literal, offset in it)
 
     @staticmethod
     def of(text: str, spans: Sequence[Span]) -> Skeleton | None:
-        """None if a span begins or ends inside a leaf."""
+        """The skeleton of a text with these trained spans; None if a span begins or ends inside a leaf."""
         literals, slots, done = [], [], 0
         starts = []
         for slot in slots_of(text):

@@ -24,7 +24,10 @@ from padfree.data.records import RowError
 
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool, bool], tuple[str, list[Span]]]
-"""render(messages, with the generation prompt, return the spans of generation markers) -> text, spans"""
+"""render(messages, generation_prompt, markers) -> text, spans.
+
+`generation_prompt`: whether to append it. `markers`: whether to return the spans of `{% generation %}` markers.
+"""
 
 _OTHER_ANSWER = "\u00a4"
 
@@ -116,7 +119,7 @@ class TurnCutter:
         return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
-        """The first character where markers of a turn can begin; 0 if all assistant messages are trained."""
+        """Index of the character from which markers of a turn can begin; 0 if all assistant messages are trained."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if turn == 0 or list(trained) == turns:
             return 0

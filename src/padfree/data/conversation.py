@@ -49,7 +49,7 @@ SHAREGPT_ROLES = {
 METADATA = ("id", "message_id", "parent_id", "uuid", "index", "timestamp", "created", "created_at", "model")
 """Fields of a message that are metadata; they are dropped."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names of the field with the assistant's reasoning; templates read the first one."""
+"""Names of the field with the assistant's reasoning. Templates read the first name."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST = 64
 
@@ -169,7 +169,7 @@ def _thought(thoughts: dict[str, Any], name: str) -> str:
 
 
 def _trained(weight: object, role: str, name: str) -> bool:
-    """OpenAI's `weight`: 1 trains the message, 0 does not. Only assistant messages can have weight 1."""
+    """Whether OpenAI's `weight` trains a message: 1 does, 0 does not. Only assistant messages can have weight 1."""
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight not in (0, 1):
         raise RowError(f"{name}.weight is {shown(weight)}; expected 1 to train on the message or 0 not to")
     if weight == 1 and role not in ("assistant", "gpt", "model", "bot", "ai", "chatgpt"):

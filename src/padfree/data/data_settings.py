@@ -67,7 +67,7 @@ class TextSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTDataSettings(TextSettings):
-    """`loss_on`: every `assistant` turn, the `last` one only, or `all` tokens."""
+    """`loss_on`: train on every `assistant` turn, on the `last` assistant turn only, or on `all` tokens."""
 
     loss_on: LossOn = "assistant"
 
@@ -79,4 +79,4 @@ class SFTDataSettings(TextSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutDataSettings(TextSettings):
-    """No further settings: columns of the row (`response_length`, `loss_mask`) decide which tokens are trained."""
+    """Adds no settings: columns of a row (`response_length`, `loss_mask`) decide which tokens are trained."""

@@ -14,8 +14,8 @@ becomes one sample per trained turn.
     uid          train.jsonl:17 | train.jsonl:18 turn 1, turn 2, turn 3 | train.jsonl:19
     group        None | train.jsonl:18 for each of the three | None
 
-`max_length` is applied here and not when tokenising, so that a change of it does not tokenise again. Truncation keeps
-the first tokens. A sample without a trained token after truncation is dropped, and listed as dropped.
+`max_length` is applied here and not when tokenising, so that changing it does not require tokenising again. Truncation
+keeps the first tokens. A sample without a trained token after truncation is dropped, and listed as dropped.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class StoredSamples(ABC):
 class TokenizedDataset(StoredSamples):
     """The samples of one cache folder."""
 
-    samples_per_row: ClassVar[int | None] = None  # None: any number
-    drops_whole_rows: ClassVar[bool] = False  # drop a row if one of its samples is dropped, also with "truncate"
+    samples_per_row: ClassVar[int | None] = None  # None: rows may have any number of samples
+    drops_whole_rows: ClassVar[bool] = False  # if one sample of a row is dropped, drop the row, also with "truncate"
 
     def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
         check_max_length(max_length)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MOST_CHARACTERS = 1 << 23
-"""The longest text of a row. A tokenizer takes minutes for longer texts, and no model has such a context."""
+"""Maximum characters of a row's text. A tokenizer takes minutes for longer texts, and no model has such a context."""
 
 
 class Piece(NamedTuple):

@@ -51,7 +51,7 @@ class Schema:
 
     `names`: column names recognised as a field. `hints`: column names that an error suggests for a field. `guarded`:
     columns that change the meaning of a row, each with the reason. `elsewhere`: columns of data for another command,
-    with the advice to give. `rest`: what happens to the other columns.
+    with the advice for the error message. `rest`: what happens to the other columns.
     """
 
     formats: tuple[Format, ...]
@@ -59,7 +59,7 @@ class Schema:
     hints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     guarded: Mapping[str, str] = field(default_factory=dict)
     elsewhere: tuple[tuple[frozenset[str], str], ...] = ()
-    preferred: tuple[str, ...] = ()  # kinds of formats that win if a row has several
+    preferred: tuple[str, ...] = ()  # kinds of formats that take precedence if a row fits several
     rest: str = "not used"
     number: str | None = None  # the field that is stored as the number of a row, for example a margin
 
@@ -79,7 +79,8 @@ class Schema:
 class Fields:
     """How the rows of a file are read.
 
-    `columns` maps every field of the format to a column: to the field's own name if the first row has no column for it.
+    `columns` maps every field of the format to a column. If the first row has no column for a field, the field maps to
+    its own name.
     """
 
     kind: str
@@ -91,7 +92,7 @@ class Fields:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Columns of a table that are read or checked."""
+        """The columns that must be read from a table: those that are used, and those that `check` looks at."""
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
     def __getitem__(self, name: str) -> str:
@@ -204,7 +205,7 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
         else:
             found[name] = [column for column in free if column.lower() in schema.names_of(name)]
     prompts = found.get("prompt", [])
-    if len(prompts) > 1:  # `input` is the prompt only if no other column can be
+    if len(prompts) > 1:  # `input` is the prompt only if no other column can be the prompt
         found["prompt"] = prompts = [column for column in prompts if column.lower() != "input"]
     follows = "input" in mapped or any(column.lower() == "instruction" for column in prompts)
     if "input" in found and not follows:
@@ -292,7 +293,7 @@ def _may_follow(column: str, reading: _Reading) -> bool:
 
 
 CONTEXT = ("input", "context", "passage")
-"""Columns that belong to a prompt. Only Alpaca's `input`, next to `instruction`, is appended without being told."""
+"""Columns that belong to a prompt. Only Alpaca's `input`, next to `instruction`, is appended without a setting."""
 
 
 def _all_names(schema: Schema) -> set[str]:

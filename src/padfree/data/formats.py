@@ -142,7 +142,7 @@ def _is_sharegpt(messages: object) -> bool:
 
 
 def reading_notes(files: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """One line per way of reading, with the files read so: `data: train.jsonl is read as ...`."""
+    """One note per way of reading, with the names of the files: `data: train.jsonl is read as ...`."""
     names: dict[str, list[str]] = {}
     for file in files:
         if file.get("read_as"):

@@ -52,7 +52,7 @@ READING = 1
 """Version of the code that turns rows into samples; part of the cache key."""
 
 BYTES_PER_PROCESS = 16 << 20
-"""Bytes of text per tokenising process, because a process takes seconds to start."""
+"""Minimum bytes of text per tokenising process. A process takes seconds to start, so less text is not worth one."""
 
 
 def load_pairs(
@@ -136,7 +136,7 @@ def _tokenised(
     num_workers: int | None,
     progress: bool | Progress,
 ) -> Path:
-    """The cache folder with the tokenised data, tokenising it first if needed."""
+    """Tokenise the data unless the cache already holds it, and return its folder in the cache."""
     check_mapping(settings.columns, schema)
     if num_workers is not None and num_workers < 0:
         raise UserError("num_workers", "is negative", "give 0 or more", value=num_workers)
@@ -232,7 +232,8 @@ def _build(
             first = writer.skipped[0]
             raise UserError(
                 "data",
-                f"none of {sum(rows)} rows can be used; the first, {first.file}:{first.line}: {first.reason}",
+                f"none of {sum(rows)} rows can be used; for example, {first.file}:{first.line} is rejected: "
+                f"{first.reason}",
                 "correct the rows",
             )
         files = [
@@ -246,7 +247,7 @@ def _build(
 def _reading_of(
     source: RecordSource, settings: SFTDataSettings, tokenize: RowTokenizer, schema: Schema
 ) -> tuple[Fields, str] | None:
-    """How a file is read, as `Fields` and in words; None if none of its rows can be read."""
+    """How a file is read, as `Fields` and as a text for the user; None if none of its rows can be read."""
     first = source.first_row()
     if first is None:
         return None
@@ -269,7 +270,7 @@ def _reading_of(
 
 
 def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, renders_chat: bool) -> str:
-    """In words: whether the text goes through the chat template, and which settings do not apply to this file."""
+    """A text for the user: whether the chat template renders this file, and which settings do not apply to it."""
     plain = not renders_chat or (fields.kind == "implicit" and not is_messages(first.get(fields["chosen"])))
     how = ""
     if fields.kind in ("pair", "prompted", "continued", "implicit"):

@@ -59,7 +59,7 @@ class SkippedRow:
 class DataReport:
     """The rows used and not used: `num_rows` = used + skipped + dropped. Truncated rows count as used.
 
-    A used row gives one or more samples. `used` is None if every used row gives one sample.
+    A used row gives one or more samples. `used`: the number of used rows, or None if each of them gives one sample.
     """
 
     num_rows: int
@@ -104,7 +104,7 @@ class DataReport:
         )
 
     def summary(self) -> str:
-        """`7473 rows: 7470 samples, 1234567 tokens; 2 skipped, 1 dropped, 4 truncated`"""
+        """The report as one line: `7473 rows: 7470 samples, 1234567 tokens; 2 skipped, 1 dropped, 4 truncated`."""
         return (
             f"{self.num_rows} rows: {self.num_samples} samples, {self.num_tokens} tokens; {len(self.skipped)} skipped, "
             f"{len(self.dropped)} dropped, {len(self.truncated)} truncated"
@@ -126,7 +126,8 @@ class DataReport:
 def labelled(name: str, label: str | int) -> str:
     """The label of a file, sample or group in a mixture: `label` with the name of its source in front.
 
-    source math     train.jsonl:18 -> math/train.jsonl:18        a.jsonl: a.jsonl:18 -> a.jsonl:18
+    source "math"       train.jsonl:18 -> math/train.jsonl:18
+    source "a.jsonl"    a.jsonl:18 -> a.jsonl:18              the label already begins with the name of the source
     """
     text = str(label)
     return text if text == name or text.startswith(f"{name}:") else f"{name}/{text}"

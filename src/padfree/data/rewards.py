@@ -98,7 +98,7 @@ class Reward:
         try:
             value: Any = self.function(response, row)
         except KeyboardInterrupt:
-            raise  # Ctrl-C outside of a run
+            raise  # Ctrl-C, if the reward is called outside of a run
         except BaseException as error:  # also SystemExit: a reward function must not end the run
             raise UserError(
                 "reward",

@@ -8,12 +8,13 @@
 A row has one of these sets of columns. If it has both tokens and text, the tokens are used, because they are the ones
 that were sampled.
 
-    tokens, and response_length or loss_mask (or both) prompt_tokens and response_tokens prompt and response
-    text; needs a tokenizer. The prompt is rendered with the chat template and the generation
-                                  prompt, or used as plain text. The response is tokenised on its own, with eos after it
-                                  (`append_eos`)
+    tokens, and response_length or loss_mask (or both)
+    prompt_tokens and response_tokens
+    prompt and response       text; needs a tokenizer. The prompt is rendered with the chat template and the generation
+                              prompt, or used as plain text. The response is tokenised on its own, with eos after it
+                              (`append_eos`)
 
-It also has `reward`, a number. It can have
+A row also has `reward`, a number. It can have
 
     loss_mask                                           0 or 1 (multi-turn: 0 for the output of tools)
     logprobs, ref_logprobs, advantages, returns, values one number per token; null allowed for untrained tokens
@@ -86,7 +87,7 @@ SCHEMA = Schema(
 TITLES = {"tokens": "rollouts in tokens", "token pair": "rollouts in tokens", "text": "rollouts in text"}
 LOGPROBS = ("logprobs", "ref_logprobs")
 ROUNDING = 1e-3
-"""How far above 0 a log-probability may be, because samplers compute in low precision."""
+"""A log-probability may exceed 0 by this much, because samplers compute in low precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -289,7 +290,7 @@ class _CollectedRollouts:
         self.truncated: list[SkippedRow] = []
         self.rows_per_file: dict[str, int] = {}
         self._first_named: str | None = None  # the first row that names its group
-        self._unnamed: list[tuple[Sample, str, int, str]] = []  # with file, line and unit
+        self._unnamed: list[tuple[Sample, str, int, str]] = []  # samples without a group: sample, file, line, unit
 
     def add(self, read: _RolloutRead, file: str, line: int, unit: str) -> None:
         sample = read.sample
@@ -346,7 +347,8 @@ class _CollectedRollouts:
             first = (self.skipped or self.dropped)[0]
             raise UserError(
                 "data",
-                f"none of {num_rows} rows can be used; the first, {first.file}:{first.line}: {first.reason}",
+                f"none of {num_rows} rows can be used; for example, {first.file}:{first.line} is rejected: "
+                f"{first.reason}",
                 "correct the rows",
             )
         report = DataReport(

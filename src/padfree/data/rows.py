@@ -76,7 +76,7 @@ class RowReader:
         return self._with_default(found)
 
     def pair(self, row: Mapping[str, Any], fields: Fields) -> tuple[Conversation, Conversation] | PlainPair:
-        """`chosen` and `rejected`, each after the context that they share."""
+        """The conversations of `chosen` and of `rejected`: the context that they share, followed by the answer."""
         columns = fields["chosen"], fields["rejected"]
         if not self._renders_chat or (fields.kind == "implicit" and _are_texts(row, columns)):
             return self._plain_pair(row, fields)
@@ -147,8 +147,8 @@ class RowReader:
             column = fields.columns.get(name)
             if column is not None and column not in self.template_names and has_value(row.get(column)):
                 raise RowError(
-                    f"{column!r} is {shown(row[column])}, but prompts are plain text; add {{{column}}} to "
-                    "data.prompt_template, or set data.chat_template"
+                    f"{column!r} is {shown(row[column])}, but prompts in plain text leave this column out; add "
+                    f"{{{column}}} to data.prompt_template, or set data.chat_template"
                 )
         return self._prompt_text(row, fields)
 
@@ -305,7 +305,7 @@ def _joined(
 def _whole(
     asked: Sequence[Message], said: Sequence[Message], prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """Like `_joined`, for an answer that is a whole conversation and includes the prompt."""
+    """The result of `_joined` for an answer that is a whole conversation and includes the prompt."""
     own, rest = _split(asked)
     system, turns = _split(said)
     if own and system and not _alike(own, system):
@@ -395,7 +395,7 @@ def _common_words(one: str, other: str) -> int:
     """The length of the common prefix of two texts that ends at a word. Both texts keep at least one character."""
     most = min(len(one), len(other)) - 1
     end = next((index for index in range(most) if one[index] != other[index]), most)
-    if end > 0 and not one[end - 1].isascii():  # a script without spaces between words
+    if end > 0 and not one[end - 1].isascii():  # e.g. Chinese, which has no spaces between words
         return end
     # The white space belongs to the answers, because tokenizers put the space before a word into the token of the word.
     while end > 0 and not (one[end].isspace() and other[end].isspace() and not one[end - 1].isspace()):

@@ -35,7 +35,7 @@ from padfree.errors import UserError, first_line
 CHUNK_ROWS = 512
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 28
-"""The longest line of a JSON Lines file. A longer line means that the file has no line breaks."""
+"""Maximum bytes of a line of a JSON Lines file. If a line is longer, the file probably has no line breaks."""
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -86,7 +86,7 @@ class RecordSource(ABC):
         return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size)
 
     def _numbered(self, parts: Iterable[list[Any]], num_rows: int) -> Iterator[Chunk]:
-        """The parts as numbered chunks, each with its share of the size. `num_rows`: rows of all parts."""
+        """Convert lists of rows to chunks with row numbers and sizes. `num_rows`: the number of rows in all lists."""
         first = 0
         for records in parts:
             end = first + len(records)

@@ -43,7 +43,7 @@ from padfree.data.sources import FileSource, RecordSource
 from padfree.errors import UserError
 
 FORMAT = 2
-_MINIMUM_AGE = 2_000_000_000  # nanoseconds since the last change of a file whose hash is cached
+_MINIMUM_AGE = 2_000_000_000  # nanoseconds; the hash of a file that changed more recently is not cached
 
 
 def default_cache_folder() -> Path:

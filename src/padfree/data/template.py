@@ -34,7 +34,7 @@ Span = tuple[int, int]
 MAX_SOURCE = 1 << 20
 MAX_VALUE = 1 << 24  # characters or elements of one value
 MAX_NODES = 1 << 17  # values inside a list or an object
-MAX_BITS = 1 << 12  # of an integer
+MAX_BITS = 1 << 12  # bits of an integer
 MAX_INTEGER = 10_000  # largest integer argument of a filter: a width, an indentation, a number of items
 MAX_SECONDS = 20.0
 OUTPUT_PER_INPUT = 64
@@ -224,7 +224,7 @@ def _sized(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Refuse a value with too many values inside; one that contains the same list many times is small in memory."""
+    """Refuse a value with too many values inside. Shared lists count each time, although they take no extra memory."""
     if isinstance(value, (list, tuple, dict)):
         waiting: list[Any] = [value]
         count = 0
@@ -307,7 +307,7 @@ def compiled(source: str, day: datetime.date) -> Any:
 
 @lru_cache(maxsize=64)
 def compared_texts(source: str) -> frozenset[str]:
-    """The string constants that a template compares with; they include the roles that it knows."""
+    """The string constants in comparisons of a template. They include the roles that the template knows."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     comparisons = _compile_jinja_template("").environment.parse(source).find_all((nodes.Compare, nodes.Filter))
@@ -321,7 +321,11 @@ def compared_texts(source: str) -> frozenset[str]:
 
 
 def _constants(side: nodes.Node) -> Iterator[nodes.Const]:
-    """The constants of an operand: itself or the items of a list. Excludes subscripts such as `tool['function']`."""
+    """The constants of one operand of a comparison.
+
+    An operand is a constant (`role == 'user'`), or a list or tuple of constants (`role in ['user', 'tool']`).
+    Other operands, such as the subscript in `tool['function']`, have none.
+    """
     if isinstance(side, nodes.Operand):
         yield from _constants(side.expr)
     elif isinstance(side, nodes.Const):
@@ -334,7 +338,10 @@ def _constants(side: nodes.Node) -> Iterator[nodes.Const]:
 def rendered(
     template: Any, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], *, spans: bool = False
 ) -> tuple[str, list[Span]]:
-    """The text and, if `spans`, the spans inside `{% generation %}` markers. Raises whatever the template raises."""
+    """Render a template: return the text and the spans inside `{% generation %}` markers.
+
+    Without `spans`, the list of spans is empty. Errors that the template raises are not caught.
+    """
     blocks: list[str] = []
     found: list[Span] = []
     environment = template.environment
@@ -360,7 +367,7 @@ def _collect(stream: Iterable[str], blocks: list[str], messages: Any, variables:
 
 
 def _length(value: Any) -> int:
-    """The number of characters in a conversation."""
+    """The number of characters in all strings inside a value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -6,7 +6,7 @@
     prompt, response   the same                                                             the response
       no template      prompt and response as plain text, each tokenised on its own, eos    response and eos
     text               the text, eos                                                        all
-    input_ids          these ids                                                            those with a label, or all
+    input_ids          these ids                                                            tokens with a label, or all
     chosen, rejected   two samples: the shared context with either answer                   the answer
 
 `loss_on="all"` trains on all tokens. A row without a token to train on is a bad row.

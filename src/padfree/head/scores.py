@@ -312,7 +312,7 @@ def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | N
         raise UserError(
             "num_labels",
             f"{num_labels} is wrong for these {len(labels)} labels",
-            f"give the number other than {IGNORE}",
+            f"give the number of labels other than {IGNORE}",
         )
     poison = torch.where(count == num_labels, 0.0, float("nan"))
     if num_labels == len(labels):

@@ -210,7 +210,7 @@ def _sample_weights(
 def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray[np.int64]:
     """[B] groups numbered in the order of first appearance; names may be of any hashable type."""
     if groups is None or len(groups) != num_samples:
-        given = None if groups is None else len(groups)
+        given = "None" if groups is None else f"{len(groups)} entries"
         raise UserError(
             "groups", f"{given} for {num_samples} samples", "give the group of each sample for weights 'group-mean'"
         )
@@ -227,7 +227,9 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
 def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[np.int64]:
     """[B] units numbered in the order of first appearance; each None is a unit of its own."""
     if len(units) != num_samples:
-        raise UserError("units", f"{len(units)} for {num_samples} samples", "give the unit of each sample, or None")
+        raise UserError(
+            "units", f"{len(units)} entries for {num_samples} samples", "give the unit of each sample, or None"
+        )
     numbers: dict[Hashable, int] = {}
     keys = [("alone", index) if unit is None else ("unit", unit) for index, unit in enumerate(units)]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)

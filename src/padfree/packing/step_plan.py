@@ -183,7 +183,7 @@ def _plan_groups(
 ) -> StepPlan:
     """Plan whole groups like samples: the length and cost of a group are the sums over its samples."""
     if len(groups) != len(length):
-        raise UserError("groups", f"{len(groups)} for {len(length)} samples", "give the group of each sample")
+        raise UserError("groups", f"{len(groups)} entries for {len(length)} samples", "give one group per sample")
     if overlong == "truncate":
         raise UserError(
             "overlong",

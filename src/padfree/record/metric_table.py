@@ -291,7 +291,7 @@ METRIC_GROUPS = (STEP, LOSS, BATCH, TIMES, CRITIC, COLLECTION, EPISODES, EVALUAT
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:
-    """The names that are in none of the tables. `eval/SOURCE/...` counts as `eval/...`."""
+    """The given names that no table contains. `eval/SOURCE/...` counts as `eval/...`."""
     known = [metric for group in METRIC_GROUPS for metric in group.metrics]
     return [name for name in names if not any(metric.matches(each) for each in _spellings(name) for metric in known)]
 

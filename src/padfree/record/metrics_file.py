@@ -21,7 +21,7 @@ class MetricsFile:
     """`metrics.jsonl` in the run folder, or a similar file. Only rank 0 writes."""
 
     def __init__(self, folder: Path, *, rank: int, step: int = 0, name: str = METRICS) -> None:
-        """Drop the lines of `step` and later steps."""
+        """Open the file `name` in the folder, and drop its lines of `step` and later steps."""
         self.path = folder / name
         self._writes = rank == 0
         if self._writes:
@@ -29,7 +29,7 @@ class MetricsFile:
             self._keep_before(step)
 
     def _keep_before(self, step: int) -> None:
-        """Keep complete lines of earlier steps; the run will repeat the other steps."""
+        """Keep only complete lines of steps before `step`. The run will repeat the other steps."""
         kept = []
         if self.path.exists():
             try:

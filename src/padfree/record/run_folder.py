@@ -11,8 +11,8 @@ recognised by its `config.json`, which has the sections of a run's settings, and
 
 Only one process can write at a time. The lock is a lock of the operating system, so a killed run does not block its
 successor. Only rank 0 of a run takes it. If the file system has no locks, `run.holder.json` decides: a run is refused
-while the process that it names is alive on this machine, or, if it names another machine, until the user removes the
-file.
+while the process named in this file is alive on this machine. If the file names another machine, a run is refused until
+the user removes the file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
 """Sections that the `config.json` of every version has."""
 
 SHOWN_SECONDS = 20.0
-"""Seconds until a host must see a file that another host has written to a shared folder."""
+"""Maximum seconds until a host sees a file that another host has written to a shared folder."""
 
 LOCK_SECONDS = 1.0
 """Seconds to wait for the lock: a process that has just been killed may take a moment to end."""
@@ -272,7 +272,7 @@ def _made_by_older_version(folder: Path) -> bool:
 
 
 def _identity_of_rank_0(identity: Identity | None) -> Identity:
-    """The identity that rank 0 has, on every rank."""
+    """Broadcast the identity of rank 0 to every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert identity is not None
         return identity
@@ -297,7 +297,7 @@ def _not_shared(folder: Path, identity: Identity) -> str | None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `UserError`."""
+    """Turn an `OSError` while writing to the folder into a `UserError`."""
     try:
         yield
     except OSError as error:

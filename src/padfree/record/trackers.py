@@ -1,4 +1,4 @@
-"""Forward metrics to TensorBoard, W&B and trackio, as `[track]` configures. Only rank 0 does.
+"""Forward metrics from rank 0 to TensorBoard, W&B and trackio, as `[track]` configures.
 
     track.tensorboard = true        run folder/tensorboard       a resumed run hides the points that it will repeat
     track.wandb = "project"         run folder/wandb             one W&B run, resumed with the id in trackers.json
@@ -43,7 +43,7 @@ def require_trackers(config: TrackConfig) -> None:
 
 
 class Trackers:
-    """The trackers that the settings name; none on ranks other than 0."""
+    """The trackers that the settings name. Ranks other than 0 have no trackers."""
 
     def __init__(
         self, config: TrackConfig, folder: Path, settings: Mapping[str, Any], *, rank: int, step: int = 0

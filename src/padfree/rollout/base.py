@@ -50,7 +50,7 @@ class SamplingRequest:
 
     tokens: NDArray[np.integer[Any]]  # [n] the prompt
     max_new_tokens: int
-    key: int  # from `sampling_rng.response_keys`; servers use it as their seed. 0 (`sampling_rng.GREEDY`): greedy
+    key: int  # from `sampling_rng.response_keys`; the seed of servers. 0 (`sampling_rng.GREEDY`): greedy decoding
     partial: Response | None = None  # the part sampled by earlier weights, to be continued
 
 
@@ -61,7 +61,7 @@ class Response:
     tokens: NDArray[np.int64]  # [m]
     logprobs: NDArray[np.float32]  # [m] of the sampled tokens, at the sampling temperature
     ended: bool
-    version: int  # policy version (optimizer steps) of the oldest weights that sampled a token of it
+    version: int  # policy version (number of optimizer steps) of the oldest weights that sampled one of its tokens
     versions: NDArray[np.int64] | None = None  # [m] policy version of each token; None: `version` for all
 
     @property
@@ -114,7 +114,7 @@ class AsyncSampler(Sampler, Protocol):
 
     @property
     def stuck(self) -> bool:
-        """Whether requests are waiting and no reachable server has the weights any more; call `renew`."""
+        """Whether requests are waiting, but no reachable server has the weights any more. Then call `renew`."""
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
         """Queue these requests after the earlier ones and return. Other threads call `on_response`."""

@@ -41,7 +41,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class LoopThread:
-    """The event loop. It starts when it is first used. `name` is that of its thread."""
+    """The event loop. It starts when it is first used. `name`: the name of its thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -86,7 +86,7 @@ class LoopThread:
         self.loop.call_soon_threadsafe(function, *args)
 
     def seconds_blocked(self) -> float:
-        """Seconds for which the loop has been blocked, at least. Call it repeatedly: each call may send a probe."""
+        """For how many seconds, at least, the loop has been blocked. Call it repeatedly: each call may send a probe."""
         sent = self._probe_sent
         if sent is None:
             self._probe_sent = sent = time.monotonic()

@@ -8,8 +8,8 @@ A row has a `prompt`, or `messages` that end before the assistant's turn, in one
 prompt, or used unchanged. All columns of a row are kept, under their column names and their field names, because the
 reward may need any of them.
 
-`max_new_tokens` of a prompt is the setting of that name. With `overlong` "truncate" it is lowered to the number of
-tokens that `max_length` leaves; a prompt that leaves none is dropped and reported as dropped.
+`max_new_tokens` of a prompt is the setting `rollout.max_new_tokens`. With `overlong` "truncate" it is lowered to the
+number of tokens that `max_length` leaves; a prompt that leaves none is dropped and reported as dropped.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """A prompt to sample responses for. Its length is that of the longest sample it can become."""
+    """A prompt to sample responses for. `len` is the number of tokens of the prompt and its longest response."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
     max_new_tokens: int  # maximum length of a response
     row: Mapping[str, Any]
     uid: str
     source: str
-    asked: str | Conversation | None = None  # before rendering, for a reward model with another chat template
+    asked: str | Conversation | None = None  # the prompt before rendering, for reward models with their own template
 
     def __len__(self) -> int:
         return len(self.tokens) + self.max_new_tokens
@@ -217,12 +217,13 @@ class _CollectedPrompts:
     def prompts(self, notes: tuple[str, ...]) -> Prompts:
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
-            raise UserError("data", f"no rows in {', '.join(self.rows_per_file)}", "give a file that has some")
+            raise UserError("data", f"{', '.join(self.rows_per_file)} has no rows", "give a file with rows")
         if not self._found:
             first = (self._skipped or self._dropped)[0]
             raise UserError(
                 "data",
-                f"none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}",
+                f"none of {num_rows} rows can be used; for example, {first.file}:{first.line} is rejected: "
+                f"{first.reason}",
                 "correct the rows",
             )
         report = DataReport(

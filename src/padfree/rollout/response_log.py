@@ -12,8 +12,8 @@ removed. Parts are append-only, with one line per response, or per set of respon
     04d2e7aa {"batch": 12, "responses": [{"number": 7, "prompt": ..., "tokens": ..., ...}]}
 
 Each line starts with its checksum. A line that was cut off when the run was killed is skipped. A resumed run reads only
-parts that belong to it: the part whose origin has its weights and settings (`Origin`), the parts before it, and the
-parts after it. The next steps are then trained on the same responses as before, which gives the same weights.
+parts that belong to it: the part whose origin (`Origin`) has the weights and settings of the run, and the parts before
+and after this part. The next steps are then trained on the same responses as before, which gives the same weights.
 
 Rewards are not stored. They are computed again.
 """
@@ -74,7 +74,7 @@ class _Part:
     """A part that is still needed."""
 
     weights: str
-    highest: int = 0  # the last batch of which it may have responses
+    highest: int = 0  # the last batch whose responses it may contain
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +95,7 @@ class ResponseLog:
     rank: int
     failure: str | None = None  # error message of a failed write; the caller must raise it
     _index: dict[_Key, _Location] = field(default_factory=dict)
-    _parts: dict[int, _Part] = field(default_factory=dict)  # by step
+    _parts: dict[int, _Part] = field(default_factory=dict)  # parts by the step at which they start
     _covered: dict[int, int] = field(default_factory=dict)  # by step of a checkpoint: the last batch that it covers
     _open: _Open | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -104,7 +104,7 @@ class ResponseLog:
     # Parts
 
     def purge(self, origin: Origin | None) -> int:
-        """Remove the files that do not belong to a run resumed at `origin`; None: all files. Returns their number.
+        """Remove the files that do not belong to a run resumed at `origin` (None: all files). Returns their number.
 
         Only one rank calls it.
         """

@@ -4,8 +4,8 @@
     noise    (key, position, token) -> Gumbel  argmax(logits + noise) is a sample from softmax(logits)
 
 There is no generator state. A response gets the same noise in any batch, on the CPU and on a GPU, in the first run and
-in a resumed one. If logits differ by rounding, the sampled token is the same unless the two largest sums are as close
-as that.
+in a resumed one. If logits differ by rounding, the sampled token is the same unless the two largest sums differ by no
+more than the rounding.
 
 `GREEDY` is the key of a response without noise: it takes the most likely token at every position.
 
@@ -38,7 +38,7 @@ def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArra
 
 
 def key_behind(key: int, position: int) -> int:
-    """Key for the continuation of a response from this position, for samplers that use it as a seed."""
+    """The key for the rest of a response from this position on, for samplers that use the key as a seed."""
     values = splitmix64(np.array([key], np.int64).view(np.uint64) ^ np.uint64(position))
     return int(splitmix64(values).view(np.int64)[0])
 
@@ -76,7 +76,7 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
     """Compute `(scores + gumbel_noise(keys, position, V)).argmax(1)`, [R] int64, for log-probabilities [R, V].
 
     On the CPU the noise of a large vocabulary would cost more than the model. There, all tokens are hashed, but the two
-    logarithms are computed only for candidates, the tokens that may have the largest sum. Other tokens cannot:
+    logarithms are computed only for candidates, the tokens that may have the largest sum. Other tokens cannot have it:
 
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)

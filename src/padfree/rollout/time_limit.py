@@ -25,7 +25,7 @@ AGAIN = 1.0
 
 
 class _AlarmError(BaseException):
-    """Not an `Exception`, so that a reward with `except Exception` does not take it for a wrong answer."""
+    """Raised by the alarm. It is not an `Exception`, so that `except Exception` in a reward does not catch it."""
 
 
 def call_within(seconds: float, message: str, function: Callable[..., Result], *args: Any) -> Result:
@@ -86,7 +86,7 @@ def _in_thread(seconds: float, message: str, function: Callable[..., Result], *a
 
 
 def shown_safely(error: BaseException) -> str:
-    """Like `shown_error`; only the name of the class if the message of the error cannot be computed."""
+    """The result of `shown_error`, or only the name of the class if computing the message fails."""
     try:
         return shown_error(error)
     except Exception:

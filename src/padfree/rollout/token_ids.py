@@ -41,7 +41,7 @@ def tokenizer_size(tokenizer: Any) -> int:
 
 
 def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
-    """Return the ids as Python integers; a UserError unless they are a flat sequence of 0 to `vocabulary - 1`."""
+    """Return the ids as Python integers. Raise an error unless they are a flat list of 0 to `vocabulary - 1`."""
     if isinstance(ids, np.ndarray) or type(ids).__module__ == "torch":
         ids = ids.tolist()
     if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray, memoryview)):

@@ -8,8 +8,8 @@ reward as the return of every scored token, `reinforce++_baseline` the reward mi
 all scored tokens of the rollout batch. `given` keeps the advantages of the samples. `teacher` (`teacher_advantages`)
 and `gae` (`padfree.train.critic`) use another model. Entry j of an array belongs to token j.
 
-A group with nothing to compare (b above: equal rewards; or a single sample) has no signal: its advantages are 0 and it
-does not affect the weights. Every step counts these groups, and rollout files without any signal are refused.
+A group has no signal if all its rewards are equal (b above) or if it is a single sample. Its advantages are then 0, and
+it does not affect the weights. Every step counts these groups, and rollout files without any signal are refused.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Count groups with and without signal. `samples` must contain whole groups; `reinforce++` has one group."""
+    """Count groups with and without signal. `samples` must contain whole groups.
+
+    For `reinforce++`, all samples form one group.
+    """
     if kind in ("given", "teacher", "gae"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
         return Signal(groups=len(samples), alone=0, equal=flat)

@@ -26,7 +26,10 @@ class PackMeasure(Protocol):
     keeps_groups: ClassVar[bool]
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """[B, 1 + len(names)] float64: a count, and for each name the sum over what was counted."""
+        """[B, 1 + len(names)] float64: for each sample a count, and one sum for each of `names`.
+
+        The count is the number of tokens, pairs or answers over which the sums run. A mean is a sum over the count.
+        """
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
         """The metrics to report, from the means by name."""
@@ -54,7 +57,7 @@ class TokenMeasure:
 
 
 class PairMeasure:
-    """Loss, accuracy and margin of each pair, counted for the source of its chosen answer."""
+    """Loss, accuracy and margin of each pair. A pair belongs to the source of its chosen answer."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     keeps_groups: ClassVar[bool] = True

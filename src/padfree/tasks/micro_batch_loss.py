@@ -2,7 +2,7 @@
 
     MicroBatchLoss(model, batch) -> LossOutput     the only part of a step that differs between tasks
       TokenMicroBatchLoss   losses of tokens (SFT, policy losses), fused with the head if possible
-      others                losses of whole answers, each in the file of its task
+      other classes         losses of whole answers, each in the file of its task
 
 `Engine` plans, computes token weights, builds packs, calls the loss once for each pack, runs backward and sums up. The
 constructor of a loss takes everything else that it needs, e.g. a teacher. `LocalBatch` holds the data of the pack.
@@ -37,7 +37,10 @@ from padfree.model import hidden_states, lm_head_of
 
 
 class MicroBatchLoss(Protocol):
-    """The loss of one pack, or this context rank's share. Losses and statistics add up over packs and ranks."""
+    """Computes the loss of one pack. If several context ranks share the pack, it computes this rank's share.
+
+    The total loss is the sum of the returned losses over all packs and ranks. Statistics are summed in the same way.
+    """
 
     keeps_groups: ClassVar[bool]
     """Whether samples with the same `Sample.group` must be in one pack."""
@@ -47,7 +50,10 @@ class MicroBatchLoss(Protocol):
         """The frozen model that the loss uses, or None."""
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        """Called by `inside`, while head and embeddings are gathered. Must return `token_losses` [T/cp]."""
+        """Return the loss of `batch`, with `token_losses` [T/cp].
+
+        `inside` (`padfree.sharding.parallelize`) calls this while the head and the embeddings are gathered.
+        """
 
 
 def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float, memory: Memory) -> LossInputs:
@@ -60,7 +66,7 @@ def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float,
 
 
 class TokenMicroBatchLoss:
-    """Losses of tokens. A loss that is elementwise in the log-probabilities never stores logits."""
+    """Losses of single tokens. If the loss of a token depends only on its own log-probability, no logits are stored."""
 
     keeps_groups: ClassVar[bool] = False
     teacher: ClassVar[None] = None

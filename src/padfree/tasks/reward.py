@@ -31,7 +31,10 @@ from padfree.tasks.task import Task
 
 
 def pack_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """[T/cp], or [e]: scores of this rank's entries, exactly 0 at positions without a label."""
+    """Scores at this rank's positions, exactly 0 at positions without a label.
+
+    The shape is [T/cp] or, if samples share prefixes, [e]: one entry per label.
+    """
     scores = scalar_scores(hidden_states(model, batch), scalar_head_of(model))
     return torch.where(batch.labels != IGNORE, scores, 0.0)
 

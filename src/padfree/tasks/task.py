@@ -30,12 +30,15 @@ from padfree.tasks.micro_batch_loss import MicroBatchLoss
 from padfree.tasks.reading import TrainingData
 
 Logprobs = Callable[[Sequence[Sample]], list[NDArray[np.float32]]]
-"""[n] for each sample, on every rank: entry j belongs to token j and is 0 if it is not scored. Collective."""
+"""Returns the log-probabilities [n] of each sample, the same on every rank. Collective.
+
+Entry j belongs to token j and is 0 if token j is not scored.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Models:
-    """The models that can score samples; None: the run has no such model."""
+    """The models that can score samples. A field is None if the run has no such model."""
 
     policy: Logprobs  # the model in training, with its current weights
     reference: Logprobs | None = None

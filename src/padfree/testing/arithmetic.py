@@ -42,9 +42,9 @@ class Sizes:
     rows: int = 4000
     prompts: int = 512
     hidden: int = 64
-    samples: int = 40  # per step of SFT
+    samples: int = 40  # samples per step of SFT
     sft_steps: int = 200
-    responses: int = 128  # per step of RL
+    responses: int = 128  # responses per step of RL
     group: int = 8
     rl_steps: int = 20
     max_new_tokens: int = 64
@@ -63,7 +63,7 @@ def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, 
 
 
 def _problem(rng: np.random.Generator, most_steps: int) -> tuple[str, list[str], int]:
-    """The text, the lines of the solution, and the answer."""
+    """One problem: its text, the lines of its solution, and its answer."""
     total = int(rng.integers(0, LARGEST + 1))
     sentences = [f"{rng.choice(NAMES)} has {total} {rng.choice(THINGS)} in {MONTHS[0]}."]
     work = []

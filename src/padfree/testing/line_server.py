@@ -40,7 +40,7 @@ from padfree.rollout.engines.servers.start import make_server_sampler
 from padfree.rollout.sampling_rng import GREEDY
 
 LONGEST_LINE = 1 << 28
-"""Bytes."""
+"""Maximum bytes of a request or an answer."""
 
 
 def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> ServerSampler:
@@ -49,7 +49,7 @@ def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, scor
 
 
 class LineServer(ServerApi):
-    """The side of the trainer."""
+    """The trainer's side of the protocol."""
 
     async def check(self, served: ServedModel) -> str:
         about = await self.call("about")
@@ -157,7 +157,7 @@ class RefusedError(Exception):
 
 
 class LineService:
-    """The side of the server. Each `answer_...` coroutine handles one kind of call."""
+    """The server's side of the protocol. Each `answer_...` coroutine handles one kind of call."""
 
     def __init__(self, model: Any, name: str) -> None:
         self.model, self.name = model, name
@@ -165,7 +165,7 @@ class LineService:
         self._receiver = Receiver(torch.device("cpu"))
         self._targets = dict(model.named_parameters()) | dict(model.named_buffers())
         self._compute = asyncio.Lock()
-        self._running = asyncio.Event()  # not paused
+        self._running = asyncio.Event()  # set while the server is not paused
         self._running.set()
         self._pauses = 0
 
@@ -199,7 +199,7 @@ class LineService:
 
     async def answer_bucket(self, form: dict[str, Any]) -> None:
         async with self._compute:
-            self.version = None  # until the last bucket has arrived
+            self.version = None  # no version until the last bucket has arrived
             await asyncio.to_thread(self.load, BucketForm(**form))
 
     @torch.no_grad()
@@ -254,7 +254,7 @@ class LineService:
         return tokens, logprobs, "length"
 
     async def _logits(self, tokens: list[int]) -> Tensor:
-        """[n, V] float32"""
+        """[n, V] float32 logits of the model for these tokens."""
         if max(tokens) >= self.model.config.vocab_size:
             raise RefusedError(f"token {max(tokens)} is not in the vocabulary")
         async with self._compute:

@@ -1,1 +1,1 @@
-"""What the commands are made of. A tool may import every other part; the command line alone imports a tool."""
+"""The tools behind the commands. A tool may import any other part of padfree; only the command line imports tools."""

@@ -1,9 +1,9 @@
 """Which causal language models of the installed transformers padfree can train packed.
 
-    python -m padfree.tools.architectures lfm2 rwkv     one line of the table for each of these
+    python -m padfree.tools.architectures lfm2 rwkv     the lines of the table for these model types
 
-Each architecture is built on the meta device from the default config of its class and attached, or refused with the
-reason. `COMPLETED` adds what is missing in default configs that do not give a model. `padfree.tools.reference_pages`
+Each architecture is built on the meta device from the default config of its class, and attached. If that fails, the
+table gives the reason. `COMPLETED` adds the arguments that some default configs lack. `padfree.tools.reference_pages`
 writes the whole table to docs/reference/architectures.md.
 """
 
@@ -27,7 +27,7 @@ from padfree.model.interface import chunk_of
 from padfree.model.mixers import KINDS, installed
 
 PATIENCE = 120
-"""Maximum number of seconds for one architecture."""
+"""Maximum number of seconds for building and attaching one architecture."""
 
 COMPLETED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -39,7 +39,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
-"""Arguments that default configs need to give a model."""
+"""By model type: arguments that the default config lacks, so that no model can be built from it."""
 
 PACK_KERNELS = {
     "gated_delta": "flash-linear-attention",
@@ -51,7 +51,7 @@ PACK_KERNELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """One line of the table."""
+    """One line of the table of architectures."""
 
     model_type: str
     class_name: str

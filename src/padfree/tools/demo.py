@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 STATE = "demo.json"
 SAME_LOSS = {"float32": 1e-5, "bfloat16": 2e-2}
-"""By dtype: the largest difference allowed between padded and packed losses."""
+"""The largest difference allowed between padded and packed losses, by dtype."""
 FORMS = (("question", "answer"), ("prompt", "response"))
 FORM_REWARD = 0.2
 
@@ -68,10 +68,10 @@ Found = dict[str, Any]
 class DemoSizes(Sizes):
     """Sizes of the demo."""
 
-    compared: int = 12  # steps of SFT that also run padded
+    compared: int = 12  # number of SFT steps that also run padded
     gpu_hidden: int = 1024  # hidden size of the model for the GPU stage
     gpu_layers: int = 8
-    gpu_samples: int = 512  # per step
+    gpu_samples: int = 512  # samples per step
     gpu_steps: int = 16
     gpu_set_up: int = 3  # first steps that are not timed: compilation, kernel selection, memory allocation
 
@@ -81,9 +81,9 @@ class RealSizes:
     """Sizes of the demo with a real model: minutes on a CPU for 100 to 200 million parameters."""
 
     held_out: int = 12
-    samples: int = 8  # per step of SFT
+    samples: int = 8  # samples per step of SFT
     sft_steps: int = 15
-    responses: int = 16  # per step of GRPO
+    responses: int = 16  # responses per step of GRPO
     group: int = 8
     rl_steps: int = 4
     max_new_tokens: int = 160
@@ -580,11 +580,15 @@ def _row(line: str, location: str) -> dict[str, str]:
         if isinstance(row, dict) and isinstance(row.get(prompt), str) and isinstance(row.get(response), str):
             if hashed_number(row[response]) is None:
                 raise UserError(
-                    "--data", f"the answer of {location} does not end in '#### number'", "give rows as in GSM8K"
+                    "--data",
+                    f"the answer of {location} does not end in '#### number'",
+                    "end every answer with #### and a number, as in GSM8K",
                 )
             return {"prompt": row[prompt], "response": row[response], "answer": row[response]}
     raise UserError(
-        "--data", f"{location} is not a JSON object with the texts question and answer", "give rows as in GSM8K"
+        "--data",
+        f"{location} is not a JSON object whose question and answer are strings",
+        "give each row a question and an answer, as in GSM8K",
     )
 
 
@@ -639,4 +643,4 @@ REAL_STAGES: Mapping[str, tuple[str, Callable[[Any], Found]]] = {
 }
 OWN = {STATE, f"{STATE}.writing", "cache", "data", "model", "plan.html", "check.json", "sft", "rl", "gpu", "real"}
 OWN |= {"report.html"}
-"""Everything that a demo writes. A folder with other files is not removed."""
+"""Names of all files and folders that a demo writes. A folder that holds other files is not removed."""

@@ -29,7 +29,7 @@ SECTION_PAGES = {
     "parallel": "[context parallelism](../concepts/context-parallelism.md)",
     "checkpoint": "[checkpoints](../guides/checkpoints.md)",
 }
-"""The page that explains a section."""
+"""By section of the settings: the page that explains it."""
 
 
 def quick_pages() -> dict[str, str]:
@@ -64,7 +64,7 @@ architectures
 
 
 def settings_page() -> str:
-    """One table per section."""
+    """The Markdown page of all settings, with one table per section."""
     entries, sections = setting_entries(), section_entries()
     parts = [
         """# Settings
@@ -110,13 +110,13 @@ def _type_cell(entry: SettingEntry) -> str:
 
 
 def _name_pattern(entries: Sequence[SettingEntry]) -> re.Pattern[str]:
-    """Names of settings in a text, with a value if there is one: `rollout.filter=equal`."""
+    """A pattern that finds names of settings in a text, with or without a value: `rollout.filter=equal`."""
     names = sorted((entry.name for entry in entries if "." in entry.name), key=len, reverse=True)
     return re.compile(rf"(?<![\w.`/])(?:{'|'.join(map(re.escape, names))})(?![\w])(?:=[\w/.-]*\w)?")
 
 
 def metrics_page() -> str:
-    """One table per group of metrics."""
+    """The Markdown page of all metrics, with one table per group."""
     parts = [
         """# Metrics
 
@@ -134,7 +134,7 @@ def _group(group: MetricGroup) -> str:
 
 
 def backends_page() -> str:
-    """The capabilities of the attention backends."""
+    """The Markdown page with the capabilities of the attention backends."""
     return f"""# Attention backends
 
 `model.attention=auto` takes the first backend of this table that supports the device, the dtype and the layers of the

@@ -5,12 +5,12 @@ start_run       opens and restores what a run needs, up to its trainer
 trainer         Trainer: the loop over batches, updates, metrics, evaluations and checkpoints
 batch_preparer  global batches with advantages and log-probabilities
 engine          one optimizer step over a global batch
-step_pipeline   an update from its begin to its line of metrics
-microbatch      samples to one rank's packs
+step_pipeline   runs updates, and writes their metrics
+microbatch      builds the packs of one rank from samples
 scorer          log-probabilities without gradients: old policy and reference
 critic          PPO's value model and its advantages
 evaluate        metrics on held-out data
-setup           settings to loss, models and engine
+setup           builds loss, models and engine from the settings
 training_data   tokenizer, samples and the batcher that groups them into global batches
 preflight       refuses runs that cannot work before anything is written or loaded
 resolve_auto    the values that `auto` settings take on this device

@@ -65,7 +65,7 @@ class BatchPreparer:
         return self.sampled or self.task.waits_for_updates(self.config.loss, asks=asks)
 
     def no_signal_note(self) -> str | None:
-        """A note for the user if every advantage of this start was 0 and no other loss term changed the weights."""
+        """A note for the user if every advantage since this start was 0 and no other loss term changed the weights."""
         loss = self.config.loss
         if not self.groups or self.groups_without_signal < self.groups:
             return None
@@ -116,7 +116,7 @@ class BatchPreparer:
         }
 
     def models_to_load(self) -> dict[str, Any]:
-        """The same models, to be loaded from a checkpoint."""
+        """The models other than the policy that a checkpoint restores."""
         return {
             "reference": None if self.reference is None else self.reference.tensors(),
             "critic": self._trained_critic(),
@@ -126,7 +126,7 @@ class BatchPreparer:
         return None if self.critic is None else TrainedModel(self.critic.engine.model, self.critic.engine.optimizer)
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's `extra`; the models are loaded already."""
+        """Continue from a checkpoint's `extra`. The models must be loaded already."""
         self.batcher.load_state_dict(extra["batcher"])
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])

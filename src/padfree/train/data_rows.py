@@ -34,7 +34,7 @@ def in_rows(config: Config) -> bool:
 def row_starts(config: Config, samples: Any) -> Indices:
     """[R+1] Index of the first sample of each data row.
 
-    Stored samples know their rows. Other samples have a fixed number per row, which the command defines; 1 in RL.
+    Stored samples record their rows. For other samples, the command defines the number of samples per row (1 in RL).
     """
     known: Indices | None = getattr(samples, "row_starts", None)
     size = config.loss.task.group_size if in_rows(config) else 1
@@ -49,7 +49,10 @@ def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
 
 
 def epoch_parts(config: Config, sizes: Sequence[int]) -> list[SourcePart] | None:
-    """The sources of a mixture with their sizes (rows or groups) and weights; None: each row occurs once an epoch."""
+    """The size (rows or groups) and the weight of each source of a mixture.
+
+    None if the data is not a mixture; then each row occurs once per epoch.
+    """
     if not config.data.sources:
         return None
     return [
@@ -82,7 +85,7 @@ class SourceShare:
 
     name: str
     weight: float
-    rows: int  # or groups of rollouts
+    rows: int  # number of rows, or of groups of rollouts
     samples: int
     tokens: int
     share: float  # share of the tokens of an average epoch
@@ -131,7 +134,7 @@ def lengths_of(samples: Samples) -> Indices:
 
 
 class Rows(Sequence[Group]):
-    """The samples of each data row as a tuple. They are read on access."""
+    """Sequence of data rows. A row is the tuple of its samples, which are read on access."""
 
     def __init__(self, samples: Samples, starts: Indices) -> None:
         self._samples, self._starts = samples, starts

@@ -47,7 +47,7 @@ class ShownPart:
 class ShownMessage:
     """The tokens of a sample that hold the text of one message: `first` to `end`, `end` excluded."""
 
-    number: int  # in the row, from 1
+    number: int  # number of the message in the row, counted from 1
     role: str
     first: int
     end: int
@@ -83,7 +83,10 @@ class ShownRow:
 def shown_rows(
     config: Config, source: TrainingData, tokenizer: Any, *, first: str | int = 1, count: int = 1
 ) -> list[ShownRow]:
-    """`count` rows, starting at `first`: a number among the rows in use, counted from 1, or a `file:line`."""
+    """Return `count` rows, starting at row `first`.
+
+    `first` is the number of a row among the rows in use, counted from 1, or its `file:line`.
+    """
     rows = _rows(source)
     begin = _row_index(rows, first)
     return [
@@ -189,7 +192,7 @@ def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tup
 
 
 def _source_settings(config: Config) -> list[tuple[str | None, DataConfig]]:
-    """The data settings of each source of a mixture with its name, or those of the whole data."""
+    """The name and the data settings of each source. Without a mixture: None and the settings of `[data]`."""
     if not config.data.sources:
         return [(None, config.data)]
     return [(source.label, config.data.of_source(source)) for source in config.data.sources]

@@ -71,7 +71,7 @@ def _count(model: nn.Module, *, trained: bool = False) -> int:
 
 
 def free_space(folder: Path) -> tuple[int, int | None]:
-    """Free bytes and inodes of the file system that holds the folder; None: it does not count inodes."""
+    """Free bytes and free inodes of the file system of `folder`. Inodes are None if it does not count them."""
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     found = os.statvfs(nearest)
     return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None

@@ -4,10 +4,10 @@
     thread             | triton, compiler, flash-attn-4, quack-kernels                 |
                                                                                   wait
 
-These packages take seconds to import, and padfree imports each where it is first used: in the first step. The thread
-ignores import errors, because the later import in that code reports them. If the run ends before `wait` (its settings
-are refused), the thread ends after its current import. It is not a daemon: a daemon would be cut off in the middle of
-an extension module.
+These packages take seconds to import, and padfree imports each of them at its first use, which is in the first step.
+The thread ignores import errors, because the later import in that code reports them. If the run ends before `wait` (its
+settings are refused), the thread ends after its current import. It is not a daemon: a daemon would be cut off in the
+middle of an extension module.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class EarlyImports:
     def wait(self) -> None:
         """Wait until every import has finished or failed.
 
-        Call this before the engine is built: the engine imports the compiler and kernels, and if two threads import an
-        import cycle at the same time, each may see partially initialised modules.
+        Call this before the engine is built: the engine imports the compiler and kernels, and if two threads import
+        modules of one import cycle at the same time, each may see partially initialised modules.
         """
         if self._thread is not None:
             self._thread.join()

@@ -80,10 +80,10 @@ class StepReport:
     """Results of one step over the whole global batch, identical on every rank."""
 
     loss: float
-    gradient_norm: float  # before clipping
+    gradient_norm: float  # the norm before clipping
     statistics: dict[str, float]  # means over scored tokens
     num_samples: int
-    num_tokens: int  # of the samples, without padding
+    num_tokens: int  # number of tokens of the samples, without padding
     num_labels: int
     padding_share: float  # padding tokens / all computed tokens
     plan: StepPlan
@@ -193,8 +193,8 @@ class Engine:
     ) -> PendingStep:
         """Start the update. `PendingStep.finish` returns its report. With `apply=False` the optimizer does nothing.
 
-        `after`: the previous step, if it is unfinished; if it turns out not to be finite, this step changes nothing
-        either. `wants_stop`: see `StepReport.stop_votes`.
+        `after`: the previous step, if it is unfinished. If its loss or gradient norm turns out not to be finite, this
+        step changes nothing either. `wants_stop`: see `StepReport.stop_votes`.
         """
         sums = self.gradients(prepared)
         norm = gradient_norm(self.parameters, self.mesh.device)

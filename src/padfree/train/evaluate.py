@@ -96,7 +96,7 @@ class HeldOut:
 def by_source(
     sums: Mapping[str, Sequence[float]], metrics: Callable[[Sequence[float]], Mapping[str, float]]
 ) -> dict[str, float]:
-    """`eval/NAME` over all sources, and `eval/SOURCE/NAME` of each source if there are several."""
+    """Metrics `eval/NAME` over all sources. With several sources, also `eval/SOURCE/NAME` for each of them."""
     total = [sum(column) for column in zip(*sums.values(), strict=True)]
     found = {f"eval/{name}": value for name, value in metrics(total).items()}
     for source, own in sums.items() if len(sums) > 1 else ():
@@ -151,7 +151,11 @@ class SampledResponses:
         return by_source(sums_by_source, self._metrics)
 
     def _sums(self, written: Sequence[EpisodeOutcome]) -> list[float]:
-        """Values of one prompt: 1, then sums over its responses (among them: whether any response passes)."""
+        """Six numbers for one prompt and its responses.
+
+        They are 1 (the prompt), the sum of rewards, the number of responses that pass, 1 if any response passes (else
+        0), the number of response tokens, and the number of responses that were cut off.
+        """
         right = [one.reward >= self.settings.pass_threshold for one in written]
         return [
             1.0,
@@ -185,7 +189,7 @@ def make_evaluation(
     reference: ReferenceModel | None = None,
     on_activity: OnActivity | None = None,
 ) -> Evaluate | None:
-    """The evaluation that `[eval]` configures; None if there is none. It raises an error for non-finite metrics."""
+    """The evaluation that `[eval]` configures; None without `eval.path`. It raises an error for non-finite metrics."""
     measure = _measure(config, engine, held_out, writer, reference, on_activity)
     if measure is None:
         return None

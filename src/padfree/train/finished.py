@@ -4,7 +4,7 @@
     data                 unchanged
     evaluation.jsonl     contains the last evaluation
     events.jsonl         the model was exported after the last step
-    settings             those of evaluation and export are unchanged; the others no longer have an effect
+    settings             those for evaluation and export are unchanged; other settings no longer have an effect
 
 If any condition fails, the run resumes from the checkpoint as usual and does what is missing.
 """

@@ -1,4 +1,4 @@
-"""Divide the samples of a step into packs, and build each pack on the device. Nothing else in padfree does either.
+"""Divide the samples of a step into packs, and build each pack on the device. All packs of padfree are built here.
 
     samples of the global batch, plan, weights        slot [5 9 12] of data rank 1
     collate    [T]       5 5 5 9 9 12 12 12           padded to a multiple of the context ranks
@@ -146,7 +146,7 @@ class Packer:
     def packs(
         self, samples: Sequence[Sample], plan: StepPlan, pack_settings: PackSettings | None = None
     ) -> Iterator[tuple[MicroBatch, Indices]]:
-        """Yield this rank's packs one after the other, without keeping them. `pack_settings` override the packer's."""
+        """Yield this rank's packs one after the other, without keeping them. `pack_settings` replace the packer's."""
         here = arrived(samples, plan.micro_batches)
         for indices, width in plan.packs_of(self.mesh.data.rank):
             settings = pack_settings or self.pack_settings
@@ -159,7 +159,10 @@ class Packer:
             )
 
     def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
-        """The prefixes that samples of a step share; None if sharing is off or the model cannot (it warns once)."""
+        """The prefixes that samples of a step share; None if sharing is off, or if the model does not support it.
+
+        The second case gives a warning, once.
+        """
         self._check_sharing()
         if self.pack_settings.share_prefixes is False or not len(samples):
             return None

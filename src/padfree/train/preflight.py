@@ -89,7 +89,7 @@ class Preflight:
 
     tokenizer: Any
     source: TrainingData
-    held_out: TrainingData | None  # from eval.path
+    held_out: TrainingData | None  # the data of eval.path
     model: PreTrainedModel  # on the meta device
     notes: tuple[str, ...]
 
@@ -338,7 +338,7 @@ def check_source(
 
 
 def untrained_samples(source: TrainingData) -> list[int]:
-    """Indices of samples without trained tokens. Text without any is refused, or dropped, when it is read."""
+    """Indices of samples without trained tokens. Text rows without them are refused or dropped when they are read."""
     if isinstance(source.samples, StoredSamples):
         return []
     return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]
@@ -422,7 +422,7 @@ def _check_columns(config: Config, source: TrainingData) -> None:
 
 
 def _check_rows(config: Config, source: TrainingData) -> None:
-    """Ask a built-in reward about every row: it raises an error if it cannot compute a reward for the row."""
+    """Call a built-in reward for every row. It raises an error for a row that it cannot compute a reward for."""
     name = config.rollout.reward
     if name not in BUILT_IN:
         return
@@ -464,7 +464,11 @@ def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool)
 
 
 def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
-    """Optimizer steps in the data, or `enough`. Assumes that all epochs of a token budget are like the first."""
+    """The number of optimizer steps in all epochs of the data.
+
+    With a token budget, it assumes that all epochs are like the first. If the tokens alone show that there are at least
+    `enough` steps, it returns `enough` without counting.
+    """
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None
     if in_rows(config) and config.batch.samples is not None:
@@ -490,7 +494,7 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
 
 
 def planned_steps(config: Config, source: TrainingData) -> int | None:
-    """Approximate number of optimizer steps of the run; `run.steps` (possibly None) if counting would take long."""
+    """Approximate number of optimizer steps of the run. If counting would take long: `run.steps`, which may be None."""
     steps, quick = config.run.steps, config.batch.samples is not None and config.rollout.source is None
     if config.data.epochs is None or (not quick and len(source.samples) > MANY_SAMPLES):
         return steps
@@ -499,7 +503,7 @@ def planned_steps(config: Config, source: TrainingData) -> int | None:
 
 
 class _Lengths(Sequence[Any]):
-    """Stands in for samples whose lengths are enough, so that no tokens are read."""
+    """Stands in for the samples if only their lengths are needed, so that no tokens are read."""
 
     def __init__(self, config: Config, samples: Samples) -> None:
         self._lengths, self.row_starts = lengths_of(samples), row_starts(config, samples)

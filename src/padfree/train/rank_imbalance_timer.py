@@ -35,7 +35,7 @@ class RankImbalanceTimer:
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: Mesh) -> RankImbalanceTimer | None:
-        """None if there is only one data rank, or if timing would break compiled layers."""
+        """The timer of a model. None if there is only one data rank, or if timing would break compiled layers."""
         if mesh.data.size == 1 or any(layer._compiled_call_impl is not None for layer in layers_of(model)):
             return None
         return RankImbalanceTimer(model, mesh)

@@ -48,7 +48,7 @@ class ResolvedAuto:
     """A config without `auto`, and the reason for each resolved value."""
 
     config: Config
-    reasons: dict[str, str]  # by setting name
+    reasons: dict[str, str]  # the reason for each resolved setting, by name
 
     def fields(self) -> dict[str, str]:
         """Each resolved setting with its value, followed by its reason."""
@@ -129,7 +129,10 @@ def resolve_auto_on(
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes this process can use: GPU memory that is free or reserved by it, or its share of the machine's memory."""
+    """Bytes that this process can use.
+
+    On a GPU: free memory and memory that the process has reserved. On a CPU: its share of the machine's memory.
+    """
     if device.type == "cuda" and not torch.cuda.is_available():
         return ASSUMED_MEMORY  # a dry run for another machine
     if device.type == "cuda":

@@ -101,7 +101,7 @@ def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def data_record(samples: Sequence[Sample | Prompt] | StoredSamples, day: datetime.date | None = None) -> dict[str, Any]:
-    """A digest of the training samples, and their size for messages. `day`: the date that the texts contain."""
+    """A digest of the training samples, and how many samples and tokens there are. `day`: the date in the texts."""
     about = {} if day is None else {"day": day.isoformat()}
     if isinstance(samples, StoredSamples):
         return {"digest": samples.digest, "samples": len(samples), "tokens": samples.report.num_tokens, **about}
@@ -167,7 +167,10 @@ def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[
 
 
 def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside: bool) -> dict[str, tuple[Any, Any]]:
-    """The settings that changed and may; raise an error for one that may not. `inside`: inside a rollout batch."""
+    """Return the changed settings with their old and new values. Raise an error if one of them must not change.
+
+    `inside`: whether the checkpoint lies inside a rollout batch.
+    """
     changed = changed_settings(there, here)
     for name, (before, now) in changed.items():
         rule = rule_of(name)
@@ -234,7 +237,10 @@ def check_made_with(
 
 
 def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Mapping[str, Any]], same: bool) -> None:
-    """`same`: both were written by the same version of transformers, so a field that only one has is a difference."""
+    """Refuse a model config that differs from the checkpoint's. `fields`: of the checkpoint, and of this run.
+
+    `same`: the same version of transformers wrote both, so a field that only one of them has counts as a difference.
+    """
     there, here = fields
     for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
         before, now = there.get(name), here.get(name)

@@ -116,7 +116,7 @@ class RouterBalance:
 
     @torch.no_grad()
     def _choices(self, batch: LocalBatch) -> Tensor:
-        """[R, E] choices by the sample tokens of this rank."""
+        """[R, E] how many times the sample tokens of this rank chose each expert, for each router."""
         found, real = self._zeros(), _real_tokens(batch)
         experts = torch.arange(self.routers[0].num_experts, device=found.device)
         for number, _, choices in self.recorder.calls:

@@ -72,12 +72,12 @@ class Scorer:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank. `temperature` defaults to the scorer's."""
+        """Log-probabilities [n] of each sample, the same on every rank. `temperature` defaults to the scorer's."""
         scores = partial(self._scores, self.temperature if temperature is None else temperature)
         return self._score_tokens(samples, scores, "log-probability")
 
     def _score_tokens(self, samples: Sequence[Sample], scores: PackScores, what: str) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank: the result of `scores` on each pack. `what`: its name in messages."""
+        """Apply `scores` to each pack; return the results [n] of each sample on every rank. `what`: for messages."""
         training = self.model.training
         self.model.train(False)  # dropout would add noise to the probability ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
@@ -103,7 +103,7 @@ class Scorer:
         return found_scores
 
     def _scores(self, temperature: float, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """[T/cp]"""
+        """[T/cp] log-probabilities of the labels of a pack."""
         return score(
             hidden_states(model, batch),
             lm_head_of(model),

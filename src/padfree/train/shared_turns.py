@@ -1,4 +1,4 @@
-"""Count what the samples of one data row share, before a run: for the memory estimate and for the plan.
+"""Count the tokens that the samples of one data row share, before a run: for the memory estimate and for the plan.
 
     turn 1   system user-1 | thought-1 answer-1
     turn 2   system user-1 | answer-1 user-2 | thought-2 answer-2
@@ -24,7 +24,7 @@ from padfree.tasks.reading import Samples
 from padfree.train.data_rows import in_rows
 
 MOST_ROWS = 64
-"""Number of rows in which copied keys are counted."""
+"""Maximum number of rows in which copied keys are counted."""
 
 
 def rows_with_several(config: Config, samples: Samples) -> Indices:

@@ -157,7 +157,7 @@ def _check_against_checkpoint(
     batches: BatchPreparer,
     note: OnNote,
 ) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ from the checkpoint's; raise an error if they must not."""
+    """Return the settings that differ from the checkpoint's. Raise an error if one of them must not change."""
     extra = checkpointer.extra(path)
     if MADE_WITH not in extra:
         note(f"{path} was written by a version that did not record data, model and settings; they are not compared")

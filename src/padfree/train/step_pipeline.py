@@ -1,4 +1,4 @@
-"""Runs updates, from their begin to their line in `metrics.jsonl`.
+"""Runs updates, and writes one line to `metrics.jsonl` for each.
 
     host     begin 1 | begin 2 | finish 1 | begin 3 | finish 2 | ...
     written                      line 1              line 2

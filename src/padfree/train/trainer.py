@@ -58,13 +58,13 @@ class RunResult:
     """How a run ended."""
 
     step: int  # all optimizer steps of the run, including those before a resume
-    stopped: bool  # by a signal
+    stopped: bool  # whether a signal stopped the run
     checkpoint: Path | None
     was_finished: bool = False  # an earlier start finished the run; this one did nothing
 
 
 OnNote = Callable[[str], None]
-"""Called with one line for the user: a setting that was resolved, or what the run is waiting for."""
+"""Called with a one-line message for the user, e.g. a resolved setting or what the run is waiting for."""
 
 AFTER_SIGNAL = "finishes its current step or evaluation, saves a checkpoint and ends"
 COMPILING = "compiling the layers: up to a minute the first time, a few seconds if the compiler cache has them"
@@ -130,8 +130,8 @@ class Trainer:
         )  # fmt: skip
         self.step = self._saved_step = position.step
         self._batch = position.batch  # the batch whose updates are being made
-        self._next_batch: GlobalBatch | None = None  # the next batch, if it has been taken already,
-        self._cursor: dict[str, Any] | None = None  # and the position in the data before it
+        self._next_batch: GlobalBatch | None = None  # the next batch, if it has been taken already
+        self._cursor: dict[str, Any] | None = None  # the position in the data before `_next_batch`
         self._prepared: PreparedStep | None = None  # the next update, prepared while the device ran the last one
         self.prepares_next = self.mesh.device.type == "cuda"  # on a CPU it would gain nothing
         self._saved, self.best = position.saved, position.best

@@ -48,7 +48,7 @@ UNGROUPED = ("reinforce++", "gae", "teacher", "given")
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The tokenizer of `model.tokenizer`, or the model's own; None for rollout files if the model has none.
+    """The tokenizer of `model.tokenizer`, or else the model's own. None for rollout files if there is neither.
 
     Rollout files may contain token ids. If they contain text after all, `read_rollouts` asks for a tokenizer.
     """

@@ -56,7 +56,7 @@ class ScalarScorer(Scorer):
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank; 0 if a token is not scored."""
+        """Values [n] of each sample's tokens, the same on every rank; 0 for a token that is not scored."""
         return self._score_tokens(samples, pack_scores, "value")
 
     @torch.no_grad()

@@ -48,7 +48,7 @@ def check_vocabularies(config: Config, tokenizer: Any) -> Iterator[str]:
 def compare_vocabularies(
     own: Mapping[str, int], other: Mapping[str, int], setting: str, name: str, own_name: str, *, may_lack: bool = False
 ) -> str | None:
-    """Refuse `other`, the vocabulary of `name`, if a token of `own` has another id in it, or none.
+    """Refuse `other`, the vocabulary of `name`, if a token of `own` has another id in it or is missing.
 
     With `may_lack`, missing tokens only give a note, unless their ids belong to other tokens.
     """

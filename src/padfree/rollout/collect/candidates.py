@@ -92,6 +92,6 @@ class Candidates:
         different = sum(signal.values())
         return {
             "groups_requested": float(self.num_requested),
-            "groups_equal": float(self.num_requested - different),  # whose rewards were all equal
-            "groups_surplus": float(max(different - self._wanted, 0)),  # whose rewards differ, but are not needed
+            "groups_equal": float(self.num_requested - different),  # groups whose rewards are all equal
+            "groups_surplus": float(max(different - self._wanted, 0)),  # groups with a signal that are not needed
         }

@@ -65,12 +65,12 @@ OnSampling = Callable[[int, int], None]
 """Called with this rank's number of finished responses and its number of requested responses."""
 
 RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
-"""This rank's (prompt, text) pairs -> a reward for each, or an error message. Collective."""
+"""Takes this rank's (prompt, response text) pairs; returns a reward or an error message for each. Collective."""
 
 NUM_SHOWN = 4
 """Number of groups of a batch whose first response is written to `rollouts.jsonl`."""
 POLL = 0.2
-"""Seconds between two checks while waiting."""
+"""Seconds between two checks while the collector waits for episodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class EpisodeOutcome:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class QueuedBatch:
-    """A batch between `put` and `take`. Episodes are those of this rank, by their number in the batch."""
+    """A batch between `put` and `take`, with the episodes of this rank by their number in the batch."""
 
     batch: int
     candidates: Candidates
@@ -133,13 +133,13 @@ class Collector:
         self._reward_model, self._on_sampling = reward_model, on_sampling
         self._writer = _make_writer(config, sampler, self.chat_tokenizer)
         self._async = settings.staleness > 0
-        self.oldest = settings.staleness * config.loss.epochs * config.loss.mini_batches  # optimizer steps
+        self.oldest = settings.staleness * config.loss.epochs * config.loss.mini_batches  # maximum age, in steps
         self._spare = SparePrompts(prompts, config.run.seed)
         self._batches: dict[int, QueuedBatch] = {}
         self._restored: dict[tuple[int, int], Played | Response] = {}
         self._change = threading.Condition()
         self._failure: str | None = None  # error message of another thread
-        self._dropped = self._from_response_log = 0  # groups, responses
+        self._dropped = self._from_response_log = 0  # number of groups, and number of responses
         self._batch_metrics: dict[str, float] = {}
         folder, first = Path(config.run.folder), mesh.loss.rank == 0
         self._log = ResponseExamples(folder / ROLLOUTS) if first else None
@@ -154,7 +154,7 @@ class Collector:
         return self.take(batch, version=version)
 
     def sync_weights(self, trained: PreTrainedModel, version: int) -> None:
-        """Let the weights of `trained` write from now on."""
+        """Send the weights of `trained` to the sampler, which samples from them from now on."""
         begin = time.perf_counter()
         self.sampler.update_weights(trained, version)
         rest = {"sampling": 0.0} if self._async else {"rewards": 0.0, "waiting": 0.0}
@@ -509,7 +509,10 @@ class Collector:
     # Checkpoints
 
     def _known(self, queued: QueuedBatch, group: RolloutGroup) -> dict[int, Played | Response]:
-        """Return what the checkpoint and the response log hold of a group; nothing if it is too old by now."""
+        """The episodes and responses of a group that the checkpoint or the response log holds, by episode number.
+
+        Empty if some of their tokens would be too old when the batch is trained.
+        """
         found: dict[int, Played | Response] = {}
         for number in group.numbers:
             stored = self._restored.pop((queued.batch, number), None)
@@ -531,7 +534,10 @@ class Collector:
         return found
 
     def state(self) -> dict[str, Any]:
-        """State of the queue for `extra` of a checkpoint, the same on every rank."""
+        """The state of the queue, to be stored in the `extra` field of a checkpoint. The same on every rank.
+
+        Empty if `rollout.staleness` is 0, because then nothing is queued.
+        """
         if not self._async:
             return {}
         own: list[Stored] = []
@@ -544,7 +550,7 @@ class Collector:
         return queue_state([*from_ranks, *not_requested], environment_name(self.config.rollout))
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Restore the queue that `state` returned."""
+        """Restore the queue from the `extra` field of a checkpoint, where `state` was stored."""
         if self.dropped_reason(extra) is None:
             self._restored = {(batch, number): one for batch, number, one in stored_in(extra)}
 

@@ -114,12 +114,15 @@ class ResponseWriter:
         self._thread.close(self._reward_workers.close)
 
     def _supported(self, **callbacks: Any) -> dict[str, Any]:
-        """The callbacks that the sampler accepts; a user's sampler may not accept all of them."""
+        """The callbacks that `sample` of this sampler accepts. A user's sampler may not accept all of them."""
         parameters = inspect.signature(self._sampler.sample).parameters
         return {name: callback for name, callback in callbacks.items() if name in parameters}
 
     def _leaf(self, play: Play, response: Response) -> Leaf:
-        """Keep special tokens in the text: the policy could exploit what the reward does not see."""
+        """The leaf of a response.
+
+        Its text includes special tokens other than the stop token: the policy could exploit what the reward cannot see.
+        """
         text = self.chat_tokenizer.decode(response.tokens[:-1] if response.ended else response.tokens)
         return leaf_of_response(play.prompt, response, text)
 

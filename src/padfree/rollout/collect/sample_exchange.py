@@ -1,7 +1,7 @@
 """Samples whose tokens stay on the rank that sampled them until another rank trains on them.
 
     sampled       a b on rank 0, c d on rank 1        every rank knows lengths, masks, rewards and shared prefixes
-    plan          a c on rank 1, b d on rank 0        needs only that, so every rank computes the same plan
+    plan          a c on rank 1, b d on rank 0        needs only these, so every rank computes the same plan
     exchange      a to rank 1, d to rank 0            token ids and log-probabilities, sent once
 
 In place of the tokens, every rank holds placeholder ids. A placeholder sample has the length, the last token and the
@@ -39,7 +39,7 @@ Arrays = tuple[NDArray[Any], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A run of consecutive tokens that are all sampled or all not, with one policy version."""
+    """Consecutive tokens that were all sampled by one policy version, or that were all not sampled."""
 
     length: int
     sampled: bool
@@ -137,7 +137,7 @@ class SampleStore:
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
         self._data_ranks: list[int] = gather_objects(mesh.data.rank, mesh.loss.group, "the exchange of samples")
-        self.received = 0  # bytes
+        self.received = 0  # bytes received from other ranks
 
     def fetch(self, wanted: Sequence[Iterable[int]]) -> None:
         """Send each rank the samples that it wants: `wanted[rank]` are sample indices, the same on every rank."""

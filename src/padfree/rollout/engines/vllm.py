@@ -274,7 +274,7 @@ class VllmServer(HttpServer):
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)
             wanted += [("--enable-lora",), ("--max-lora-rank", str(rank))]
-        if served.adapted:  # without it the head also gets an adapter, and then cannot score prompts on the CPU
+        if served.adapted:  # otherwise the head also gets an adapter, and then cannot score prompts on the CPU
             wanted.append(("--lora-target-modules", *served.adapted))
         given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
         return [*arguments, *(argument for flag in wanted if flag[0] not in given for argument in flag)]

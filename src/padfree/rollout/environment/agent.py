@@ -29,10 +29,10 @@ GRACE = 10.0
 """Seconds to wait for a program after SIGKILL."""
 
 POLL = 0.05
-"""Seconds."""
+"""Seconds between two checks whether a program has ended."""
 
 LARGEST_OUTPUT, LAST_ERRORS = 16 << 20, 64 << 10
-"""Maximum bytes of the standard output, and of the end of the standard error that is kept."""
+"""Maximum bytes of the standard output, and how many of the last bytes of the standard error are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[s
 
 
 async def _communicate(process: asyncio.subprocess.Process, message: bytes) -> tuple[bytes, bytes]:
-    """Return the output and the errors of a program. When it ends, children that hold its pipes are killed."""
+    """Return standard output and standard error of a program. When it ends, children that hold its pipes are killed."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None

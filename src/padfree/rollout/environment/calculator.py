@@ -41,7 +41,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
-    """The environment."""
+    """Play one episode: the policy generates, and the calculator answers its questions."""
     calls = wrong = 0
     while True:
         turn = await policy.generate()
@@ -57,7 +57,7 @@ async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def calculate(question: str) -> str | None:
-    """Evaluate `+ - * / ( )` and decimal numbers: the exact value, or rounded to DIGITS places; None if invalid.
+    """Evaluate an expression of decimal numbers and `+ - * / ( )`, rounded to DIGITS places; None if it is invalid.
 
     48/2 -> 24      1/3 -> 0.333333      1,000*2.5 -> 2500      2**9 -> None
     """

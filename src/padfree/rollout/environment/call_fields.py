@@ -26,7 +26,7 @@ MAX_CHOICES = 128
 LONGEST_NAME = 512
 
 Rule = tuple[Callable[[Any], bool], str]
-"""A test of a value, and advice on what to give."""
+"""A function that tests a value, and the advice in the error message if the value fails the test."""
 
 
 def _integer(low: int, high: int) -> Rule:
@@ -90,7 +90,10 @@ OVERRIDDEN: dict[str, Rule] = {
     "seed": _integer(-(2**63), 2**64 - 1),
 }
 DEFAULTS = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
-"""Values that match the policy. Its temperature is `loss.temperature`; a given seed never matches that of the run."""
+"""Values of overridden fields that agree with how the policy samples.
+
+A temperature agrees if it is `loss.temperature`. A seed never agrees.
+"""
 
 NEUTRAL: dict[str, Sequence[Any]] = {
     "stop": ([],),

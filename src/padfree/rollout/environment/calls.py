@@ -38,17 +38,17 @@ class _FinishedCall:
 
     text: str
     branch: Branch
-    messages: Sequence[Message]  # of the call, without the response; empty for a completion
+    messages: Sequence[Message]  # the messages of the call, without the response; empty for a completion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Context:
-    """The input of a call."""
+    """The input of a call: its token ids, and the branch that it continues."""
 
     ids: list[int]
     text: str
     messages: Sequence[Message] = ()
-    parent: Branch | None = None  # the branch that it continues, by the ids `new`
+    parent: Branch | None = None  # the branch that this call continues with the ids `new`
     new: tuple[int, ...] = ()
 
 
@@ -58,7 +58,7 @@ class Calls:
     def __init__(self, tree: Tree, host: Host) -> None:
         self._tree, self._host, self._chat_tokenizer = tree, host, host.chat_tokenizer
         self._finished: list[_FinishedCall] = []
-        self._times: Counter[int] = Counter()  # calls by hash of their ids
+        self._times: Counter[int] = Counter()  # number of calls, by hash of their context ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None) -> Context:
         """The context of a chat call."""
@@ -128,7 +128,7 @@ class Calls:
         return Context(ids=[*parent.branch.ids, *new], text=text, messages=messages, parent=parent.branch, new=new)
 
     def _expected(self, messages: Sequence[Message]) -> _FinishedCall | None:
-        """The longest earlier call that these messages continue: its messages, then a response."""
+        """The longest earlier call that these messages continue: they begin with its messages and a response."""
         longest = None
         for one in self._finished:
             number = len(one.messages)

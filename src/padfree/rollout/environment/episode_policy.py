@@ -53,7 +53,7 @@ class ChatTokenizer:
         self._prompts = Encoder(tokenizer, append_eos=False)
 
     def encode_prompt(self, text: str, *, begun: bool) -> list[int]:
-        """Encode like prompts of the data. `begun`: the text already starts with its bos token, so none is added."""
+        """Encode like prompts of the data. `begun`: the text already starts with a bos token; none is added."""
         (found,) = self._prompts.encode([Passage(pieces=(Piece(text, False),), begun=begun)])
         assert not isinstance(found, RowError)
         return self.checked(found.tokens, "model.tokenizer")
@@ -125,7 +125,7 @@ class Policy:
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """[n] whether each token was sampled. Only these are trained on."""
+        """[n] whether each token was sampled. Only sampled tokens are trained on."""
         return np.array(self._branch.sampled, dtype=np.bool_)
 
     @property
@@ -141,7 +141,7 @@ class Policy:
 
     @property
     def reward(self) -> float | None:
-        """Reward of this branch; None: that of the trajectory."""
+        """Reward of this branch. If it is None, the branch gets the reward of the trajectory."""
         return self._branch.reward
 
     @reward.setter
@@ -214,7 +214,7 @@ class Policy:
         answer: str | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """Return value of an episode: all its leaves. `reward` is for branches without their own reward.
+        """The return value of an episode: all its leaves. `reward`: the reward of branches without their own.
 
         Without any reward, `rollout.reward` computes one from the text of each leaf, or from `answer`. `metrics` are
         averaged over the episodes of a batch and named `environment/...`.

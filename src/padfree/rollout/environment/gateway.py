@@ -45,7 +45,7 @@ ROUTES = {"v1/models": "GET", f"v1/{CHAT}": "POST", f"v1/{COMPLETIONS}": "POST"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Served:
-    """An episode with a URL."""
+    """An episode that programs can reach at a URL."""
 
     key: str
     tree: Tree
@@ -66,7 +66,7 @@ class Gateway:
         self._episodes: list[_Served] = []
 
     async def address(self, tree: Tree, host: Host) -> str:
-        """The URL of one episode; always the same."""
+        """The URL of the API for one episode. Repeated calls return the same URL."""
         async with self._starting:
             if self._port is None:
                 self._port = await self._listener.start()
@@ -145,7 +145,7 @@ class Gateway:
         chat = route == CHAT
         try:
             context = self._chat(episode.calls, body) if chat else self._prompt(episode.calls, body)
-        except UserError as error:  # in the chat template, in token ids, or text that is not Unicode
+        except UserError as error:  # a chat template that fails, wrong token ids, or text that is not Unicode
             raise CallError(400, str(error)) from None
         max_new_tokens = episode.calls.max_new_tokens(context)
         if max_new_tokens < 1:
@@ -174,7 +174,7 @@ class Gateway:
 
 
 def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -> dict[str, Any]:
-    """The answer to a call."""
+    """The body of the answer to a call, in OpenAI's format."""
     choices: list[dict[str, Any]] = []
     for index, turn in enumerate(turns):
         choice: dict[str, Any] = {"index": index, "finish_reason": "stop" if turn.ended else "length", "logprobs": None}

@@ -5,9 +5,9 @@
     authenticated                           known                   60 s, 16 MiB  60 s to receive it
 
 Any process on this machine can connect. A connection is unauthenticated until it sends a head whose path has a known
-key; until then, the server keeps only its head in memory. At most `ListenerLimits.unauthenticated` such connections are
-open. One more closes the oldest of them, so that a program that sends its head at once is always served. The bodies of
-all requests together take at most `ListenerLimits.bodies` bytes; further requests wait.
+key; until then, the server keeps only its head in memory. At most `ListenerLimits.unauthenticated` unauthenticated
+connections are open. If one more opens, the oldest is closed, so that a program that sends its head at once is always
+served. The bodies of all requests together take at most `ListenerLimits.bodies` bytes; further requests wait.
 
 The server does not know the application: `Admit` decides by method and path, before a body is read.
 """
@@ -30,18 +30,18 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListenerLimits:
-    """Bytes, seconds and connections."""
+    """Maximum sizes in bytes, times in seconds, and numbers of connections."""
 
     head: int = 16 << 10
     headers: int = 100
     head_seconds: float = 10.0
     unauthenticated: int = 256  # connections without a known key
-    connections: int = 768  # in total; a new connection closes an idle one
+    connections: int = 768  # all connections; one more closes an idle one
     dropped: int = 64 << 10  # bytes of a rejected body that are read and dropped, so that the client gets the answer
     dropped_seconds: float = 1.0
     idle_seconds: float = 300.0  # until an authenticated connection without a request is closed
     body: int = 16 << 20
-    bodies: int = 128 << 20  # of all requests together
+    bodies: int = 128 << 20  # bytes of the bodies of all requests together
     body_seconds: float = 60.0
     answer_seconds: float = 60.0
 
@@ -160,7 +160,7 @@ class Listener:
         self._busy.add(writer)
         try:
             reply = await self._answered(answer, reader, writer, head)
-        except CallError as error:  # in the body: the rest of the stream cannot be parsed
+        except CallError as error:  # the body is wrong, so the rest of the stream cannot be parsed
             reply = Reply.of_error(error, last=True)
         keep_alive = head.keep_alive and not reply.last
         await self._send(writer, reply, keep_alive=keep_alive)

@@ -23,7 +23,7 @@ from padfree.rollout.time_limit import call_within
 
 
 class RewardWorkers:
-    """Calls a reward function from an event loop, in `processes` processes; 0: in threads of this process."""
+    """Calls a reward function from an event loop: in `processes` processes, or if this is 0, in threads."""
 
     def __init__(self, reward: Reward, processes: int = 0) -> None:
         self._reward, self.name, self.processes = reward, reward.name, processes

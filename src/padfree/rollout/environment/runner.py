@@ -46,7 +46,7 @@ GRACE = 5.0
 class RunnerSettings:
     """Settings of a runner.
 
-    `name` is that of the environment, for messages. With `skip_failures`, a failure is recorded and not raised.
+    `name`: the name of the environment, for messages. With `skip_failures`, a failure is recorded and not raised.
     """
 
     name: str
@@ -188,7 +188,7 @@ class _Session:
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
         self._tree = Tree(play.prompt)
         self._clock = asyncio.timeout(None)
-        self._num_waiting = self._turns = 0  # requests
+        self._num_waiting = self._turns = 0  # number of waiting requests, and of all requests
         self._remaining = runner._settings.timeout
         self._finished = False
 
@@ -267,7 +267,7 @@ class _Session:
         return float(own)
 
     def _text(self, ids: Sequence[int], ended: bool) -> str:
-        """The text without the prompt, if the branch starts with it, and without the stop token."""
+        """The text of a branch without the stop token, and without the prompt if the branch starts with it."""
         prompt = self._play.prompt.tokens
         start = len(prompt) if ids[: len(prompt)] == prompt.tolist() else 0
         return self.chat_tokenizer.decode(ids[start:-1] if ended else ids[start:])

@@ -6,7 +6,7 @@
 
 `Rounds` is for samplers that only have `sample`. The requests of a round depend on the episodes, not on their speed, so
 that a resumed run repeats them exactly. The price is that a slow tool delays all other episodes. Every rank calls
-`sample` equally often, if necessary with no requests.
+`sample` the same number of times, if necessary with no requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Gather = Callable[[Any], list[Any]]
 """Gathers an object from every rank. Collective."""
 
 POLL = 0.2
-"""Seconds."""
+"""Seconds between two checks while waiting for episodes."""
 
 QUIET_ITERATIONS = 16
 """A round starts after this many iterations of the event loop without a new request. Branches of an episode send their

@@ -36,7 +36,7 @@ class Branch:
         self.logprobs = [0.0] * len(self.ids)
         self.versions = [0] * len(self.ids)
         self.path, self.parent = path, parent
-        self.fork = len(self.ids)  # number of tokens at which it left its parent; of a root: length of the prompt
+        self.fork = len(self.ids)  # number of tokens shared with its parent; for a root, the length of the prompt
         self.turns = self.num_branches = 0
         self.ended = False  # whether the last token is a stop token
         self.reward: float | None = None
@@ -44,7 +44,7 @@ class Branch:
 
     @property
     def tokens(self) -> NDArray[np.integer[Any]]:
-        """[n]; the same object for all branches with these tokens."""
+        """[n] token ids. Branches with the same tokens return the same array object."""
         if len(self._array) != len(self.ids):
             self._array = np.array(self.ids, dtype=np.int64)
         return self._array
@@ -135,7 +135,7 @@ class Leaf:
     versions: NDArray[np.int64]  # [n] policy version of each token, 0 for tokens that were not sampled
     ended: bool
     turns: int
-    text: str  # after the prompt
+    text: str  # the text after the prompt
     reward: float | None = None  # None: a reward model computes it when the batch is complete
     answer: str | None = None  # the text that the reward gets instead of `text`
 

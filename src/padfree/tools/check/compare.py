@@ -1,4 +1,4 @@
-"""The largest differences between two results, and the tolerances.
+"""Compute the largest differences between two results, and define the tolerances.
 
     log-probabilities   largest difference of any token, in nats                          2.1e-06 at token 17 of 'b'
     loss                difference, in nats
@@ -63,7 +63,8 @@ TOLERANCES = {
     torch.float32: Tolerance(logprobs=2e-5, loss=1e-5, normaliser=1e-5, gradients=1e-4),
     torch.bfloat16: Tolerance(logprobs=3e-2, loss=5e-3, normaliser=1e-4, gradients=3e-2),
 }
-"""A few hundred rounding errors of float32, and a few of bfloat16. Loss weights and sums are always in float32."""
+"""By dtype: a few hundred times the rounding error of float32, and a few times that of bfloat16. Loss weights and sums
+are always in float32."""
 
 
 def logprob_gap(actual: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
@@ -96,7 +97,7 @@ def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Seque
 
 
 def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
-    """The extent of two gradients of one parameter; None counts as zeros."""
+    """Compare two gradients of one parameter. A gradient that is None counts as zeros."""
     if actual is None or expected is None:
         only = actual if expected is None else expected
         size = 0.0 if only is None or not only.numel() else float(only.detach().abs().max())

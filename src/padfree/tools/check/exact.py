@@ -63,7 +63,7 @@ def float64_bytes(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
     sizes, longest = ModelSizes.of(model.config), max(len(sample) for sample in samples)
     weights = sum(tensor.numel() for tensor in named_tensors(model).values()) * (4 + 8 + 8)
     activations = longest * 8 * (24 * sizes.layers * sizes.hidden + 4 * sizes.vocabulary)
-    scores = longest**2 * 8 * 3 * sizes.layers * sizes.heads  # kept by eager attention
+    scores = longest**2 * 8 * 3 * sizes.layers * sizes.heads  # attention scores, which eager attention stores
     return float(weights + activations + scores)
 
 
@@ -76,8 +76,8 @@ def exact(
 ) -> tuple[Found | None, str | None]:
     """The result of `compute` with the model of `load` in float64, on rank 0; None on the other ranks.
 
-    The text says why there is no float64 reference: not enough memory, or a model that does not run in float64. It is
-    None if there is one. The call is collective and returns the same text on every rank.
+    The second result is None, or the reason why there is no float64 reference: not enough memory, or a model that does
+    not run in float64. The call is collective, and this reason is the same on every rank.
     """
     found, obstacle = None, None
     model = load()

@@ -2,9 +2,9 @@
 
     1  reference     plain HF code, one sample at a time, in float64            on rank 0; the other ranks wait
     2  noise         plain HF code in the dtype, padded pairs, eager attention  on rank 0; compared with 1
-    3  packed        log-probabilities, loss, gradients of every part           compared with 1; allowed: tolerance or 2
+    3  packed        log-probabilities, loss, gradients of every part           compared with 1; limit: tolerance or 2
     4  leak          different tokens in every second sample                    the other samples compared with 3
-    5  pad           random tokens after every pack                             compared with 1; other tokens with these
+    5  pad           random tokens after every pack                             compared with 1 and with another pad
     6  layouts       other micro-batches, another order, other context methods  compared with 1
 
 The losses of pairs, teachers, reward models and critics (`plain_losses`) have no log-probabilities to compare. For them
@@ -73,9 +73,9 @@ Say = Callable[[str], None]
 class _Reference:
     """The results that rank 0 compares with. On other ranks only the samples and the names are filled."""
 
-    samples: list[Sample]  # with the extra inputs of the loss
+    samples: list[Sample]  # the samples with the extra inputs of the loss
     outcome: CheckOutcome
-    noise: dict[str, float]  # by quantity; for gradients by part of the model
+    noise: dict[str, float]  # noise of each quantity; for gradients, of each part of the model
     parts: dict[str, str]  # parameter -> part of the model
     attention: str
     obstacle: str | None  # why the reference is not in float64
@@ -151,7 +151,7 @@ def check_model(
             if experts
             else "",
         )
-        box = [report]  # the report of rank 0 on every rank
+        box = [report]  # to be broadcast from rank 0
         dist.broadcast_object_list(box, src=0, group=mesh.loss.group, device=torch.device("cpu"))
         return box[0]
 
@@ -162,12 +162,12 @@ def _what(loss: CheckedLoss) -> str:
 
 
 def longest_of(config: PreTrainedConfig, wanted: int) -> int:
-    """`wanted` tokens, or the number of positions of the model if that is smaller."""
+    """The maximum length of samples: `wanted` tokens, or the number of positions of the model if that is smaller."""
     return min(wanted, int(getattr(config, "max_position_embeddings", None) or wanted))
 
 
 def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
-    """Raise if the model cannot take the samples, or if there is nothing to compare."""
+    """Raise an error if the model cannot process the samples, or if there is nothing to compare."""
     if len(samples) < 2:
         raise UserError("samples", "is too few: a leak needs two samples", "give 2 samples or more", value=len(samples))
     if not any(sample.num_labels for sample in samples):

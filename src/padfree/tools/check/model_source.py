@@ -44,7 +44,7 @@ class ModelSource:
     """The model to check. `source` is the argument of `load_model`."""
 
     source: str | Path | PreTrainedConfig
-    config: PreTrainedConfig  # with the kept layers only
+    config: PreTrainedConfig  # the config with the kept layers only
     name: str  # name of the model's class
     num_layers: int
     total_layers: int

@@ -28,7 +28,7 @@ from padfree.tools.check.padded import padded_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CheckOutcome:
-    """The results of one way of computing."""
+    """The results of one implementation: plain, padded or packed."""
 
     logprobs: list[NDArray[np.float32]]  # [n] per sample; 0 for the first token
     loss: float  # mean over the trained tokens

@@ -3,13 +3,13 @@
 samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      padfree.train.Engine
 samples -> plan -> packs -> attached model -> score -> log-probabilities                     padfree.train.Scorer
 
-variation                      difference
+variation                      what differs
 one sample per pack            micro-batches of one sample
 a few packs                    micro-batches of about a third of the tokens
 reversed                       the order of the samples
 pad                            random tokens after every pack
 shared prefixes                prefixes that samples share are computed once (if samples share any)
-ring, headtail, ...            how context ranks divide a pack and attend to it (more than one context rank)
+ring, headtail, ...            how context ranks divide a pack and attend to it (needs several context ranks)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Variation:
     """A layout of the samples that must not change the results."""
 
     name: str
-    max_tokens: int  # of a pack, per device
+    max_tokens: int  # maximum tokens of a pack per device
     pack_settings: PackSettings = field(default_factory=PackSettings)
     reverse: bool = False
     may_be_refused: bool = False  # not every model, backend and number of ranks supports it
@@ -143,7 +143,7 @@ class PackedPath:
             packer.pack_settings = replace(packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
 
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
-        """[n] log-probabilities of each sample, of trained and untrained tokens; 0 for the first. On every rank."""
+        """[n] log-probabilities of all tokens of each sample, trained or not; 0 for the first token. On every rank."""
         return self.scorer.logprobs(_all_scored(samples))
 
     def loss(self, samples: Sequence[Sample]) -> float:

@@ -1,11 +1,12 @@
 """The losses of training by plain transformers code, one pair or sample at a time.
 
-    kind      loss                                                           further inputs nll       cross entropy,
-    mean over trained tokens (`one_at_a_time`) dpo       sigmoid loss of pairs, mean over pairs
-    log-probabilities of a reference model kto       loss of single answers with labels, mean over answers          the
-    same, and z₀ distill   forward KL from a teacher, mean over trained tokens            a teacher: the model with
-    other norms, biases reward    Bradley-Terry loss of pairs, mean over pairs                   a scalar head value
-    clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
+    kind      loss                                                           further inputs
+    nll       cross entropy, mean over trained tokens (`one_at_a_time`)
+    dpo       sigmoid loss of pairs, mean over pairs                         log-probabilities of a reference model
+    kto       loss of single answers with labels, mean over answers          the same, and z₀
+    distill   forward KL from a teacher, mean over trained tokens            a teacher: the model with other norms
+    reward    Bradley-Terry loss of pairs, mean over pairs                   a scalar head
+    value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
 
 Inputs that a run would compute beforehand are random numbers here, seeded with the index of the sample: reference
 log-probabilities near the model's own, returns, old values. For the reference, each sample is one call of the model.
@@ -39,7 +40,7 @@ SCALAR = ("reward", "value")
 REFERENCED = ("dpo", "kto")
 DPO, KTO, VALUE = DPOSettings(), KTOSettings(desirable_weight=1.5), ValueSettings(clip=0.2)
 POINT = 0.3
-"""z₀ of KTO."""
+"""The reference point z₀ of the KTO loss (see `padfree.tasks.kto`)."""
 
 
 def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
@@ -90,7 +91,7 @@ def plain_loss(
     teacher: PreTrainedModel | None = None,
     padded: bool = False,
 ) -> CheckOutcome:
-    """Loss and gradients. `padded`: two samples per call, with HF's eager attention."""
+    """The loss and its gradients. `padded`: run two samples per call, with HF's eager attention."""
     if loss == "nll":
         return padded_pairs(model, samples) if padded else one_at_a_time(model, samples)
     models = [one for one in (model, teacher) if one is not None]

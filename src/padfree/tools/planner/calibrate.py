@@ -47,10 +47,10 @@ from padfree.train.scorer import Scorer
 REPEATS = 3
 FLOPS_PER_WEIGHT = 6  # a multiply and an add, once in forward and twice in backward
 MEASURED_TOKENS = {"cpu": 512, "cuda": 16384}
-"""Tokens of the largest measured micro-batch, by device type. --max-tokens can lower it."""
+"""Tokens of the largest measured micro-batch, by device type. `--max-tokens` can lower this number."""
 
 AFFORDABLE_FLOPS = {"cpu": 2e11, "cuda": 1e15}
-"""FLOPs of the largest measured micro-batch. Large models get fewer tokens, so that measuring takes minutes at most."""
+"""FLOPs of the largest measured micro-batch. Large models get fewer tokens, so that measuring takes minutes."""
 
 FEWEST_TOKENS = 64
 """`AFFORDABLE_FLOPS` never lowers the largest micro-batch below this many tokens."""
@@ -59,7 +59,7 @@ WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
 """Models with at most this many active weights per token are measured with all their layers."""
 
 MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
-"""Micro-batches timed in one measurement. From the second one on, the host runs ahead of the GPU, as in training."""
+"""Micro-batches per measurement. From the second micro-batch on, the host runs ahead of the GPU, as in training."""
 
 TRUSTED_FACTOR = 4.0
 """`calibrate` fails if a measurement differs from the fitted model by more than this factor."""
@@ -81,7 +81,7 @@ class Measurement:
 class Calibration:
     """A measured cost model."""
 
-    cost: CostModel  # in seconds
+    cost: CostModel  # its units are seconds
     device: str
     layers: tuple[int, ...]  # number of layers of each measured model
     measurements: list[Measurement]
@@ -253,9 +253,10 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
 def _measured(
     runs: Sequence[Run], batches: Sequence[Sequence[int]], progress: OnMeasurement | None
 ) -> list[list[float]]:
-    """[models][batches] the minimum seconds over several rounds.
+    """The minimum seconds over several rounds: one list per model, with one number per micro-batch.
 
-    Each round measures every micro-batch once, so that a short load on the machine does not slow all repeats of one.
+    Each round measures every micro-batch once, so that a short load on the machine does not slow down all repeats of
+    one micro-batch.
     """
     found = np.full((len(runs), len(batches)), np.inf)
     done, everything = 0, (REPEATS + 1) * found.size

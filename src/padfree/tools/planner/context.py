@@ -1,6 +1,6 @@
 """How evenly each layout divides packs among context ranks.
 
-    pack of 4 documents, 4 ranks     contiguous   0.2  0.5  1.1  2.2        modelled cost over the mean
+    pack of 4 documents, 4 ranks     contiguous   0.2  0.5  1.1  2.2        modelled cost of each rank / mean cost
                                      headtail     0.9  1.1  1.0  1.0
                                      balanced     1.0  1.0  1.0  1.0
 
@@ -28,13 +28,16 @@ BALANCE_PACKS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ContextBalance:
-    """The balance of one layout over some packs. The imbalance of a pack is its slowest rank's cost over the mean."""
+    """The balance of one layout over some packs.
+
+    The imbalance of a pack is the cost of its slowest rank, divided by the mean cost of its ranks.
+    """
 
     kind: LayoutKind
     mean: float  # mean imbalance of the packs
     worst: float  # largest imbalance of a pack
-    key_tokens: float  # keys that a rank reads over tokens that it holds, averaged over ranks and packs
-    shares: NDArray[np.float64]  # [world] cost of each rank over the mean, for the pack with the longest document
+    key_tokens: float  # ratio of the keys that a rank reads to the tokens that it holds: mean over ranks and packs
+    shares: NDArray[np.float64]  # [world] cost of each rank / mean cost, for the pack with the longest document
 
 
 def context_balance(packs: Sequence[Lengths], world: int, kind: LayoutKind) -> ContextBalance:

@@ -35,7 +35,7 @@ class PlanShape:
     ranks: int
     context: int = 1
     replicate: int = 1
-    max_tokens: int  # per device and micro-batch
+    max_tokens: int  # maximum tokens of a micro-batch on one device
 
     def __post_init__(self) -> None:
         for flag, value in (("--ranks", self.ranks), ("--cp", self.context), ("--max-tokens", self.max_tokens)):
@@ -58,7 +58,7 @@ class PlanShape:
 
     @property
     def pack_tokens(self) -> int:
-        """The most tokens of a pack: what its context ranks hold together."""
+        """The maximum number of tokens of a pack, which its context ranks hold together."""
         return self.max_tokens * self.context
 
 
@@ -69,39 +69,42 @@ class EpochPlan:
     shape: PlanShape
     cost: CostModel
     steps: Sequence[Lengths]
-    planned: Lengths  # [P] indices of the planned steps
-    plans: list[StepPlan]  # [P]
+    planned: Lengths  # [P] indices of the P planned steps
+    plans: list[StepPlan]  # [P] plan of each planned step
 
     @cached_property
     def tokens(self) -> Lengths:
-        """[steps] tokens of each step."""
+        """[steps] number of tokens of each step."""
         return np.array([step.sum() for step in self.steps], dtype=np.int64)
 
     @cached_property
     def slot_tokens(self) -> Lengths:
-        """[slots] tokens that each planned micro-batch of each rank computes."""
+        """Flat array with the number of tokens that each micro-batch computes.
+
+        It has one entry for each micro-batch of each data rank in each planned step.
+        """
         return np.concatenate([plan.computed_tokens.ravel() for plan in self.plans])
 
     @property
     def fill(self) -> float:
-        """Tokens of the planned micro-batches over their capacity."""
+        """The fraction of the capacity of the planned micro-batches that their tokens fill."""
         held = np.minimum(self.slot_tokens, self.shape.pack_tokens)
         return float(held.sum() / (held.size * self.shape.pack_tokens))
 
     @property
     def imbalances(self) -> list[float]:
-        """[P] imbalance of each planned step."""
+        """[P] imbalance of each of the P planned steps (`StepPlan.imbalance`)."""
         return [plan.imbalance for plan in self.plans]
 
     @property
     def imbalance(self) -> float:
-        """Cost of the planned steps over their cost if no data rank ever waited for another."""
+        """Cost of the planned steps, divided by their cost if no data rank ever waited for another rank."""
         mean = sum(float(plan.cost.sum()) / plan.ranks for plan in self.plans)
         return sum(plan.step_cost for plan in self.plans) / mean if mean else 1.0
 
     @property
     def micro_batches(self) -> float:
-        """Average micro-batches of a step on each rank."""
+        """Mean number of micro-batches of a step on each rank."""
         return sum(plan.num_micro_batches for plan in self.plans) / len(self.plans)
 
     @cached_property
@@ -118,8 +121,8 @@ class EpochPlan:
     def time(self, context_imbalance: float = 1.0) -> float:
         """The time of the whole epoch in the units of the cost model. Packs are divided over the context ranks.
 
-        `context_imbalance` is the attention cost of the slowest context rank over the mean. All other work is divided
-        evenly, because the context ranks of a pack have the same number of tokens.
+        `context_imbalance` is the attention cost of the slowest context rank divided by the mean cost. All other work
+        is divided evenly, because the context ranks of a pack have the same number of tokens.
         """
         uneven = 1 + self.attention_share * (context_imbalance - 1)
         total = 0.0
@@ -151,9 +154,9 @@ def plan_epoch(
     progress: OnPlannedStep | None = None,
     prefixes: Callable[[int], PrefixTree] | None = None,
 ) -> EpochPlan:
-    """Plan `exact_steps` steps, spread over the epoch. None: plan all steps.
+    """Plan `exact_steps` steps, spread over the epoch. If `exact_steps` is None, plan all steps.
 
-    `prefixes`: the prefix tree of a step's samples, by step. None: samples share no prefixes.
+    `prefixes` returns the prefix tree of the samples of a step. If it is None, samples share no prefixes.
     """
     if exact_steps is not None and exact_steps < 1:
         raise UserError("--exact-steps", "is not a positive number", "give 1 or more", value=exact_steps)

@@ -41,7 +41,7 @@ class DeviceMemory:
         return self.config.parallel.checkpointing
 
     def estimate(self, shape: PlanShape, *, checkpointing: Checkpointing | None = None) -> MemoryEstimate:
-        """The memory of one of `shape.ranks` GPUs. `checkpointing` replaces the setting of the run."""
+        """The memory that one of `shape.ranks` GPUs needs. `checkpointing` replaces the setting of the run."""
         parallel = replace(
             self.config.parallel,
             context=shape.context,

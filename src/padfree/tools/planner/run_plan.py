@@ -35,7 +35,7 @@ class RunPlan:
     shared_tokens: int | None  # tokens saved if a group or a data row shares its prefixes; None: unknown
     plans_sharing: bool  # the planned steps share prefixes
     rows: int | None  # number of data rows, if a row can have several samples
-    sources: tuple[SourceShare, ...]  # of a mixture
+    sources: tuple[SourceShare, ...]  # the sources of a mixture
     longest_responses: bool  # each length is a prompt plus the longest response that the settings allow
     epoch: EpochPlan
     layout: LayoutKind
@@ -43,8 +43,8 @@ class RunPlan:
     long_pack_balances: dict[int, list[ContextBalance]]  # number of context ranks -> one per layout, for one long pack
     padded: list[Padded]
     time_model: TimeModel
-    memory: MemoryEstimate | None  # of a device with its largest micro-batch
-    dtype: str | None  # of the memory estimate
+    memory: MemoryEstimate | None  # memory of a device with its largest micro-batch
+    dtype: str | None  # dtype that the memory estimate assumes
 
     @property
     def shape(self) -> PlanShape:
@@ -57,7 +57,7 @@ class RunPlan:
 
     @property
     def sharing(self) -> float | None:
-        """ρ: tokens of the samples over tokens computed if shared prefixes are computed once."""
+        """ρ: number of tokens in the samples / number of tokens computed if prefixes are shared. None: unknown."""
         return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
 
     @property
@@ -67,7 +67,7 @@ class RunPlan:
 
     @property
     def context_imbalance(self) -> float:
-        """The slowest context rank over the mean, with `layout`."""
+        """Cost of the slowest context rank / mean cost, with the layout of this plan. It is 1 for one context rank."""
         return next((each.mean for each in self.balances if each.kind == self.layout), 1.0)
 
     @property
@@ -277,8 +277,8 @@ def make_plan(
 def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """The most tokens that one device holds in a micro-batch.
 
-    This is a device's part of the largest pack: as large as the cap, or the largest step if that is smaller, or the
-    longest sample if that is larger.
+    This is a device's part of the largest pack. The pack is as large as the cap, or as the largest step if that is
+    smaller; it is at least as large as the longest sample.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

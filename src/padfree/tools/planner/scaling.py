@@ -1,6 +1,6 @@
 """Estimate how the time of a step changes with the number of devices.
 
-    micro-batch j    compute   ##########              of the slowest rank, from the cost model
+    micro-batch j    compute   ##########              compute time of the slowest rank, from the cost model
                      weights   ====================    all-gather and reduce-scatter, overlapped with compute; exposed:
                                                        the part longer than compute, the first gather, the last reduce
                      context   ++++                    keys and values; exposed, except with ring, which overlaps them
@@ -38,17 +38,18 @@ BASELINE_DEVICES = 8
 
 INSIDE = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
 BETWEEN = {"hdr": 25.0, "ndr": 50.0, "xdr": 100.0, "ethernet-100": 12.5, "ethernet-400": 50.0}
-"""Nominal GB/s that a device can send: NVLink and PCIe inside a host; InfiniBand or Ethernet, one card per device."""
+"""Nominal bandwidth in GB/s with which a device can send: `INSIDE` a host by NVLink or PCIe, and `BETWEEN` hosts by
+InfiniBand or Ethernet with one card per device."""
 
 LINK_OF = {"A100": "nvlink3", "H100": "nvlink4", "H200": "nvlink4", "B200": "nvlink5"}
 LINK_EFFICIENCY = 0.8
 """The fraction of the nominal bandwidth that large collectives reach."""
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 1e-6, 5e-6
-"""Seconds of latency for each device, and for each host, in a ring."""
+"""Seconds of latency that each device adds to a ring, and that each host adds."""
 
 PLANNED_STEPS, CONTEXT_PACKS = 2, 16
-"""Steps planned for each number of devices; packs of a micro-batch whose context traffic is counted."""
+"""Number of steps planned for each number of devices, and of packs per micro-batch whose context traffic is counted."""
 
 WORTHWHILE_SPEEDUP = 1.5
 """Doubling the devices is worthwhile if it makes steps at least this many times as fast."""
@@ -64,7 +65,7 @@ class Links:
 
     @staticmethod
     def of(inside: str | None, between: str | None, gpu: str | None) -> Links:
-        """From names, or from GB/s as numbers. Defaults: the NVLink generation of the GPU, and InfiniBand NDR."""
+        """Links by name or by a number of GB/s. Defaults: the NVLink generation of the GPU, and InfiniBand NDR."""
         default = next((link for name, link in LINK_OF.items() if name.lower() in (gpu or "").lower()), "nvlink4")
         return Links(
             inside=_speed("--link-inside", inside or default, INSIDE),
@@ -99,14 +100,14 @@ class StepTime:
     weights: float  # all-gather of weights and reduce-scatter of gradients, the exposed part
     context: float  # sending keys and values, the exposed part
     weights_out: float  # bytes of weights and gradients that a host sends to other hosts
-    fits: bool | None  # in the memory of a device
+    fits: bool | None  # whether the run fits in the memory of a device
 
     @property
     def seconds(self) -> float:
         return self.even + self.waiting + self.fixed + self.weights + self.context
 
     def losses(self) -> dict[str, float]:
-        """Seconds of a step besides evenly divided compute, by their cause in words."""
+        """Seconds of a step other than evenly divided compute, by cause. A cause is a short text for the output."""
         return {
             f"ranks wait for the slowest rank ({self.micro_batches:.1f} micro-batches per rank)": self.waiting,
             "the fixed cost of each micro-batch and step dominates": self.fixed,

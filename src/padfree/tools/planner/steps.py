@@ -8,7 +8,7 @@ with shared prefixes, a step also knows the prefix tree of its samples.
 
 Responses that the run generates are planned with their largest possible length, which gives an upper bound.
 
-The order comes from `run.seed` as in training; a test compares the two.
+The order of samples comes from `run.seed`, as in training. A test compares this order with that of a run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StepLengths:
     shared_tokens: int | None = None  # tokens saved if a group or a data row shares its prefixes
     longest_responses: bool = False  # each length is a prompt plus the longest response that the settings allow
     rows: int | None = None  # data rows in the epoch, if a row can have several samples
-    sources: tuple[SourceShare, ...] = ()  # of a mixture
+    sources: tuple[SourceShare, ...] = ()  # the sources of a mixture
     prefixes: Callable[[int], PrefixTree] | None = None  # the prefix tree of a step; None: plan without sharing
     copied_keys: float = 0.0  # see `estimate_memory`
 

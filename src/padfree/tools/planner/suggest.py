@@ -4,7 +4,7 @@
     longest sample        ->  the smallest number of context ranks that hold it together
     plans of some steps   ->  the fastest of a few values of max_tokens
                               twice the context ranks, if that is faster by more than FASTER_FACTOR
-    packs of these plans  ->  the layout with the lowest imbalance; among equals, the layout that reads the fewest keys
+    packs of these plans  ->  the layout with the lowest imbalance; of equal ones, the layout that reads the fewest keys
 
 Every candidate is planned with `plan_epoch`, as a run would plan it.
 """

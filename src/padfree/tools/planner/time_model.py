@@ -38,15 +38,15 @@ class TimeModel:
 
     cost: CostModel
     per_second: float | None  # None: unknown
-    source: str  # where the cost model comes from, as text
-    measured: bool = False  # False: the cost is counted and its speed assumed
+    source: str  # text for the output: where the cost model comes from
+    measured: bool = False  # if False, FLOPs are counted and the speed is assumed
 
     def seconds(self, cost: float) -> float | None:
         return None if self.per_second is None else cost / self.per_second
 
 
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
-    """The best available: `batch.cost`, a measurement of this device, the peak of a GPU, FLOPs, or tokens."""
+    """The first available of: `batch.cost`, a measurement of this device, the peak of a GPU, FLOPs, tokens."""
     if config.batch.cost is not None:
         named = config.batch.cost
         return TimeModel(cost=read_cost(named), per_second=1.0, source=f"measured, {named}", measured=True)

@@ -47,7 +47,7 @@ METRICS = "metrics"
 FLOAT32, FLOAT64 = 4, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""About how many statistics of a step are summed over all processes, besides one for each process."""
+"""Approximate number of statistics of a step that are summed over all processes, without one for each process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,17 +76,17 @@ class Placement:
 
     @property
     def context_groups(self) -> Ranks:
-        """[data ranks, context] each group shares a pack."""
+        """[data ranks, context] ranks in groups: the ranks of a group share a pack."""
         return rank_groups(self.ranks, self.context, self.replicate).context
 
     @property
     def shard_groups(self) -> Ranks:
-        """[replicate, shards]"""
+        """[replicate, shards] ranks in groups: each group shards the weights among its ranks."""
         return rank_groups(self.ranks, self.context, self.replicate).shards
 
     @property
     def replica_groups(self) -> Ranks:
-        """[shards, replicate]"""
+        """[shards, replicate] ranks in groups: the ranks of a group hold the same shard."""
         return self.shard_groups.T
 
     def hosts_of(self, groups: Ranks) -> int:

@@ -42,7 +42,7 @@ PAGE = "report.html"
 
 
 def default_output(folders: Sequence[str | Path]) -> Path:
-    """The default path of the page: in the folder of a single run, or next to the folder of the first of several."""
+    """The default path of the page: in the folder of a single run; for several runs, next to the first folder."""
     first = Path(folders[0]) if folders else Path()
     return (first if len(folders) == 1 else first.resolve().parent) / PAGE
 

@@ -36,7 +36,7 @@ from padfree.tools.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window, 
 DASHES = ("solid", "dash", "dot", "dashdot")
 MARKED_BELOW = 50  # series of at most this many values have markers
 LEGEND_LETTERS = 36
-MOST_BARS = 200  # per run; with more steps, each bar is the mean of several steps
+MOST_BARS = 200  # maximum bars per run; with more steps, each bar is the mean of several steps
 HOVER = "%{y:.5~g}<extra>%{fullData.name}</extra>"
 MOST_MARKS = 100  # vertical lines in a figure
 
@@ -230,7 +230,7 @@ def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
             "yaxis": {
                 "title": {"text": panel.unit + (" (log)" if log else "")},
                 **({"type": "log", "dtick": 1} if log else {"type": "linear"}),
-                "exponentformat": "e" if np.nanmax(np.abs(values), initial=0.0) < 1e-3 else "SI",  # no 8µ, but 20k
+                "exponentformat": "e" if np.nanmax(np.abs(values), initial=0.0) < 1e-3 else "SI",  # 8e-6, but 20k
             },
             "hovermode": "x unified" if len(runs) * len(used) <= 6 else "closest",
             "showlegend": len(runs) * len(used) > 1,
@@ -267,7 +267,7 @@ def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
 
 
 def shortened(name: str) -> str:
-    """A long name without its middle."""
+    """A name, without its middle if it is long."""
     if len(name) <= LEGEND_LETTERS:
         return name
     half = (LEGEND_LETTERS - 1) // 2

@@ -1,7 +1,7 @@
 """A table of responses of an RL run.
 
-    rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a few lines per batch shown             0 1 2 3
-    | 8 9 10 11 | ...     blocks of lines, evenly spread, with the first and the last
+    rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a few lines per batch
+    shown             0 1 2 3           | 8 9 10 11 | ...     evenly spread blocks, with the first and the last
 
 A page shows at most `MOST_ROWS` responses with `MOST_LETTERS` characters in all; the middle of long texts is cut out.
 The page says how many responses it omits. The file is read line by line, because it can be larger than memory.
@@ -23,14 +23,14 @@ MOST_ROWS = 400
 MOST_LETTERS = 2_000_000
 MOST_LETTERS_OF_TEXT = 20_000
 BLOCK = 4
-"""Lines that are shown or omitted together: a batch writes this many."""
+"""Number of consecutive lines that are shown or omitted together. A batch writes this many lines."""
 
 FIRST = ("batch", "reward", "tokens", "ended", "turns", "leaves", "failure", "prompt", "response", "uid")
 """The first columns, in this order; other columns of the file follow."""
 
 TEXTS = ("prompt", "response", "failure")
 SHORT, MOST_COLUMNS = 200, 20
-"""The most characters in a column that is not in `TEXTS`, and the most columns."""
+"""Maximum number of characters in a cell of a column that is not in `TEXTS`, and maximum number of columns."""
 
 LARGEST = 1 << 53
 NUMBERS = ("batch", "reward", "tokens", "turns", "leaves", "episode")

@@ -147,7 +147,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as needed to make the names unique."""
+    """Names of the runs: the last parts of each path, as many as are needed to make the names unique."""
     depths = [1] * len(paths)
     while True:
         names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]

@@ -28,7 +28,7 @@ class ChatSession:
         self.system = self.system if system is None else system
         self.messages: list[Message] = []
         self.turn = 0
-        self._text, self._ids = "", list[int]()  # of the last turn, prompt and answer
+        self._text, self._ids = "", list[int]()  # prompt and answer of the last turn
 
     def ask(self, text: str, *, max_new_tokens: int, on_text: OnText | None = None) -> Answer:
         """The answer to the user's next message. An error or an empty answer adds no turn."""

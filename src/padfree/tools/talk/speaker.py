@@ -207,7 +207,7 @@ class _CollectedAnswer:
             )
         self._tokens += tokens.tolist()
         self._logprobs += logprobs.tolist()
-        shown = [token for token in tokens.tolist() if token not in self._speaker.stops]  # a stop is the last one
+        shown = [token for token in tokens.tolist() if token not in self._speaker.stops]  # only the last can be a stop
         self._text.append(self._stream.add(shown))
         return self._text[-1]
 

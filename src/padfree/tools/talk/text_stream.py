@@ -33,7 +33,7 @@ class TextStream:
         return self._returned(text)
 
     def end(self) -> str:
-        """The remaining text: bytes that never became a character, as U+FFFD."""
+        """The remaining text. Bytes that do not form a whole character become U+FFFD."""
         return self._returned(self._decode(self._ids[self._context :]))
 
     def _returned(self, text: str) -> str:

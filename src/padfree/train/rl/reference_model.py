@@ -35,7 +35,7 @@ from padfree.train.scorer import Scorer
 
 
 class ReferenceModel(ABC):
-    """Scores samples. After every `every` batches it takes over the state of the policy; None: never."""
+    """Scores samples. After every `every` batches it takes over the state of the policy; if `every` is None, never."""
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
         self.scorer, self.every = scorer, every
@@ -44,7 +44,7 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank, like `Scorer.logprobs`."""
+        """Log-probabilities [n] of each sample, the same on every rank, as from `Scorer.logprobs`."""
 
     @abstractmethod
     def refresh(self, model: PreTrainedModel) -> None:

@@ -40,10 +40,10 @@ NUM_SLOT_FIELDS = 9
 """Fields of `slots`: those that attention reads, the next token, the random key, the token limit, and the request."""
 
 BURST = 8
-"""Number of steps between two reads of the status."""
+"""Number of steps after which the host reads which responses have ended."""
 
 MIN_SLOTS = 16
-"""Steps are captured for the number of slots, half of it, a quarter, and so on, but not below this."""
+"""Steps are captured for all slots, half of them, a quarter of them, and so on, down to this number of slots."""
 
 PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
@@ -61,8 +61,8 @@ class _Prompt:
     """A prompt of one or more requests."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
-    unfinished: int = 0  # its requests that have not ended
-    start: int | None = None  # its first cache index; None: it is not in the cache
+    unfinished: int = 0  # number of its requests that have not ended
+    start: int | None = None  # cache index of its first token; None if it is not in the cache
 
     @property
     def stored(self) -> int:
@@ -75,7 +75,7 @@ class _Slot:
 
     request: int
     prompt: _Prompt
-    own: int  # its first cache index
+    own: int  # cache index of its first own token
     remaining: int  # steps until it reaches `max_new_tokens`
     index: int | None = None  # its slot on the device; None: not assigned yet
 
@@ -139,8 +139,9 @@ class Decoder:
     ) -> None:
         """Create a decoder.
 
-        `cache_bytes` limits the KV cache; None: as much as `num_slots` responses need, but at most half of the free
-        device memory. `captured`: whether steps are CUDA graphs; None: if the device and the model allow it.
+        `cache_bytes` limits the KV cache. If it is None, the cache has as much memory as `num_slots` responses need,
+        but at most half of the free device memory. `captured`: whether steps are CUDA graphs. If it is None, they are
+        if the device and the model allow it.
         """
         self.model, self.device = model, model.device
         self.num_slots, self.temperature = num_slots, temperature
@@ -164,7 +165,7 @@ class Decoder:
         self._pool = None
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the buffers, which include the KV cache, and the captured steps."""
         self.forget_graphs()
         self._buffers = None
 
@@ -367,7 +368,7 @@ def rounded_up(value: int, step: int) -> int:
 
 
 def slot_counts(num_slots: int) -> list[int]:
-    """256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
+    """The numbers of slots for which steps are captured: 256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
     counts = [num_slots]
     while counts[-1] // 2 >= MIN_SLOTS:
         counts.append(counts[-1] // 2)
@@ -383,11 +384,11 @@ class _Schedule:
     requests: Sequence[SamplingRequest]
     on_progress: OnProgress | None
     on_tokens: OnTokens | None
-    prompts: dict[int, _Prompt] = field(default_factory=dict)  # by the identity of their tokens
+    prompts: dict[int, _Prompt] = field(default_factory=dict)  # by `id` of their token arrays
     waiting: deque[int] = field(default_factory=deque)
     occupied: list[_Slot] = field(default_factory=list)  # slot i is occupied[i] after `_arrange`
     extents: Extents = field(default_factory=lambda: Extents(0))
-    num_reported: dict[int, int] = field(default_factory=dict)  # by request: tokens passed to `on_tokens`
+    num_reported: dict[int, int] = field(default_factory=dict)  # by request: number of tokens passed to `on_tokens`
 
     def run(self) -> None:
         self.extents = Extents(self.buffers.cache.capacity)

@@ -8,7 +8,7 @@
 A batch holds prompts of similar length, so that there is little padding. Layers other than attention may see the
 padding; for models with such layers, a batch holds prompts of equal length. Some models have no cache, or one whose
 decode steps differ from a forward pass over the whole sequence; for these, every token is a pass over the whole
-sequence. `cache_use` finds out which of the three a model needs.
+sequence. `cache_use` finds out which of these three ways a model needs.
 
 The sampled tokens depend on the model, the prompt and the key of the response (`sampling_rng`), up to rounding of the
 logits. They do not depend on the rest of the batch.
@@ -56,13 +56,16 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> t
 
 
 CacheUse = Literal["padded", "equal lengths", "none"]
-"""How the cache is used. "padded": prompts of similar length share a batch. "equal lengths": only prompts of the same
-length do. "none": the same without a cache."""
+"""How the cache is used. "padded": prompts of similar length share a batch. "equal lengths": only prompts of equal
+length share a batch. "none": like "equal lengths", but without a cache."""
 
 TRIED_LENGTHS = (6, 1, 14, 6)
 TRIED_TOKENS = 5
 TOLERANCE = 1e-4
-"""Of log-probabilities in float32. Rounding stays below 1e-5; a padding token that is seen changes more than 1e-3."""
+"""Largest accepted difference between log-probabilities in float32.
+
+Rounding changes them by less than 1e-5. A model that attends to a padding token changes them by more than 1e-3.
+"""
 
 
 def cache_use(model: PreTrainedModel) -> CacheUse:
@@ -80,7 +83,7 @@ def cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _tried_use(copy: PreTrainedModel) -> CacheUse:
-    """Like `cache_use`, for a small model."""
+    """The result of `cache_use` for a small model on the CPU."""
     rng = np.random.default_rng(0)
     requests = [
         SamplingRequest(tokens=rng.integers(0, VOCABULARY, length), max_new_tokens=TRIED_TOKENS, key=key)

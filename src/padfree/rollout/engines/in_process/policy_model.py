@@ -26,7 +26,7 @@ class PolicyModel:
 
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.model = empty_copy(trained, dtype)
-        self.state_obstacle = state_obstacle(trained)  # why keys and values are not its only decode state, or None
+        self.state_obstacle = state_obstacle(trained)  # None, or why it has decode state other than keys and values
         self.device = torch.empty(0, device=device).device  # with an index: "cuda" becomes "cuda:0", for example
         restored = restored_buffers(self.model)
         for name, module in self.model.named_modules():

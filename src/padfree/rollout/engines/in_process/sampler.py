@@ -59,7 +59,7 @@ class InProcessSampler:
         compiled: bool = False,
         decodes: bool | None = None,
     ) -> None:
-        """`decodes`: whether to use padfree's `Decoder`; None: on a GPU, if the model is supported."""
+        """`decodes`: whether to use padfree's `Decoder`. None: use it on a GPU if it supports the model."""
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled
         self._decodes = _decodes(policy) if decodes is None else decodes

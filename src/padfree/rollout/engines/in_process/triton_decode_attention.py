@@ -24,16 +24,16 @@ from torch import Tensor
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 BLOCK = 64
-"""Keys per iteration; half of that if the heads are large."""
+"""Number of keys per iteration. Large heads use half as many."""
 
 SHARED_MEMORY = 96 << 10
-"""Maximum bytes of shared memory for a program, which smaller GPUs also have."""
+"""Maximum bytes of shared memory of a program. Smaller GPUs also have this much."""
 
 SPAN = 512
-"""Keys per split; half of that if there are fewer than FEW_PROGRAMS programs."""
+"""Number of keys per split. With fewer than FEW_PROGRAMS programs, it is half as many."""
 
 FEW_PROGRAMS = 512
-"""Slots times key heads."""
+"""Number of programs (slots times key heads) below which splits are shorter, so that there are more of them."""
 
 _PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMPT, STORED, OWN, WRITTEN, ACTIVE))
 
@@ -47,7 +47,7 @@ def is_interpreted() -> bool:
 def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
         small = tl.exp(-2.0 * tl.abs(scores / softcap))
-        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # of the tanh; this form cannot overflow
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # |softcap · tanh|; this form cannot overflow
         scores = tl.where(scores < 0.0, -magnitude, magnitude)
     return scores
 
@@ -144,7 +144,7 @@ def _join_kernel(
     row = tl.program_id(0) * HEADS + tl.program_id(1)
     split, column = tl.arange(0, PADDED), tl.arange(0, DV_PADDED)
     peak = tl.load(peaks + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    used = peak > float("-inf")  # an unused split has stored nothing else
+    used = peak > float("-inf")  # an unused split has stored only this -inf
     highest = tl.max(peak, axis=0)
     if HAS_SINKS:
         sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)

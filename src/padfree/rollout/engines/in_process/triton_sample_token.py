@@ -34,7 +34,7 @@ GREEDY_KEY = tl.constexpr(GREEDY)
 
 @triton.jit
 def _mixed(values):
-    """splitmix64 of uint64."""
+    """The splitmix64 hash of uint64 values."""
     values = values + _INCREMENT
     values = (values ^ (values >> 30)) * _FIRST
     values = (values ^ (values >> 27)) * _SECOND
@@ -71,7 +71,7 @@ def _sample_kernel(
     x *= logit_scale
     if HAS_SOFTCAP:
         small = tl.exp(-2.0 * tl.abs(x / softcap))
-        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # of the tanh; this form cannot overflow
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # |softcap · tanh|; this form cannot overflow
         x = tl.where(x < 0.0, -magnitude, magnitude)
     x = tl.where(inside, tl.div_rn(x, temperature), float("-inf"))
 

@@ -31,7 +31,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketForm:
-    """The tensors of a bucket. `file`: the safetensors file that holds them; None: they are broadcast."""
+    """The tensors of a bucket. `file`: the safetensors file that holds them, or None if they are broadcast."""
 
     names: Sequence[str]
     dtypes: Sequence[str]  # torch names such as bfloat16
@@ -69,7 +69,7 @@ class BucketForm:
 def join_group(
     store: Store, rank: int, world: int, *, backend: str, address: str, device: torch.device, timeout: float
 ) -> Any:
-    """Join a process group that is independent of the default one. `address` is that of this process."""
+    """Join a process group that is independent of the default one. `address`: the address of this process."""
     limit = timedelta(seconds=timeout)
     options: Any
     if backend == "nccl":
@@ -100,12 +100,12 @@ def address_towards(host: str, port: int) -> str:
 
 
 class Receiver:
-    """Receives buckets in a worker of a server. `device` is that of the worker."""
+    """Receives buckets in a worker of a server. `device`: the device of the worker."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._group: Any = None
-        self._buffer_device = device  # of broadcast buckets
+        self._buffer_device = device  # the device of buffers for broadcast buckets
 
     def join(self, transfer_info: Mapping[str, Any], rank: int) -> None:
         """Connect to the trainer with the `transfer_info` of `ServerApi.join`. Ranks of workers start at 1."""

@@ -40,10 +40,10 @@ TEXT = (
     "Rain was forecast for Tuesday, so they moved the picnic to Wednesday and told everyone twice."
 )
 LENGTH, NUM_SAMPLED = 64, 4
-"""Tokens of a fixed sequence, and tokens that the server samples after it."""
+"""Number of tokens in a fixed sequence, and number of tokens that the server samples after it."""
 NUM_SEQUENCES = 4
 LIMITS = {"float32": 2e-3, "bfloat16": 0.1}
-"""Maximum mean difference, by `model.dtype`. Measured: 1e-6 in float32."""
+"""Largest accepted mean difference of log-probabilities, by `model.dtype`. In float32, 1e-6 was measured."""
 SIGNAL = 16.0
 FOLLOWED = 0.5
 
@@ -92,7 +92,7 @@ class Canary:
     def compare(
         self, scored: Mapping[str, ScoredSequences], score: Score, temperature: float, version: int
     ) -> dict[str, float]:
-        """Metrics of this weight sync, the worst over all servers; a UserError if a server has other weights.
+        """Return the metrics of this weight sync, each the worst over all servers. Raise if a server has other weights.
 
         `scored` are the answers of the servers, by URL. Collective, because `score` is.
         """
@@ -115,7 +115,7 @@ class Canary:
         return metrics
 
     def check(self, url: str, server: CanaryScores, trainer: CanaryScores, version: int) -> dict[str, float]:
-        """Metrics of one server at this weight sync; a UserError if its weights are not the trainer's."""
+        """Return the metrics of one server at this weight sync. Raise if its weights are not the trainer's."""
         differences = np.abs(server.fixed - trainer.fixed)
         sampled_difference = float(np.abs(server.sampled - trainer.sampled).mean())
         metrics = {

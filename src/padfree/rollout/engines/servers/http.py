@@ -29,7 +29,7 @@ _BROKEN = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
 class HttpServer(ServerApi):
     """A server whose calls are independent: each opens its own connection."""
 
-    fix_route: ClassVar[str]  # the fix for a server without the route
+    fix_route: ClassVar[str]  # the advice in the error for a server that lacks a route
 
     @asynccontextmanager
     async def connected(self, timeout: float | None = None) -> AsyncIterator[HttpConnection]:
@@ -42,7 +42,7 @@ class HttpServer(ServerApi):
     async def call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None, fix: str | None = None
     ) -> dict[str, Any]:
-        """Return the JSON object that a route answers. `fix` is the advice for a server without the route."""
+        """Return the JSON object that a route answers. `fix`: advice in the error for a server without the route."""
         async with self.connected(timeout) as connection:
             return await connection.call(method, path, body, fix=fix or self.fix_route)
 
@@ -75,7 +75,7 @@ class HttpConnection:
         return answer
 
     async def answer(self, method: str, path: str, body: Any, *, fix: str | None) -> bytes:
-        """Return the content of the answer. Without a `fix`, status 404 is treated like other 4xx."""
+        """Return the content of the answer. `fix`: advice for status 404. Without it, 404 is handled like other 4xx."""
         lost, url = self._server.lost, self._server.url
         try:
             async with asyncio.timeout(self._timeout):

@@ -37,7 +37,7 @@ from padfree.rollout.engines.servers.server_api import RestartedError, ServerApi
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 POLL, WAIT = 0.2, 1.0
-"""Seconds."""
+"""POLL: seconds between two probes of a server that is down. WAIT: maximum seconds between two assignments."""
 
 Respond = Callable[[ServerApi, SamplingRequest], Awaitable[Response]]
 Probe = Callable[[ServerApi], Awaitable[None]]
@@ -45,11 +45,11 @@ Probe = Callable[[ServerApi], Awaitable[None]]
 
 
 class SupersededError(Exception):
-    """A weight sync took place during the request. It is retried and does not count against the server."""
+    """A weight sync took place during the request. The request is retried and does not count as a failure."""
 
 
 class Gate:
-    """Closed during a weight sync. A request gets a ticket when it passes, and can check if the gate closed since."""
+    """Closed during a weight sync. A request that passes gets a ticket, which shows if the gate has closed since."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -84,12 +84,12 @@ class _ServerState:
     """State of a server as this process knows it."""
 
     server: ServerApi
-    in_flight: set[asyncio.Task[None]] = field(default_factory=set)  # requests
-    failures: int = 0  # consecutive
+    in_flight: set[asyncio.Task[None]] = field(default_factory=set)  # its requests without an answer
+    failures: int = 0  # consecutive failures
     not_before: float = 0.0  # time of the next attempt
     down: bool = False
     restarted: bool = False  # it answers, but has lost the weights
-    message: str = ""  # of the last failure
+    message: str = ""  # error message of the last failure
 
     @property
     def usable(self) -> bool:
@@ -113,7 +113,7 @@ class Pool:
         self.changed = asyncio.Event()
 
     def reset(self, usable: Sequence[ServerApi]) -> None:
-        """Called after a weight sync: use only the servers that received the weights, until the next one."""
+        """After a weight sync: use only the servers in `usable`, which received the weights, until the next sync."""
         for state in self.states:
             state.restarted = state.server not in usable
             state.down, state.failures = False, 0
@@ -140,14 +140,14 @@ class RequestQueue:
 
     def __init__(self, pool: Pool, respond: Respond, *, endless: bool) -> None:
         self._pool, self._respond, self._endless = pool, respond, endless
-        self._requests: dict[int, SamplingRequest] = {}  # those without a complete response
-        self._callbacks: dict[int, tuple[OnResponse, int]] = {}  # and the index to call it with
+        self._requests: dict[int, SamplingRequest] = {}  # requests without a complete response, by number
+        self._callbacks: dict[int, tuple[OnResponse, int]] = {}  # callback of each request, and its index argument
         self._queue: deque[int] = deque()
         self._in_flight: set[asyncio.Task[None]] = set()
         self._num_added = 0
         self.retried = 0
         self.error: Exception | None = None
-        self.task: asyncio.Task[None] | None = None  # of an endless queue
+        self.task: asyncio.Task[None] | None = None  # the task that runs an endless queue
         self._last_progress = time.monotonic()  # time of the last response, or when a healthy server was last seen
 
     @property

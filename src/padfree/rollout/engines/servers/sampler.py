@@ -2,8 +2,8 @@
 
     update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary runs
     sample            each rank sends its own requests; then all ranks check whether responses are missing
-    missing           no server has the weights any more: rank 0 waits for a server to come back, the weights are sent
-                      again, and the requests without a response are repeated
+    missing           if no server has the weights any more, rank 0 waits until a server comes back; the weights are
+                      sent again, and the requests without a response are repeated
 
 A server that fails during a weight sync, or is down at that time, is not used until the next one. Finished responses
 are kept: every request gets exactly one response, sampled from the weights of the last `update_weights`.
@@ -43,14 +43,14 @@ from padfree.rollout.sampling_rng import key_behind
 from padfree.rollout.token_ids import vocabulary_of
 
 PROBE_EVERY = 5.0
-"""Seconds."""
+"""Maximum seconds between two probes of a server."""
 REFUSALS = 3
-"""The run ends if all servers fail to load the weights this many times in succession."""
+"""The run ends if all servers fail to load the weights this many times in a row."""
 
 
 @dataclass(slots=True)
 class _TokenCount:
-    """Number of tokens sampled since a point in time."""
+    """Number of tokens sampled since the time `since`."""
 
     tokens: int = 0
     since: float = field(default_factory=time.perf_counter)
@@ -68,9 +68,9 @@ class ServerSampler:
     launcher: Launcher | None  # on rank 0, if the run starts the servers
     sampling: SamplingSettings
     canary: Canary
-    sequences: Sequence[Sequence[int]]  # of the canary
+    sequences: Sequence[Sequence[int]]  # token ids of the canary
     score: Score
-    salt: str  # of the servers' prefix caches, unique to the run
+    salt: str  # separates the entries of this run in the servers' prefix caches
     concurrency: int  # requests in flight for each server
     timeout: float
 

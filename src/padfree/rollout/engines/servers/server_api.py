@@ -1,7 +1,7 @@
 """`ServerApi`: the interface between padfree and an inference server, independent of the engine.
 
-    check                            check that the server fits the run; returns its name of the model
-    version                          the policy version of its weights; None: weights that it loaded itself
+    check                            check that the server fits the run; returns the name it uses for the model
+    version                          the policy version of its weights, or None if it loaded the weights itself
     complete, score                  sample a response; compute log-probabilities of given tokens
     pause, resume                    a pause interrupts every response in progress, which returns its tokens so far
     join, begin, bucket, finish      a weight sync (`buckets` defines a bucket)
@@ -77,17 +77,17 @@ class ServedModel:
     vocabulary: int
     temperature: float
     text: str  # a text to compare tokenizers with
-    tokens: Sequence[int]  # its token ids by the tokenizer of the run
+    tokens: Sequence[int]  # token ids of `text` by the tokenizer of the run
 
     @property
     def path(self) -> str:
-        """A folder or a Hub id."""
+        """The folder or Hub id of the model."""
         path = Path(self.model.path)
         return str(path.parent) if path.is_file() else self.model.path
 
     @property
     def random(self) -> bool:
-        """Whether `path` has no weights, so that all weights come from the trainer."""
+        """Whether `path` has no weights. All weights of the server then come from the trainer."""
         return self.model.init == "random" or Path(self.model.path).is_file()
 
 
@@ -124,7 +124,7 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def check(self, served: ServedModel) -> str:
-        """Return the server's name of the model; a UserError if the server does not fit the run.
+        """Return the name under which the server serves the model. Raise an error if the server does not fit the run.
 
         Also ends a weight sync that a killed run left unfinished.
         """

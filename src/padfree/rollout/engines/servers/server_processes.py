@@ -31,9 +31,10 @@ from padfree.rollout.engines.servers.server_api import ServedModel, ServerApi, S
 
 WATCHDOG = Path(__file__).with_name("watchdog.py")
 EVERY, PROBE, LONGEST_PAUSE, GRACE = 1.0, 30.0, 60.0, 15.0
-"""Seconds."""
+"""EVERY: seconds between two checks of a server. PROBE: seconds in which it must answer a probe. LONGEST_PAUSE: maximum
+seconds before a restart. GRACE: seconds that a watchdog has to end."""
 MAX_FAILED_STARTS = 3
-"""The run ends if a server ends this many times in succession before it answers once."""
+"""The run ends if a server ends this many times in a row without having answered once."""
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")
 
@@ -78,7 +79,7 @@ class LaunchedServer:
         return None
 
     def begin_end(self) -> None:
-        """Gather the watchdog to end the server, without waiting."""
+        """Tell the watchdog to end the server, without waiting for it."""
         if self._watchdog is not None:
             assert self._watchdog.stdin is not None
             self._watchdog.stdin.close()
@@ -156,7 +157,7 @@ class Launcher:
             await asyncio.sleep(EVERY)
 
     async def _check(self, one: LaunchedServer) -> str | None:
-        """Like `LaunchedServer.check`, with every exception as an error message, because another thread waits."""
+        """Call `LaunchedServer.check`. Exceptions become error messages, because another thread waits."""
         try:
             return await one.check()
         except OSError as error:  # the process limit, or a full disk

@@ -116,7 +116,7 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
 
 
 async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> str:
-    """Return the servers' name of the model; a UserError if a server does not answer or does not fit the run."""
+    """Return the name under which the servers serve the model. Raise a UserError if a server does not fit the run."""
     try:
         names = {await server.check(served) for server in servers}
     except LateError as error:
@@ -130,7 +130,11 @@ async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> st
 
 
 def transfer_folder(config: Config) -> Path:
-    """The folder for weights, unique to the run: `rollout.transfer_folder`, or in memory for local servers."""
+    """The folder for the weight files of this run.
+
+    It lies in `rollout.transfer_folder` if that is set. Otherwise it lies in shared memory for servers that the run
+    starts, and in the run folder for other servers.
+    """
     digest = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
     memory = Path("/dev/shm")
     if config.rollout.transfer_folder is not None:

@@ -42,7 +42,7 @@ from padfree.rollout.engines.servers.server_processes import Launcher
 from padfree.rollout.loop_thread import LoopThread
 
 BUCKET = 256 << 20
-"""Bytes of a bucket, unless one tensor is larger."""
+"""Maximum bytes of a bucket, unless one tensor is larger."""
 
 Named = tuple[str, Tensor]
 
@@ -56,7 +56,10 @@ class WeightStream:
         self._dtypes = {name: tensor.dtype for name, tensor in named_tensors(self._empty).items() if name in parameters}
 
     def buckets(self, model: PreTrainedModel, *, keep: bool, size: int = BUCKET) -> Iterator[list[Named]]:
-        """Iterate over the buckets. Collective: all ranks must exhaust the iterator. Empty unless `keep`."""
+        """Iterate over the buckets. Collective: all ranks must exhaust the iterator.
+
+        With `keep=False`, this rank only takes part in the gathering and yields a single empty bucket.
+        """
         bucket: list[Named] = []
         held = 0
         for _, layer in groupby(whole_tensors(model), key=lambda named: _layer_of(named[0])):
@@ -170,7 +173,7 @@ async def call_during(server: ServerApi, call: Awaitable[None], function: Callab
     await call
     try:
         return await running
-    except (RuntimeError, ValueError) as error:  # of the connection; any other exception is a bug
+    except (RuntimeError, ValueError) as error:  # raised by the connection; any other exception is a bug
         reason = " ".join(str(error).split())[:200]
         raise server.lost(f"lost the connection for weights ({reason})") from None
 
@@ -198,7 +201,7 @@ class FilesTransport:
             raise UserError(
                 "rollout.transfer_folder",
                 f"{self._folder} cannot be written ({error.strerror or error})",
-                "set a folder that the servers can read, with space for a bucket",
+                "free disk space, or set it to a folder that this run can write to and the servers can read",
             ) from None
         return form_of(bucket, self._file)
 
@@ -241,7 +244,10 @@ class SyncOutcome:
 
 @dataclass(kw_only=True, eq=False)
 class WeightSync:
-    """Sends the weights of a model to servers. Every rank has one, and its calls are collective; `first`: rank 0."""
+    """Sends the weights of a model to servers. Every rank has one, and its calls are collective.
+
+    `first`: whether this is rank 0.
+    """
 
     servers: Sequence[ServerApi]
     loop: LoopThread
@@ -250,12 +256,12 @@ class WeightSync:
     transport: GroupTransport | FilesTransport
     folder: Path
     base: str  # the folder of the model without adapters
-    model: str  # its name on the servers
+    model: str  # the name of this model on the servers
     adapters: bool  # whether only adapters are sent
     launcher: Launcher | None
 
     def name(self, version: int) -> str:
-        """Name of the policy on the servers."""
+        """The name of the policy of this version on the servers."""
         return f"{self.model}-step-{version}" if self.adapters else self.model
 
     def close(self) -> None:
