@@ -44,7 +44,7 @@ _exit = os._exit  # kept because a run replaces `os._exit`
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal arrived while there was nothing to save."""
+    """Raised when a signal arrives outside of `StopSignals.deferred`, where there is nothing to save."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -57,7 +57,7 @@ def _to_stderr(line: str) -> None:
 
 
 class StopSignals:
-    """Records signals inside a block, and reports for each what happens next."""
+    """A context manager that records signals and prints, for each signal, what happens next."""
 
     def __init__(self, say: Callable[[str], None] = _to_stderr) -> None:
         """`say` prints a message. A thread calls it, and it must not block."""

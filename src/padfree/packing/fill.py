@@ -124,7 +124,9 @@ class _Step(NamedTuple):
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
-    """The steps that put samples of these lengths, longest first, into the best-fitting bins; the size of each queue.
+    """Return the steps that put samples of these lengths into the best-fitting bins, and the size of each queue.
+
+    `values` are the distinct lengths, longest first, and `counts` the number of samples of each length.
 
     A bin takes as many samples of the current length as fit, because a bin that has just taken one is the fullest bin
     that can take the next. New bins come from the queue of `capacity` free tokens.
