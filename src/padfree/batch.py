@@ -575,7 +575,7 @@ class LocalBatch:
 class LmHead:
     """How the last hidden states [.., D] become logits [.., V].
 
-    logits = cap(logit_scale · (hidden @ weight.T + bias))        cap(x) = softcap · tanh(x / softcap); x if it is None
+    logits = cap(logit_scale · (hidden @ weight.T + bias))     cap(x) = softcap · tanh(x / softcap); x without softcap
     """
 
     weight: Tensor  # [V, D]
