@@ -396,7 +396,8 @@ class PackedBatch:
         return self.padded_to(self.num_tokens - self.pad_length)
 
     def padded_to(self, length: int) -> PackedBatch:
-        """The same samples on exactly `length` tokens: ids 0, labels -100, weights 0, one pad segment at the end."""
+        """The same samples with a pad to exactly `length` tokens. The pad is one segment with ids 0, labels -100 and
+        weights 0."""
         real = self.num_tokens - self.pad_length
         need_whole("length", length, 0, f"pad to {real} or more")
         pad = length - real
@@ -420,7 +421,7 @@ class PackedBatch:
         return replace(self, **padded, segments=self.segments.with_pad(pad), rollout=rollout)
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
-        """The same samples on the next multiple of `multiple` tokens (13 for 4 -> 16, 16 for 4 -> 16)."""
+        """The same samples, padded to a multiple of `multiple` tokens: with 4, 13 tokens become 16, and 16 stay 16."""
         need_whole("multiple", multiple, 1, "give 1 or more")
         real = self.num_tokens - self.pad_length
         return self.padded_to(-(-real // multiple) * multiple)

@@ -103,7 +103,10 @@ def get_logprob_and_entropy_with_cp(
 
 
 def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
-    """Σᵢ Σ(xᵢ·mᵢ) / max(Σmᵢ, 1) for x with the responses end to end and one mask per sample."""
+    """The sum over samples i of the masked mean Σ(xᵢ·mᵢ) / max(Σmᵢ, 1).
+
+    `x` holds the values of all responses end to end; `loss_masks` holds one mask mᵢ per response.
+    """
     x = checks.loss_input("x", x)
     loss_masks = [_mask(mask, f"loss_masks of sample {index}").to(x) for index, mask in enumerate(loss_masks)]
     if len(response_lengths) != len(loss_masks):

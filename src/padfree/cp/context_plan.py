@@ -68,12 +68,12 @@ class ContextPlan:
         return self.layout.world
 
     def to_pack_order(self, gathered: Tensor) -> Tensor:
-        """[T, ...] in rank order -> pack order."""
+        """Reorder the tokens of [T, ...] from rank order to pack order."""
         order = self.prepared("order", self._order)
         return gathered if order is None else gathered.index_select(0, order[1])
 
     def to_rank_order(self, values: Tensor) -> Tensor:
-        """[T, ...] in pack order -> rank order."""
+        """Reorder the tokens of [T, ...] from pack order to rank order."""
         order = self.prepared("order", self._order)
         return values if order is None else values.index_select(0, order[0])
 

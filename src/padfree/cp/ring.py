@@ -54,7 +54,7 @@ class RingStep:
 
 
 def prepare_steps(plan: ContextPlan, *, causal: bool = True) -> tuple[RingStep | None, ...]:
-    """[world] the steps of this rank; None for a step in which it computes nothing."""
+    """[world] the steps of this rank; an entry is None if the rank computes nothing in this step."""
     return plan.prepared(
         ("ring", causal), lambda: tuple(_ring_step(plan, distance, causal) for distance in range(plan.world))
     )

@@ -136,9 +136,10 @@ def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | Non
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """[4, R]: the divergence (jsd: KL(s | m) and KL(t | m)), and the probability of the rest under student and teacher.
+    """[4, R] sums over the vocabulary, for each token.
 
-    With a threshold the first two sums cover only the k tokens.
+    Sum 0 is the divergence. For jsd, sums 0 and 1 are KL(s | m) and KL(t | m). Sums 2 and 3 are the probability of the
+    rest under student and teacher. With a threshold, sums 0 and 1 cover only the teacher's k most probable tokens.
     """
     vocabulary = student.below.shape[1]
     sums = student.block_peak.new_zeros(4, len(student.below))

@@ -119,7 +119,7 @@ class Call:
     poison: Tensor | None  # [] 0, or NaN if `num_labels` is wrong; added to every score
 
     def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ScoringTask:
-        """The task that the passes over tiles work on."""
+        """The `ScoringTask` of this call, for these differentiated arguments."""
         assert self.elementwise is not None
         sum_bytes = self.rows.inverse_temperature.element_size()
         head = BlockedHead(

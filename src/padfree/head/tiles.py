@@ -79,7 +79,7 @@ class ScoringTask:
         )
 
     def tile_bytes(self, num_rows: int) -> int:
-        """Bytes that the matmuls of this many tokens need while they run."""
+        """Bytes of temporary memory that the matmuls of `num_rows` tokens need."""
         tile = self.tile(num_rows)
         return 0 if self.fused is not None else tile.rows * tile.columns * self.sum_dtype.itemsize
 
@@ -238,7 +238,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def rounded_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right, summed in float32 or better and rounded once."""
+    """out = left @ right, summed in float32 or float64 and rounded once."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     else:

@@ -50,7 +50,10 @@ def _store(
     descriptor, pointer, stride, values, first_row, first, num_rows, num_columns,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write `values` [rows, block] to [num_rows, num_columns]; `IS_CUT`: these columns end inside 16 bytes."""
+    """Write `values` [rows, block] into the matrix [num_rows, num_columns] at (`first_row`, `first`).
+
+    `IS_CUT` says that the matrix rows do not end at a multiple of 16 bytes.
+    """
     if IS_CUT:
         if first + BLOCK > num_columns:
             row = first_row + tl.arange(0, ROWS)

@@ -201,7 +201,7 @@ class _PackTokens:
 
 
 def _token_rewards(rewards: Tensor, pack: _PackTokens, kl: Tensor | None, kl_coefficient: float) -> Tensor:
-    """[T] float64."""
+    """`token_rewards` in float64: [T]."""
     _need_finite(kl_coefficient=kl_coefficient)
     follows = scan_back(pack.mask, pack.goes_on, pack.max_length)  # scored tokens from here to the sample's end
     out = torch.where(pack.mask & (follows == 1.0), spread(checks.wide("rewards", rewards), pack.sample_index), 0.0)
@@ -211,7 +211,7 @@ def _token_rewards(rewards: Tensor, pack: _PackTokens, kl: Tensor | None, kl_coe
 def _whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """[T] float64."""
+    """`whiten` in float64: [T]."""
     need_number("eps", eps, 0.0, LARGEST, "give 0 or a small positive number")
     total, count = reduce(torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().double()])).unbind()
     mean = total / count.clamp(min=1.0)

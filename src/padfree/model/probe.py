@@ -1,8 +1,8 @@
 """Test on a small copy, on the CPU, whether an architecture can be trained packed.
 
     single   | sample of 13 |  | 1 |  | 9 |  | 9 |            four calls of the model with HF's own eager attention
-    packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |          one pack with padfree's attention. Its tokens are shuffled;
-                                                              only attention and mixers know the order
+    packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |          one pack with padfree's attention. Its tokens are
+                                                              shuffled; only attention and mixers know the order
     state    | 9 | another of 13 | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
 
 Packed and single must give the same logits and the same gradient of every parameter. They differ if the model has a
@@ -188,7 +188,10 @@ def _module_classes(model: nn.Module) -> set[str]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Context manager: CPU, float32, gradients on, no log messages or warnings. Restores the caller's state."""
+    """A block that runs on the CPU in float32 with gradients on, and without log messages or warnings.
+
+    At its end the caller's state is restored.
+    """
     verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
     elsewhere = torch.get_default_device().type != "cpu"
     hf_logging.set_verbosity(logging.ERROR)

@@ -158,7 +158,7 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
 
 
 def _fit_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Set sizes that a config derives from other sizes and checks."""
+    """Set the sizes that must match other sizes, because config classes check this."""
     width = NUM_HEADS * HEAD_DIM
     if _is_size(values.get("mamba_d_head")):
         heads = values.get("mamba_d_ssm") or values.get("mamba_expand", 1) * width  # total width of the heads
@@ -217,7 +217,7 @@ def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[i
 
 
 def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
-    """Rotary parameters whose lists (one factor per pair of channels) fit the small head."""
+    """The rotary parameters, with lists of one factor per pair of channels adapted to the size of the small head."""
     width = ROPE_HEAD_DIM if latent else HEAD_DIM
     pairs = int(width * float(parameters.get("partial_rotary_factor", 1.0))) // 2
 

@@ -73,7 +73,7 @@ class Muon:
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """[n, A, B] -> [n, A, B]: brings nonzero singular values to about 1."""
+    """[n, A, B] -> [n, A, B] with the same singular vectors and nonzero singular values of about 1."""
     a, b, c = COEFFICIENTS
     found = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
     found = found / torch.linalg.vector_norm(found, dim=(-2, -1), keepdim=True).clamp(min=EPS)

@@ -62,9 +62,9 @@ class CostModel:
 
         Counts the weights of all matmuls applied to one token (for a mixture of experts: the router, the shared
         experts and the experts the token is routed to), the output head, and causal attention. A layer with a sliding
-        window counts as if every token saw a full window: linear, slightly too much for samples shorter than the
-        window. A mixer (gated delta net, Mamba, short convolution, lightning attention) costs its linear layers and its
-        state update, the same for every token.
+        window counts as if every token saw a full window. Its cost is linear, and slightly too high for samples shorter
+        than the window. The cost of a mixer (gated delta net, Mamba, short convolution, lightning attention) is that of
+        its linear layers and its state update, the same for every token.
         """
 
         sizes = ModelSizes.of(config)

@@ -177,7 +177,10 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
 
 
 def _grouped(order: Indices, bins: Indices) -> Bins:
-    """Group samples by bin, ascending inside each: one in-place sort of (bin, index) pairs packed into integers."""
+    """Group samples by bin, with ascending indices in each bin.
+
+    This is one in-place sort of (bin, index) pairs, each packed into one integer.
+    """
     offsets = np.zeros(int(bins.max(initial=-1)) + 2, np.int64)
     np.cumsum(np.bincount(bins), out=offsets[1:])
     shift = len(order).bit_length()

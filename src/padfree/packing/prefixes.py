@@ -213,7 +213,7 @@ def _tree(nodes: list[tuple[int, int, int, int]], last: list[int]) -> PrefixTree
 
 
 def common_length(one: NDArray[Any], other: NDArray[Any]) -> int:
-    """The length of the common prefix."""
+    """The length of the common prefix of two token arrays."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(np.argmax(different)) if different.any() else length

@@ -46,7 +46,7 @@ class Traits:
 
 
 def objective(*, elementwise: bool = False, needs_no_old_logprobs: bool = False) -> Callable[[Function], Function]:
-    """Decorate the function of an objective with its traits."""
+    """A decorator that states the traits of an objective; the module docstring explains them."""
 
     def decorated(function: Function) -> Function:
         setattr(function, ATTRIBUTE, Traits(elementwise=elementwise, needs_no_old_logprobs=needs_no_old_logprobs))
