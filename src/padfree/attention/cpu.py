@@ -83,7 +83,7 @@ def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[
     if not num_queries or not num_keys:
         return []
     if not spec.causal:
-        step = num_queries if spec.softcap is None else PIECE_QUERIES  # only the reference stores the scores
+        step = num_queries if spec.softcap is None else PIECE_QUERIES  # softcap uses the reference, which stores scores
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]
     first = max(0, num_queries - num_keys)  # earlier queries see no key

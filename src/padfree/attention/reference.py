@@ -50,7 +50,7 @@ class ReferenceAttention(AttentionBackend):
         dtypes=FLOAT_TYPES,
         any_value_dim=True,
         lengths_on_host=True,
-        auto_dtypes=(torch.float64,),  # too slow to train with
+        auto_dtypes=(torch.float64,),  # for other dtypes it is too slow to train with
     )
 
     def forward(

@@ -96,7 +96,7 @@ class _Job:
     tensors: dict[str, Tensor]  # the contents of this rank's file
     offsets: dict[str, list[int]]  # offsets of pieces in their whole tensors
     content: dict[str, Any]  # the manifest, without the data gathered from the ranks
-    rank_state: dict[str, Any]  # the part that is not tensors
+    rank_state: dict[str, Any]  # the values of `rank_state` that are not tensors
 
 
 class Checkpointer:

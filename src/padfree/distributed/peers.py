@@ -95,7 +95,7 @@ def failing_together() -> Iterator[None]:
     listener.start()
     try:
         yield
-    except BaseException as error:  # also sys.exit in user code and signals: the others must not wait
+    except BaseException as error:  # also sys.exit in user code and signals, so that other ranks do not wait
         listener.left.set()
         if isinstance(error, PeerLostError) and error.searched:
             raise  # raised by a nested block
@@ -104,7 +104,7 @@ def failing_together() -> Iterator[None]:
             if not _is_loss(error):
                 name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 listener.publish_cause(f"stopped, because {_rank_names([rank], hosts)} failed: {name}{line}")
-                time.sleep(LINGER)  # this process may host the store; the others must read the message first
+                time.sleep(LINGER)  # this process may host the store; other ranks must read the message before it exits
                 raise
             listener.cause_seen.wait(LINGER)
             lost = None if listener.cause else _describe_loss(listener.silent_ranks(), hosts)

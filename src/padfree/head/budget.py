@@ -35,7 +35,7 @@ BUDGETS = {"speed": 4 * GIBIBYTE, "low": GIBIBYTE}
 TILE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 MAX_BLOCK = 4096
 
-# A matmul processes this many tokens at a time, and pads to it.
+# A matmul processes this many tokens at a time, and pads their number to a multiple of it.
 TILE_ROWS = 128
 # Matmul operations that take as long as one byte of memory traffic; 790e12 / 4.3e12 on an H200.
 OPERATIONS_PER_BYTE = 180
@@ -101,7 +101,7 @@ class FusedPlan:
 
     chunk_rows: int  # C
     kept: int  # the logits of columns [0, kept) are kept; those of [kept, V) are computed a second time
-    shared: int  # sums of columns [0, shared) are in the memory of the returned gradient; the others need extra memory
+    shared: int  # sums of columns [0, shared) use the memory of the returned gradient; other sums need extra memory
 
 
 def plan_fused(

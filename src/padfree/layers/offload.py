@@ -54,7 +54,7 @@ class ActivationOffload:
             for number in range(num_layers)
         ]
         self.calls: dict[int, _LayerCall] = {}  # layer -> its latest call
-        self.streams: tuple[Any, Any] | None = None  # for copies to the host and to the device
+        self.streams: tuple[Any, Any] | None = None  # one stream for copies to the host, one for copies to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
         """Wrap the `call` of layer `number`. If the layer is one of the first, its saved tensors are offloaded."""

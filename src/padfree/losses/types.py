@@ -118,7 +118,7 @@ class LossOutput:
     loss: Tensor  # scalar
     token_losses: Tensor | None = None  # [T] weighted, without gradient; None if losses belong to pairs, not tokens
     statistics: Statistics = field(default_factory=dict)
-    pair_statistics: dict[str, Tensor] | None = None  # [P] float64, for losses on pairs: this rank's share, and `count`
+    pair_statistics: dict[str, Tensor] | None = None  # [P] float64: this rank's share of each pair, and `count`
 
 
 def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, Tensor]) -> LossOutput:

@@ -106,7 +106,7 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     for num_layers in NUM_LAYERS:
         try:
             copy: PreTrainedModel = type(model)(shrink(model.config, num_layers))
-        except Exception:  # as in `_verdict`
+        except Exception:  # config classes raise all kinds of errors
             return None
         if required <= _module_classes(copy):
             mark_chunked_layers(copy)

@@ -128,7 +128,7 @@ class EpochReader(Generic[T]):
         self.source, self.shuffle, self.seed, self.epochs = source, shuffle, seed, epochs
         self.position = 0
         self._iterator: Iterator[T] | None = None
-        self._next: list[T] = []  # of an iterable: the next sample, if it was read ahead
+        self._next: list[T] = []  # if the source is an iterable: the next sample, if it has been read ahead
         self._epoch: tuple[int, Indices] | None = None  # first position of the cached epoch, and its order
 
     def settings(self) -> dict[str, Any]:

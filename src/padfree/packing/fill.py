@@ -120,7 +120,7 @@ class _Step(NamedTuple):
     per_bin: int
     num_bins: int
     taken: int  # index in the queue of `free_tokens` where the first of these bins was
-    put: int  # index in the queue of `left` where it is now
+    put: int  # index in the queue of `left` where the first of these bins is put
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
