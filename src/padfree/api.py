@@ -16,8 +16,8 @@ at the top level of a module or of a notebook.
 Each call runs in this process and returns when the run has ended. Without `progress=True` it prints nothing to stdout.
 It restores signal handlers and random state, and leaves no process group behind. Ctrl-C, or the interrupt of a
 notebook, ends the run after the current step with a checkpoint; the same call then resumes it. A mistake raises
-`padfree.UserError`. Any other exception is a bug in padfree, and its message says so, or comes from `on_step` or
-`on_note`. Under torchrun, every process makes the same call.
+`padfree.UserError`. Any other exception either comes from `on_step` or `on_note`, or is a bug in padfree; in the latter
+case its message says so. Under torchrun, every process makes the same call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAIN_SETTING = {
     "eval": "path",
     "run": "folder",
 }
-"""The setting that a section stands for if it is given as a single value."""
+"""By section: the setting that a single value sets if the section is given as this value instead of a dictionary."""
 
 OF_CALLER = "_padfree_of_caller"
 """The attribute that marks an exception raised by a function of the caller."""
@@ -88,15 +88,18 @@ class TrainedRun:
     folder: Path  # everything that the run wrote
     model: Path | None  # the exported model; None: the run was stopped, or checkpoint.export is false
     best_model: Path | None  # the export of the best evaluation, with checkpoint.best
-    steps: int  # optimizer steps, including those before a resume
-    stopped: bool  # by a signal; the same call resumes the run
+    steps: int  # optimizer steps, including the steps before a resume
+    stopped: bool  # whether a signal stopped the run; the same call then resumes it
     metrics: list[dict[str, Any]]  # one entry per step, as in metrics.jsonl
     evaluations: list[dict[str, Any]]  # one entry per evaluation, as in evaluation.jsonl
     config: Config  # all settings
 
 
 class TrainCall:
-    """`padfree.COMMAND(...)`: the whole run of one task."""
+    """A function such as `padfree.sft` or `padfree.rl`: calling it trains a model by one task and returns the run.
+
+    It is a class so that the calls of all tasks share one signature; `command` is the name of the task.
+    """
 
     def __init__(self, command: str) -> None:
         self.__name__ = self.__qualname__ = command
@@ -111,8 +114,11 @@ class TrainCall:
         progress: bool = False,
         **sections: Unpack[Sections],
     ) -> TrainedRun:
-        """`on_step` is called with the metrics of each step, and `on_note` with each note of the run. `progress`
-        prints one line for each of them. The other keywords are the sections of a recipe.
+        """Run the task and return when the run has ended.
+
+        `recipe` is the path of a recipe file; the keywords in `sections` are the sections of a recipe and change its
+        settings. `on_step` is called with the metrics of each step, and `on_note` with the text of each message that
+        the run reports. With `progress`, one line is printed for each step and each message.
         """
         return _trained(self.__name__, recipe, sections, on_step, on_note, progress)
 
@@ -127,9 +133,10 @@ def evaluate(
     on_note: OnNote | None = None,
     **sections: Unpack[Sections],
 ) -> dict[str, float]:
-    """Evaluate a model on held-out data, as `[eval]` says. Nothing is trained, and no run folder is written.
+    """Evaluate a model on held-out data and return the metrics by name. Nothing is trained or written to a run folder.
 
-    With `rollout`, the model answers held-out prompts; without it, held-out samples are scored.
+    The section `eval` selects the data. If the section `rollout` is given, the model answers held-out prompts;
+    otherwise held-out samples are scored.
     """
     values = _values(recipe, sections)
     held_out = values.get("eval", {}).get("path")
@@ -200,7 +207,7 @@ def _trained(
 
 @contextmanager
 def _undisturbed(config: Config) -> Iterator[None]:
-    """Restore the random state after the block, and mark exceptions that are bugs."""
+    """A block after which the random state is restored. Exceptions of the block that are bugs are marked as such."""
     from padfree.train.determinism import random_state, restore_random_state
     from padfree.train.failures import one_line_failures
 

@@ -19,7 +19,7 @@ from padfree.errors import UserError
 
 
 def host_array(values: Any, name: str) -> NDArray[Any]:
-    """The values as an array, with their dtype kept; `name` is what an error message calls them."""
+    """The values as an array that keeps their dtype. `name` identifies the values in error messages."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = values.float() if str(values.dtype) == "torch.bfloat16" else values

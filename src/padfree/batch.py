@@ -50,7 +50,8 @@ ROLLOUT_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
 """Optional per-token arrays that a rollout file may contain; element j belongs to token j of its sample."""
 
 TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
-"""All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and what the trainer computes before an update."""
+"""All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and `old_logprobs`, which the trainer computes before an
+update."""
 
 
 def need_tensor(name: str, values: object) -> None:
@@ -101,7 +102,7 @@ class Sample:
     advantages: NDArray[np.float32] | None = None  # [n]
     returns: NDArray[np.float32] | None = None  # [n]
     values: NDArray[np.float32] | None = None  # [n]
-    old_logprobs: NDArray[np.float32] | None = None  # [n] the trainer's, before its first update on this sample
+    old_logprobs: NDArray[np.float32] | None = None  # [n] computed by the trainer before it first trains on the sample
     reward: float | None = None
     raw_reward: Any = None
     uid: str | int | None = None
@@ -162,7 +163,8 @@ class Sample:
 
 
 def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> list[Sample]:
-    """Copies of the samples, sample i with element i of each list: `with_arrays(samples, ref_logprobs=found)`."""
+    """Copies of the samples with new per-token arrays: `with_arrays(samples, ref_logprobs=found)`, where `found[i]` is
+    the array of sample i."""
     found = list(samples)
     for name, values in arrays.items():
         found = [sample.with_numbers(**{name: own}) for sample, own in zip(found, values, strict=True)]
@@ -173,8 +175,9 @@ def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> 
 class Segments:
     """Where the sequences of one token axis begin and end: `cu_seqlens` on the device, `offsets` on the host.
 
-    Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. With `pad_length > 0` the last one is the pad.
-    If samples share prefixes, the segments are nodes (`padfree.prefix_tree`) and `num_samples` counts nodes.
+    Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. If `pad_length > 0`, the last segment is the pad.
+    If samples share prefixes, the segments are nodes of a prefix tree (`padfree.prefix_tree`), and `num_samples` counts
+    nodes.
     """
 
     cu_seqlens: Tensor  # [S+1] int32
@@ -200,7 +203,8 @@ class Segments:
     ) -> Segments:
         """Segments of these lengths, followed by a pad: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`.
 
-        `parents` [B] makes them nodes: with `-1 0 0` the first is the parent of the second and the third.
+        If `parents` [B] is given, the segments are nodes of a prefix tree: with `-1 0 0`, the first is the parent of
+        the second and the third.
         """
         array = integer_array(lengths, "lengths")
         if (array < 0).any():
@@ -306,7 +310,7 @@ class Copies:
 class Entries:
     """For samples that share prefixes: which hidden state of the pack predicts which token of which sample. Host only.
 
-    There is one entry for each scored token of each sample, sample by sample: E in all.
+    There is one entry for each scored token of each sample, sample by sample. E is the number of entries.
     """
 
     positions: NDArray[np.int64]  # [E] index in the pack of the position that predicts the token
@@ -392,7 +396,8 @@ class PackedBatch:
         return self.padded_to(self.num_tokens - self.pad_length)
 
     def padded_to(self, length: int) -> PackedBatch:
-        """The same samples on exactly `length` tokens: ids 0, labels -100, weights 0, one pad segment at the end."""
+        """The same samples with a pad to exactly `length` tokens. The pad is one segment with ids 0, labels -100 and
+        weights 0."""
         real = self.num_tokens - self.pad_length
         need_whole("length", length, 0, f"pad to {real} or more")
         pad = length - real
@@ -416,7 +421,7 @@ class PackedBatch:
         return replace(self, **padded, segments=self.segments.with_pad(pad), rollout=rollout)
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
-        """The same samples on the next multiple of `multiple` tokens (13 for 4 -> 16, 16 for 4 -> 16)."""
+        """The same samples, padded to a multiple of `multiple` tokens: with 4, 13 tokens become 16, and 16 stay 16."""
         need_whole("multiple", multiple, 1, "give 1 or more")
         real = self.num_tokens - self.pad_length
         return self.padded_to(-(-real // multiple) * multiple)
@@ -450,7 +455,7 @@ class PackedBatch:
 
 
 def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
-    """The arguments with which transformers' own attention keeps the samples of a pack apart; it builds its own mask.
+    """The model arguments with which transformers' own attention, which builds its own mask, keeps samples apart.
 
     The dict has no `attention_mask` key, not even None: TRL treats any value under this key as a tensor.
     """
@@ -486,7 +491,8 @@ class PrefixKeys:
 
     Made and read by `padfree.attention.prefix_attention`.
 
-    Several arrays are concatenated into one, so that compiled code sees one size that equals no other size by chance.
+    Several arrays are concatenated into one, so that compiled code sees a single size. With several sizes, two that are
+    equal by chance would be treated as one.
     """
 
     numbers: Tensor  # [n] int32
@@ -508,7 +514,7 @@ class AttnContext:
     layout: Layout | None = None
     rank: int = 0
     group: Any = None  # torch.distributed.ProcessGroup
-    plan: Any = None  # padfree.cp's own preparation for (layout, rank)
+    plan: Any = None  # what padfree.cp has prepared for this layout and rank
     prefix_keys: PrefixKeys | None = None
 
     @property
@@ -520,8 +526,8 @@ class AttnContext:
 class LocalEntries:
     """The entries that the tokens of one context rank predict."""
 
-    numbers: NDArray[np.int64]  # [e] index among the entries of the pack
-    positions: Copies  # [e] gathered from this rank's tokens
+    numbers: NDArray[np.int64]  # [e] index of each entry among the entries of the pack
+    positions: Copies  # [e] the gather from this rank's tokens to the entries
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -529,7 +535,8 @@ class LocalBatch:
     """The tokens of one context rank, `[T / world]`, and what its attention needs. Made by `padfree.cp.shard`.
 
     If `entries` is set, labels, weights, sample_index and rollout have shape [e], as in `PackedBatch`.
-    A filler is a pack of one unscored token: it keeps a rank in step after the rank's plan has run out of samples.
+    A filler is a pack of one unscored token. A rank runs fillers if it has fewer packs with samples than other ranks,
+    so that all ranks make the same number of forward and backward passes.
     """
 
     input_ids: Tensor  # [T/world]
@@ -551,7 +558,7 @@ class LocalBatch:
 
     @property
     def num_samples(self) -> int:
-        """B, of the whole pack."""
+        """B, the number of samples of the whole pack."""
         return self.context.segments.num_samples if self.entries is None else len(self.samples)
 
     def model_inputs(self) -> dict[str, Any]:
@@ -569,7 +576,7 @@ class LocalBatch:
 class LmHead:
     """How the last hidden states [.., D] become logits [.., V].
 
-    logits = cap(logit_scale · (hidden @ weight.T + bias)),    cap(x) = softcap · tanh(x / softcap), or x without one
+    logits = cap(logit_scale · (hidden @ weight.T + bias))     cap(x) = softcap · tanh(x / softcap); x without softcap
     """
 
     weight: Tensor  # [V, D]

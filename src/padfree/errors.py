@@ -7,8 +7,8 @@
 
 The commands print a `UserError` as one line and exit with code 1. For any other exception they print the traceback and
 a note that it is a bug, and exit with code 70. Third-party code (a reward function, a chat template, json,
-transformers) and the system (a full disk, missing permission) raise exceptions of their own. The caller knows the
-setting that they belong to, catches them there and raises a `UserError`.
+transformers) and the system (a full disk, missing permission) raise exceptions of their own. The code that calls them
+knows the setting to blame, so it catches these exceptions and raises a `UserError`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST_VALUE = 200
 """Maximum number of characters of a value in a message."""
 
 EXIT_BUG = 70
-"""The exit code after a bug (EX_SOFTWARE); that of a `UserError` is 1."""
+"""The exit code after a bug (EX_SOFTWARE). The exit code after a `UserError` is 1."""
 
 
 class UserError(ValueError):
@@ -45,8 +45,8 @@ class UserError(ValueError):
     def at(self, setting: str, argument: str | None = None) -> UserError:
         """The same error with another setting: `error.at("critic.path")`.
 
-        With `argument`, only an error about this argument is renamed: `error.at("critic.path", "model")`. Any other
-        error gets the new setting as well, and its own name stays in the problem.
+        With `argument`, as in `error.at("critic.path", "model")`, an error about the setting `model` is renamed. An
+        error about any other setting also gets the new setting, but its old setting stays in the text of the problem.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)
@@ -73,13 +73,13 @@ class UserError(ValueError):
 
 
 def need(right: bool, setting: str, value: object, fix: str) -> None:
-    """Refuse `value` unless `right` is true."""
+    """Raise a `UserError` about `value` unless `right` is true."""
     if not right:
         raise UserError(setting, "", fix, value)
 
 
 def check_choice(setting: str, value: object, choices: Any) -> None:
-    """Refuse a value that is not among the `choices`, a `Literal` or a list of names."""
+    """Raise a `UserError` if the value is not among the `choices`, which are a `Literal` or a list of names."""
     names = get_args(choices) or tuple(choices)
     need(isinstance(value, str) and value in names, setting, value, f"give one of {', '.join(names)}")
 
@@ -125,7 +125,10 @@ SYSTEM_FIXES = {
 
 
 def system_error(error: OSError, setting: str | None = None) -> UserError | None:
-    """A system error as a `UserError` for the setting or for the file; None if it may be a bug."""
+    """Convert a system error to a `UserError` about `setting`, or about the file if `setting` is None.
+
+    Returns None if the error may be a bug.
+    """
     fix = SYSTEM_FIXES.get(error.errno or 0)
     if fix is None:
         return None

@@ -25,7 +25,8 @@ def paused_collector() -> Iterator[None]:
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Exclude all existing objects from collection inside the block: a full scan may take longer than a step."""
+    """Exclude all existing objects from collection inside the block, because scanning them may take longer than a
+    training step."""
     gc.collect()
     gc.freeze()
     try:

@@ -14,7 +14,10 @@ from typing import Any
 def load_when_used(
     package: str, names: Mapping[str, str], *, parts: Sequence[str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package. `names` maps a name to its module; `parts` are submodules."""
+    """Return the functions `__getattr__` and `__dir__` of a package.
+
+    `names` maps each exported name to the module that defines it; `parts` are the submodules of the package.
+    """
 
     def find(name: str) -> Any:
         if name in names:

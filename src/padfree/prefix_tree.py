@@ -24,7 +24,7 @@ Indices = NDArray[np.int64]
 
 
 class PathRanges(NamedTuple):
-    """Ranges [begin, end) of a pack, path by path, each path from its root down."""
+    """Ranges [begin, end) of a pack, path by path. The ranges of a path are in order from its root down."""
 
     number: Indices  # [m] index of the path, ascending
     begin: Indices  # [m]
@@ -136,7 +136,7 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
 def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
     """The transpose of `prefix_ranges`: the indices of each token's copies if all paths are laid end to end.
 
-    [K] indices of the copies, grouped by token, and [C + 1] where the group of each token begins.
+    Returns [K] indices of the copies, grouped by token, and [C + 1] where the group of each of the C tokens begins.
     """
     lengths = np.diff(offsets)
     key_ends = np.cumsum(first_positions(parents, lengths) + lengths)

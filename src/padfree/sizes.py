@@ -3,9 +3,9 @@
     Qwen3-0.6B   hidden 1024   heads 16 of 128   query 2048   key, value 1024   mlp 3072   layers 28   vocabulary 151936
 
 FLOPs (`padfree.packing.cost`), memory (`padfree.estimate`) and calibration (`tools.planner`) all read sizes here. The
-model is built on the meta device, without storage: one second for 80 layers, once per config. A new architecture
-therefore needs no entry here. The config supplies only what no module's shape shows: heads, windows, and the number of
-experts per token.
+model is built on the meta device, without storage. This takes one second for 80 layers and is done once per config. A
+new architecture therefore needs no entry here. The config supplies only what no module's shape shows: heads, windows,
+and the number of experts per token.
 
 A config is a transformers config, another object with the same fields, or a dict. The latter two must have a
 `model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. For a multimodal config
@@ -43,7 +43,7 @@ class AttentionSizes:
     gate: int  # width of the output gate; 0 if there is none
     key: int
     value: int
-    output: int  # before its projection
+    output: int  # width of attention's output before the output projection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """The larger of full and windowed attention; likewise for the other widths."""
+        """The larger head size of full and windowed attention. The properties below are defined the same way."""
         return max(self.attention.head, self.windowed_attention.head)
 
     @property
@@ -235,7 +235,7 @@ def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | N
 
 
 def _widest(found: list[AttentionSizes]) -> AttentionSizes:
-    """The widest of several layers; a layer that reuses another layer's keys has none of its own."""
+    """The sizes of the layer with the widest queries, then keys. A layer that reuses another layer's keys has none."""
     return max(found, key=lambda sizes: (sizes.query, sizes.key), default=_NOTHING)
 
 
@@ -271,7 +271,7 @@ def _is_experts(name: str) -> bool:
 
 
 def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
-    """The number of experts in a layer, and the width of one, derived from its smallest matrix."""
+    """The number of experts in a layer, and the width of one expert, derived from the expert's smallest matrix."""
     for name, module in layer.named_modules():
         if _is_experts(name):
             matrices = [each for each in module.parameters() if each.ndim >= 2]
@@ -283,7 +283,10 @@ def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
 
 
 def _met_weights(model: PreTrainedModel, met: float) -> float:
-    """Weights that one token is multiplied with in matmuls; experts count by `met`, the fraction that a token meets."""
+    """The number of weights that one token is multiplied with in matmuls.
+
+    The weights of experts are multiplied by `met`, the fraction of the experts that a token is routed to.
+    """
     found = 0.0
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear | Conv1D):

@@ -44,7 +44,7 @@ _exit = os._exit  # kept because a run replaces `os._exit`
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal arrived while there was nothing to save."""
+    """Raised when a signal arrives outside of `StopSignals.deferred`, where there is nothing to save."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -57,10 +57,10 @@ def _to_stderr(line: str) -> None:
 
 
 class StopSignals:
-    """Records signals inside a block, and reports for each what happens next."""
+    """A context manager that records signals and prints, for each signal, what happens next."""
 
     def __init__(self, say: Callable[[str], None] = _to_stderr) -> None:
-        """`say` prints a message. A thread calls it, and it must not block."""
+        """`say` is called with each message and prints it. It is called by a thread and must not block."""
         self.number: int | None = None  # the first signal
         self._say = say
         self._then: str | None = None  # inside `deferred`: what the run does after a signal
@@ -101,7 +101,7 @@ class StopSignals:
 
     @contextmanager
     def lent(self, number: signal.Signals, handler: Callable[[int, Any], Any]) -> Iterator[None]:
-        """A block in which `handler` handles a signal, so that it does not request a stop."""
+        """A block in which `handler` handles the signal `number`, so that this signal does not request a stop."""
         self._lent.add(number)
         before = signal.signal(number, handler)
         try:

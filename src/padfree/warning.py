@@ -2,8 +2,9 @@
 
     warnings.warn("quack-kernels 0.5 cannot be used", PadfreeWarning, stacklevel=2)
 
-The module that Python reports for a warning does not identify its origin: C++ code of torch warns in the name of the
-Python code that called it. The category does, so a run can show the warnings of padfree only (`cli/main.py`).
+The module that Python reports for a warning does not identify its origin: warnings from torch's C++ code are reported
+for the Python code that called it. The category identifies the origin, so a run can show only the warnings of padfree
+(`cli/main.py`).
 """
 
 from __future__ import annotations

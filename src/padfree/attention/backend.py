@@ -38,13 +38,13 @@ class Pages(NamedTuple):
     """The pages that the queries of each segment see, in order."""
 
     table: Tensor  # [S, m] int32; entries after a segment's last page are arbitrary
-    lengths: Tensor  # [S] int32, number of keys of each segment; its queries are the last of them
+    lengths: Tensor  # [S] int32, number of keys of each segment; its queries are aligned with the last keys
     longest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionNeeds:
-    """What one call requires of its backend. `compute_capability` is that of the CUDA device."""
+    """What one call requires of its backend. `compute_capability` is the compute capability of the CUDA device."""
 
     device: str
     compute_capability: tuple[int, int]
@@ -68,7 +68,7 @@ class Capabilities:
     majors: range = range(100)  # supported major compute capabilities of CUDA devices
     lengths_on_host: bool = False  # the backend also reads the segment offsets on the host
     package: str = ""  # the command that installs the required package
-    auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES  # dtypes for which `auto` may choose it; (): never
+    auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES  # dtypes for which `auto` may choose this backend; (): never
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
         """Why the backend does not support this call, or None if it does."""
@@ -112,7 +112,7 @@ class AttentionBackend(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """out [Tq, H, dv] and lse [Tq, H]: 0 and -inf for a query that sees no key."""
+        """Return out [Tq, H, dv] and lse [Tq, H]. For a query that sees no key, out is 0 and lse is -inf."""
         ...
 
     def backward(
@@ -127,7 +127,7 @@ class AttentionBackend(Protocol):
         segments_k: Segments,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, in the shapes and dtypes of q, k, v; `out` and `lse` may be those of a larger softmax."""
+        """Return dq, dk, dv in the shapes and dtypes of q, k, v. `out` and `lse` may belong to a larger softmax."""
         ...
 
     def reads_pages(self, q: Tensor, spec: AttentionSpec) -> bool:
@@ -151,7 +151,7 @@ def has_module(name: str) -> bool:
 
 
 def span(values: Sequence[int]) -> str:
-    """A range in words: 8 to 256 in steps of 8."""
+    """A range of numbers as text, for example "8 to 256 in steps of 8"."""
     if not isinstance(values, range):
         return ", ".join(map(str, values))
     step = f" in steps of {values.step}" if values.step > 1 else ""

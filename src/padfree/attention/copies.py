@@ -22,7 +22,7 @@ from padfree.batch import Copies
 
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
-    """The copies that `index` [m] takes of `count` elements."""
+    """The `Copies` of a gather: copy j is taken from element `index[j]` of `count` elements. `index` is [m]."""
     return copies_to_device(device, index, *group_copies(index, count))
 
 
@@ -46,13 +46,16 @@ def copies_to_device(
 
 
 def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
-    """[n, ...] -> [m, ...]; differentiable."""
+    """Gather the copies: [n, ...] -> [m, ...]; differentiable."""
     taken: Tensor = _Take.apply(tensor, copies)  # type: ignore[no-untyped-call]
     return taken
 
 
 def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
-    """[m, ...] -> [n, ...] in the dtype of `gradient`, summed in float32 (float64 for float64)."""
+    """Sum the copies of each element: [m, ...] -> [n, ...] in the dtype of `gradient`.
+
+    The sums are computed in float32 (float64 for float64).
+    """
     count = len(offsets) - 1
     if gradient.is_cuda and gradient.dtype != torch.float64 and has_module("triton"):
         from padfree.attention.triton_copies import sum_rows

@@ -7,9 +7,9 @@
 
 The fused kernel processes 512 keys at a time and applies the mask afterwards, so that a causal segment of up to 512
 tokens costs as much as the whole square. Cut into pieces, segments of 64 to 512 tokens took 18 % less time. Pieces also
-support what the kernel's own causal flag (aligned top-left) does not: fewer queries than keys, and windows, of which
-only the keys inside are read. Many short pieces of one shape share a call, which halves the time for 32 segments of 16
-tokens.
+support two cases that the kernel's own causal flag (aligned top-left) does not: fewer queries than keys, and windows;
+keys outside the window are not read. Many short pieces of one shape share a call, which halves the time for 32 segments
+of 16 tokens.
 
 Two more choices were measured on one core of an aarch64 server: bfloat16 is computed in float32, because the kernel in
 bfloat16 took 190 times as long; and a group of query heads reads its key head through a stride of 0, not a copy.
@@ -34,7 +34,7 @@ PIECE_QUERIES = 128
 """A causal segment is cut evenly into pieces of at most this many queries."""
 
 WHOLE_KEYS = 2048
-"""A causal segment of at least this length is one call, because the kernel then skips enough of the square itself."""
+"""A causal segment of at least this length is one call, because the kernel then skips enough of the masked part."""
 
 SHARED_KEYS, SHARED_PIECES = 32, 8
 """Pieces of one shape share a call if each has at most SHARED_KEYS keys and there are at least SHARED_PIECES pieces."""
@@ -42,7 +42,10 @@ SHARED_KEYS, SHARED_PIECES = 32, 8
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the mask of a piece depends on. Its first query is aligned with key `diagonal` (None: sees all keys)."""
+    """What the mask of a piece depends on. The piece's first query is aligned with key `diagonal`.
+
+    If `diagonal` is None, every query sees all keys of the piece.
+    """
 
     queries: int
     keys: int
@@ -80,7 +83,7 @@ def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[
     if not num_queries or not num_keys:
         return []
     if not spec.causal:
-        step = num_queries if spec.softcap is None else PIECE_QUERIES  # only the reference stores the scores
+        step = num_queries if spec.softcap is None else PIECE_QUERIES  # softcap uses the reference, which stores scores
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]
     first = max(0, num_queries - num_keys)  # earlier queries see no key
@@ -219,7 +222,7 @@ class _PieceTensors:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """[Hkv · n, group, length, ...] each; views if n is 1."""
+        """Return n pieces of each tensor as [Hkv · n, group, length, ...]; a view if n is 1."""
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
         index, n = _token_index(starts, length), len(starts)
@@ -229,7 +232,7 @@ class _PieceTensors:
         ]
 
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
-        """Write or add [Hkv · n, group, length, ...] each. The pieces of one call never overlap."""
+        """Write n pieces [Hkv · n, group, length, ...] into each tensor, or add them. They never overlap."""
         index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):
             if index is None:
@@ -255,7 +258,10 @@ def _visible(shape: _Shape, spec: AttentionSpec) -> Tensor:
 
 
 def _masking(shape: _Shape, spec: AttentionSpec, like: Tensor) -> tuple[bool, Tensor | None]:
-    """(True, None) if the kernel's causal flag gives the right mask, else an additive [Lq, Lk] mask, or no mask."""
+    """Return (causal flag, mask) for the kernel: (True, None) if its causal flag gives the right mask.
+
+    Otherwise the flag is False, and the mask is an additive [Lq, Lk] tensor, or None if every key is visible.
+    """
     if shape.diagonal is None:
         return False, None
     if shape.diagonal == 0 and (spec.window is None or shape.queries <= spec.window):

@@ -18,14 +18,15 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """Number of keys to the left of a query's own key that it sees; -1 for all, which selects a faster kernel."""
+    """The number of keys to the left of its own key that a query sees. If it sees all, -1, which selects a faster
+    kernel."""
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 
 
 def fill_blind_queries(
     out: Tensor, lse: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Set out to 0 and lse to -inf for queries that see no key. There are almost never any; then nothing runs."""
+    """Set out to 0 and lse to -inf for queries that see no key. If there are none, as almost always, nothing runs."""
     blind = blind_queries(segments_q, segments_k, spec)
     if blind is None:
         return out, lse

@@ -1,11 +1,12 @@
 """The `fa4` backend: the `flash-attn-4` wheel, pure Python that compiles its kernels on first use. Hopper and newer.
 
-The public function of the package hides the backward. This backend calls the two functions beneath it, which return and
-accept the lse. Compilation takes some seconds per head size and mask. The package caches compiled kernels on disk if
+The public function of the package hides the backward. This backend calls the package's internal forward and backward
+functions, which return and accept the lse. Compilation takes some seconds per head size and mask. The package caches
+compiled kernels on disk if
 FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1 when it is imported; padfree sets it unless the user has set it already.
 
-Query heads that share a key head can be packed into one tile, which fills tiles if segments are short. For long
-segments a Hopper GPU is faster without packing: by 6% at 9,216 tokens, whereas at 300 tokens it is 20% slower.
+Query heads that share a key head can be packed into one tile, which fills tiles if segments are short. On a Hopper GPU,
+attention without packing is 6% faster for segments of 9,216 tokens, and 20% slower for segments of 300 tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 PAGED_HEAD_DIMS = (64, 96, 128)
 """Head sizes whose key tiles are `PAGE_SIZE` long on Hopper, so that a page is one load."""
 UNPACKED_FROM = 1024
-"""Mean number of queries per segment from which query heads are not packed."""
+"""Query heads are not packed if segments have at least this many queries on average."""
 
 
 class FlashAttention4(AttentionBackend):

@@ -56,7 +56,7 @@ class Flex(AttentionBackend):
             scale=spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
-            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # not the decoding kernel, a second compilation
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # avoids a second compilation, of the decoding kernel
         )
         return out[0].transpose(0, 1), auxiliary.lse[0].T
 

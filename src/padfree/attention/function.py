@@ -74,10 +74,10 @@ def varlen_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out [Tq, H, dv], or (out, lse [Tq, H]) with `return_lse`.
+    """Return out [Tq, H, dv]; with `return_lse`, return (out, lse [Tq, H]).
 
-    Differentiable once, in q, k, v and sinks [H]. `scale` defaults to d ** -0.5; `window` is the number of keys that a
-    query sees, including its own; lse carries no gradient.
+    The output is differentiable once, in q, k, v and sinks [H]; lse carries no gradient. `scale` defaults to
+    d ** -0.5. `window` is the maximum number of keys that a query sees, including its own.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     if sinks is not None:
@@ -146,7 +146,7 @@ def varlen_forward(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """out [Tq, H, dv] and lse [Tq, H], without autograd."""
+    """Return out [Tq, H, dv] and lse [Tq, H], without autograd."""
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     return _chosen(q, k, v, softcap, backend, raw_backward=True).forward(q, k, v, segments_q, segments_k, spec)
 
@@ -168,7 +168,7 @@ def varlen_backward(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for this block of keys; out [Tq, H, dv] and lse [Tq, H] are those of the whole softmax."""
+    """Return dq, dk, dv for this block of keys. `out` [Tq, H, dv] and `lse` [Tq, H] belong to the whole softmax."""
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):
         need_tensor(argument, tensor)

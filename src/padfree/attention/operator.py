@@ -125,7 +125,10 @@ def _backward(
 def recomputed_gradients(
     attend: Callable[..., tuple[Tensor, Tensor]], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients by autograd through another call of `attend(q, k, v, sinks)`; dsinks is empty without sinks."""
+    """Return dq, dk, dv, dsinks by autograd through another call of `attend(q, k, v, sinks)`.
+
+    dsinks is an empty tensor if `sinks` is None.
+    """
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         sinks = None if sinks is None else sinks.detach().requires_grad_()

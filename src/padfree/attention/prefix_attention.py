@@ -3,8 +3,8 @@
     nodes      p p p | a a | b b b                      queries, as they are in the pack
     keys       p p p | p p p a a | p p p b b b          the tokens of each node's path
 
-The queries of a node are a piece of a sample that ends at its last key, which is what kernels call causal, aligned
-bottom-right. Windows, soft caps and sinks therefore work unchanged, no results are merged, and the queries of a prefix
+The last query of a node is aligned with the last key of its path: kernels call this a causal mask aligned bottom-right.
+Windows, soft caps and sinks therefore work unchanged, no results are merged, and the queries of a prefix
 are computed once. The cost is one copy of each key for every node below it, and a sum over the gradients of the copies.
 
 In the backward pass this is expensive if many nodes read one long node. Given the output and the log-sum-exp over all
@@ -61,14 +61,17 @@ PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"
 
 COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
-"""Costs of a long prefix, in copies of a key: per query below it (its dq becomes a sum of two terms), and per call."""
+"""The cost of treating a node as a long prefix, in the unit "copies of a key", by device type. The first number is the
+cost per query below the node, whose dq becomes a sum of two terms. The second is the cost of the separate call."""
 MOST_LONG_PREFIXES = 8
 
 PAGES_PAY = 16_384
-"""Copies of keys that pages must save to be used: 0.03 ms of a layer with 8 key heads of 128 on an H200."""
+"""Pages are used if they save at least this many copies of keys. On an H200 these copies take 0.03 ms in a layer with 8
+key heads of size 128."""
 
-# Indices of the arrays in `PrefixKeys`. WHOLE: cu_seqlens, index, copy_index and offsets of the keys of whole paths;
-# BELOW: the same without long prefixes; LONG_PREFIXES: cu_seqlens of these; PAGES: tokens, table and lengths.
+# Indices of the arrays in `PrefixKeys`. WHOLE: cu_seqlens, index, copy_index and offsets of the keys of whole paths.
+# BELOW: the same four arrays without long prefixes. LONG_PREFIXES: cu_seqlens of the long prefixes. PAGES: tokens,
+# table and lengths.
 WHOLE, BELOW, LONG_PREFIXES, PAGES, NUM_ARRAYS = 0, 4, 8, 9, 12
 
 _NOTHING: Indices = np.zeros(0, dtype=np.int64)
@@ -92,8 +95,8 @@ def prepare_prefix_keys(
 ) -> PrefixKeys | None:
     """The keys that the nodes of a pack see, on the device of `segments`; None if nothing is shared.
 
-    `long_prefixes` are nodes, at most `MOST_LONG_PREFIXES`, ascending; by default `choose_long_prefixes` chooses them.
-    `paged` says whether to prepare pages for kernels that read them; None: if they pay off.
+    `long_prefixes` are at most `MOST_LONG_PREFIXES` nodes, ascending; if None, `choose_long_prefixes` chooses them.
+    `paged` says whether to prepare pages for kernels that read them; if None, they are prepared if they pay off.
     """
     if segments.parents is None:
         return None
@@ -118,7 +121,8 @@ def prepare_prefix_keys(
 
 
 def choose_long_prefixes(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
-    """The few nodes whose keys are best read in place, instead of copied for every node below them."""
+    """The long prefixes: the few nodes whose keys are read in place, because copying them for every node below would
+    cost more."""
     ends = subtree_ends(parents)
     copies = np.diff(offsets) * (ends - np.arange(len(parents)) - 1)
     gain = copies - query_cost * (offsets[ends] - offsets[1:]) - call_cost
@@ -135,12 +139,13 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """cu_seqlens of the paths, their tokens as `Copies` (empty if each token occurs once), and the longest path."""
+    """Return arrays and the length of the longest path. The arrays are cu_seqlens of the paths, and the three arrays of
+    `Copies` for their tokens, which are empty if each token occurs once."""
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     longest = int(lengths.max(initial=0))
-    if cu_seqlens[-1] == offsets[-1]:  # every node sees itself, so no node sees another
+    if cu_seqlens[-1] == offsets[-1]:  # every node sees its own tokens, so here no node sees another node's
         return [cu_seqlens, *[_NOTHING] * 3], longest
     index = concatenated_ranges(ranges.begin, ranges.end - ranges.begin)
     found = group_copies(index, int(offsets[-1])) if without else path_copies(parents, offsets)
@@ -179,7 +184,7 @@ def prefix_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]: every query sees its path up to itself.
+    """q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]: a query sees the keys of its path up to its own token.
 
     Differentiable once, in q, k, v and sinks [H]. `segments` are the nodes, `keys` comes from `prepare_prefix_keys`.
     """

@@ -3,10 +3,11 @@
     scores [H, Lq, Lk] = scale · q·k, soft-capped, -inf where the key is not visible
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
 
-The backward takes `out` and `lse` as arguments; they may be those of a larger softmax of which these keys are one
-block. With p = exp(scores - lse) and δ = Σ dout·out, the sum of its results over the blocks is exact.
+The backward takes `out` and `lse` as arguments; they may belong to a larger softmax of which these keys are one block.
+With p = exp(scores - lse) and δ = Σ dout·out, the gradients summed over the blocks are exact.
 
-It runs on any device and stores [H, Lq, Lk] of one segment at a time. Use it to check results, not to train.
+The reference runs on any device and stores the scores [H, Lq, Lk] of one segment at a time. Use it to check results,
+not to train.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def visible_keys(
     num_queries: int, num_keys: int, spec: AttentionSpec, device: torch.device, *, diagonal: int | None = None
 ) -> Tensor:
-    """[Lq, Lk] bool. The first query is aligned with key `diagonal`; by default the last query with the last key."""
+    """[Lq, Lk] bool: which keys each query sees. The first query is aligned with key `diagonal`.
+
+    If `diagonal` is None, the last query is aligned with the last key.
+    """
     if not spec.causal:
         return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     first = num_keys - num_queries if diagonal is None else diagonal
@@ -46,7 +50,7 @@ class ReferenceAttention(AttentionBackend):
         dtypes=FLOAT_TYPES,
         any_value_dim=True,
         lengths_on_host=True,
-        auto_dtypes=(torch.float64,),  # too slow to train with
+        auto_dtypes=(torch.float64,),  # for other dtypes it is too slow to train with
     )
 
     def forward(

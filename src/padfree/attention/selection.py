@@ -1,8 +1,8 @@
 """Choose the backend for a call.
 
 `BACKENDS` is ordered by speed. `auto` takes the first backend that supports the call; it takes the reference only for
-float64 on CUDA. A backend requested by name that does not support the call is refused; the error gives the reason and
-the backends that support it.
+float64 on CUDA. If a backend is requested by name and does not support the call, an error gives the reason and lists
+the backends that do.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def choose_backend(
     raw_backward: bool = False,
     requested: str = "auto",
 ) -> str:
-    """The name of the fastest backend that supports the call, or `requested`, which must support it.
+    """The name of the fastest backend that supports the call. If `requested` is not "auto", it must support the call
+    and is returned.
 
     `raw_backward` asks for a backend that `varlen_backward` can use.
     """
@@ -99,7 +100,7 @@ def _choose(
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
-    """Why `auto` does not choose a backend that supports the call, or None."""
+    """Why `auto` does not choose this backend although it supports the call; None if `auto` may choose it."""
     return None if dtype in backend.capabilities.auto_dtypes else f"auto does not choose it for {dtype}"
 
 

@@ -16,7 +16,7 @@ from padfree.errors import UserError
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out [Tq, H, dv] and lse [Tq, H] over the keys, sinks [H] -> the same with the sink in the softmax."""
+    """Return out [Tq, H, dv] and lse [Tq, H] with `sinks` [H] in the softmax, given `out` and `lse` over the keys."""
     _need_floats(out=out, lse=lse, sinks=sinks)
     if sinks.shape != out.shape[1:2] or lse.shape != out.shape[:2]:
         raise UserError(
@@ -29,7 +29,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H], from the `out` and `lse` that `apply_sinks` returned."""
+    """The gradient [H] of `sinks`. `out` and `lse` are the results of `apply_sinks`."""
     _need_floats(dout=dout, out=out, lse=lse, sinks=sinks)
     if sinks.shape != lse.shape[1:] or dout.shape != out.shape:
         raise UserError(

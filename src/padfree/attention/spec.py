@@ -65,7 +65,7 @@ def key_ranges(
 
 
 def blind_queries(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> NDArray[np.int64] | None:
-    """The queries that see no key, or None if there are none. Free if queries and keys are the same segments."""
+    """The queries that see no key; None if there are none. Costs nothing if queries and keys have the same segments."""
     if segments_q is segments_k:
         return None
     lengths_q, lengths_k = segments_q.lengths, segments_k.lengths

@@ -1,7 +1,7 @@
 """The `torch` backend: the variable-length flash attention included in PyTorch for CUDA. No extra package.
 
-`torch.nn.attention.varlen` changed its arguments between 2.11 and 2.13, so this backend calls the two operators beneath
-it, which did not change. They support grouped key heads and return the lse that our backward needs.
+`torch.nn.attention.varlen` changed its arguments between PyTorch 2.11 and 2.13, so this backend calls the two operators
+that it is built on, which did not change. They support grouped key heads and return the lse that our backward needs.
 
     out [Tq, H, d], lse [H, Tq]   for a query that sees no key: out 0 and lse +inf, which padfree replaces by -inf
 """

@@ -32,7 +32,7 @@ def _sum_rows(gradient, copy_index, offsets, out, width, BLOCK: tl.constexpr):
 
 
 def sum_rows(gradient: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
-    """[m, ...] -> [n, ...]"""
+    """Sum the copies of each element: gradient [m, ...] -> [n, ...]."""
     gradient = gradient.contiguous()
     count = len(offsets) - 1
     out = gradient.new_empty(count, *gradient.shape[1:])

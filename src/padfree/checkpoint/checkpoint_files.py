@@ -96,7 +96,7 @@ class Reader:
         assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
     def with_prefix(self, prefix: str) -> Reader:
-        """A reader of the tensors whose keys start with `prefix`, without the prefix."""
+        """A reader of the tensors whose keys start with `prefix`. Its keys do not include the prefix."""
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 
@@ -134,7 +134,7 @@ def hash_of(content: Any) -> str:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Refuse values that JSON would change or cannot represent."""
+    """Raise an error for values that JSON would change or cannot represent; `where` names them in the message."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

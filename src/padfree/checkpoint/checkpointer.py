@@ -10,8 +10,9 @@
     the same, read by 3 ranks      [0:2] | [2:4] (from both files) | [4:5]
 
 Every rank writes the pieces that it holds, with their offsets in the whole tensor. To load, it reads the pieces that
-overlap its own shards, so any number of ranks can resume. A replica that several ranks hold is written once. For a
-model with adapters, only the adapters are saved. A refreshed reference model exists nowhere else, so it is saved, too.
+overlap its own shards, so any number of ranks can resume. A piece that several ranks hold is written once. For a model
+with adapters, only the adapters are saved. A reference model that was refreshed during the run exists nowhere else, so
+it is saved, too.
 
 torch.distributed.checkpoint is not used because reading its `.metadata` unpickles it, which can run code, and because
 its safetensors storage cannot hold values that are not tensors. This format is JSON and safetensors, and the checksum
@@ -23,7 +24,7 @@ process dies, `latest` names a complete checkpoint. An existing checkpoint is ne
 checkpoints stay.
 
 With `asynchronous`, `save` copies this rank's pieces to host memory and returns; a thread writes them and communicates
-over its own process group. The next `save`, or `wait`, waits for the thread and raises its error.
+over its own process group. The next call of `save` or `wait` waits for the thread and raises its error, if any.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class _Job:
     tensors: dict[str, Tensor]  # the contents of this rank's file
     offsets: dict[str, list[int]]  # offsets of pieces in their whole tensors
     content: dict[str, Any]  # the manifest, without the data gathered from the ranks
-    rank_state: dict[str, Any]  # the part that is not tensors
+    rank_state: dict[str, Any]  # the values of `rank_state` that are not tensors
 
 
 class Checkpointer:
@@ -132,8 +133,9 @@ class Checkpointer:
     ) -> Path:
         """Write a checkpoint and return its folder. With `asynchronous` it is complete only after `wait`.
 
-        `extra` (the same on every rank) and `rank_state` hold values that JSON can represent, and tensors at their top
-        level. Tuples are restored as lists. `reference`: tensors of a reference model. `critic`: another trained model.
+        `extra` is the same on every rank; `rank_state` belongs to this rank. Both map names to tensors or to values
+        that JSON can represent. Tuples are restored as lists. `reference`: tensors of a reference model, by name.
+        `critic`: a second trained model and its optimizer.
         """
         self.wait()
         host_state = {key: value for key, value in rank_state.items() if not isinstance(value, Tensor)}
@@ -191,12 +193,14 @@ class Checkpointer:
             raise failure
 
     def keep(self, path: Path | None) -> None:
-        """Never delete this checkpoint, whatever its age. It replaces an earlier choice; None: no such checkpoint."""
+        """Never delete this checkpoint, whatever its age. Only one checkpoint is kept like this: a later call replaces
+        it, and `keep(None)` ends the protection."""
         self.kept = path
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Wait for a save at the end of the block. An error of the block takes precedence over one of the save."""
+        """A block at whose end an asynchronous save is awaited. If both the block and the save fail, the error of the
+        block is raised."""
         try:
             yield
         except BaseException:
@@ -290,7 +294,7 @@ class Checkpointer:
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
-        """A checkpoint's `extra` without its tensors. Nothing is loaded into a model."""
+        """Return the `extra` that was saved in a checkpoint, without its tensors. Nothing is loaded into a model."""
         path, content = Path(path), {}
         cure = self._fix(path)
         with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
@@ -307,10 +311,14 @@ class Checkpointer:
         reference: Mapping[str, Tensor] | None = None,
         critic: TrainedModel | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load model and optimizer; return `extra` and this rank's `rank_state`, None if the number of ranks differs.
+        """Load the checkpoint in folder `path` into `model` and `optimizer`.
 
-        `reference` is loaded if the checkpoint holds one, and left unchanged otherwise. A `critic` must be in the
-        checkpoint. The whole checkpoint is checked before anything is changed.
+        Returns (`extra`, `rank_state`), the values that were passed to `save`. If the checkpoint was saved by a
+        different number of ranks, `rank_state` is None.
+
+        If the checkpoint holds the tensors of a reference model, they are loaded into `reference`; otherwise
+        `reference` stays unchanged. If a `critic` is given, the checkpoint must hold one. The whole checkpoint is
+        checked before anything is changed.
         """
         path = Path(path)
         cure = self._fix(path)
@@ -420,7 +428,7 @@ def latest_in(folder: Path) -> Path | None:
 
 @contextmanager
 def _collecting_error(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
-    """Append an error of the block to the list. `what`: "problem; fix"."""
+    """Append an exception of the block to `errors`, as a `CheckpointError` about `path`. `what` is "problem; fix"."""
     try:
         yield
     except CheckpointError as error:

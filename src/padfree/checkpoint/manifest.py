@@ -62,7 +62,10 @@ def bits_of(tensor: Tensor) -> int:
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """Scale of the adapters, and `base`, the fingerprint of the frozen weights; None without adapters."""
+    """The entry of the manifest about adapters: their scale, and `base`, the fingerprint of the frozen weights.
+
+    None for a model without adapters.
+    """
     if base is None:
         return None
     config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types it as a tensor or a module
@@ -177,7 +180,10 @@ def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[s
 
 
 def join_manifest(content: dict[str, Any], gathered: list[Any]) -> dict[str, Any]:
-    """The whole manifest, from each rank's file, size, checksum, offsets and shapes of pieces, and rank state."""
+    """Complete the manifest `content` with the data gathered from the ranks.
+
+    Each rank contributes the name, size and checksum of its file, the offsets and shapes of its pieces, and its state.
+    """
     tensors: dict[str, Any] = {key: {**about, "pieces": []} for key, about in content["tensors"].items()}
     files: dict[str, Any] = {}
     for file, size, digest, offsets, shapes, _ in gathered:

@@ -19,7 +19,7 @@ from padfree.errors import UserError
 from padfree.model.load import local_part, local_region, named_tensors
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Options that select an optimizer's implementation; a resumed run keeps its own."""
+"""Options that select an optimizer's implementation. A resumed run ignores their values in the checkpoint."""
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
             state[numbers[name]][kind] = value.detach()
     filled = {number: values for number, values in state.items() if values}
     optimizer.load_state_dict({"state": filled, "param_groups": groups})
-    # torch has cast the state to the parameters' dtype; restore the dtype of states with a higher precision.
+    # torch has cast the state to the parameters' dtype; restore states that were saved with a higher precision.
     for name, number in numbers.items():
         own = optimizer.state.get(parameters[name], {})
         for kind, value in filled.get(number, {}).items():

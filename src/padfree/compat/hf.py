@@ -12,8 +12,8 @@ lengths (flash attention). The batch has no attention mask.
 
 Some models do not separate samples: OPT, Bloom, Falcon and all models with convolutions or a recurrent state silently
 train on a wrong loss. The collator therefore needs the model. It tests a small copy with the model's attention
-implementation: packed and one sample at a time must agree, forward and every gradient (`padfree.model.probe`). A model
-that fails is refused.
+implementation: outputs and all gradients of a pack must agree with those of one sample at a time
+(`padfree.model.probe`). For a model that fails this test, the collator raises an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Wrapped(Protocol):
 
 
 class PackedCollator:
-    """Turns feature dicts into one pack. `length` pads to a fixed length, `multiple_of` to a multiple.
+    """Turns feature dicts into one pack, padded to `length` tokens or to a multiple of `multiple_of` tokens.
 
     A feature has `input_ids`, and optionally `labels` (not shifted; -100 for untrained tokens) or one of `MASKS`. A
     feature with several sequences gives their lengths in `seq_lengths`, as TRL's packing does.

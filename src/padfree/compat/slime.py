@@ -73,7 +73,11 @@ def pack_sequences(
     max_tokens_per_gpu: int | None = None,
     num_packs: int | None = None,
 ) -> list[Packed]:
-    """Pack sequences into `num_packs` packs, by default ceil(total / max_tokens_per_gpu) or 1. No sequences: []."""
+    """Pack sequences into `num_packs` packs.
+
+    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1 without `max_tokens_per_gpu`. Without
+    sequences, the result is an empty list.
+    """
     if not len(tokens):
         return []
     response_level = {"loss_masks": loss_masks, "advantages": advantages, "returns": returns}
@@ -147,7 +151,7 @@ def unpack_sequences(packed: Packed) -> list[Packed]:
             _check_scorable(key, starts, ends, responses)
             spans = [(end - 1 - response, end - 1) for end, response in zip(ends, responses, strict=True)]
         elif key in RESPONSE_KEYS:
-            # Like slime's, `pad_packed_sequence_with_cp` also pads loss_masks.
+            # Like slime's function, `pad_packed_sequence_with_cp` also pads loss_masks.
             padded = key == "loss_masks" and len(values) == num_responses + pad_length
             _expect(key, values, num_responses + pad_length if padded else num_responses)
             spans = list(zip(response_starts, response_ends, strict=True))

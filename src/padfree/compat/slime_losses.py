@@ -71,10 +71,10 @@ def get_logprob_and_entropy_with_cp(
     allow_compile: bool,
     temperature: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log_probs [T-1], entropy [T-1]) of the whole sequence on every rank, from this rank's chunk of logits.
+    """Return (log_probs [T-1], entropy [T-1]) of the whole sequence on every rank, from this rank's chunk of logits.
 
-    `logits` [chunk, V]: logits of the sequence from index cp_rank·chunk on. `target_tokens` [T]: all tokens of the
-    sequence, T <= cp_size·chunk. `model_input_ids` is ignored.
+    `logits` [chunk, V]: the logits of the sequence at indices cp_rank·chunk to (cp_rank + 1)·chunk - 1.
+    `target_tokens` [T]: all tokens of the sequence, T <= cp_size·chunk. `model_input_ids` is ignored.
 
     Every rank must compute the same loss from the gathered result. The gradient of this rank's logits is then this
     rank's slice of the upstream gradient, which equals the gradient of a single process. *Sum* the gradients of
@@ -90,7 +90,7 @@ def get_logprob_and_entropy_with_cp(
             f"has {len(tokens)} tokens for {cp_size} chunks of {chunk} tokens",
             f"give 1 up to {cp_size * chunk} tokens",
         )
-    # The last entry has no known next token. It gets any label and is dropped below.
+    # The last entry has no known next token. It gets an arbitrary label and is dropped below.
     labels = torch.nn.functional.pad(tokens[1:], (0, chunk * cp_size - len(tokens) + 1))
     mine = labels[cp_rank * chunk : (cp_rank + 1) * chunk]
     log_probs, entropy = score_logits(logits, mine, temperature=_temperature(temperature), entropy=True)
@@ -103,7 +103,10 @@ def get_logprob_and_entropy_with_cp(
 
 
 def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
-    """Σᵢ Σ(xᵢ·mᵢ) / max(Σmᵢ, 1) for x with the responses end to end and one mask per sample."""
+    """The sum over samples i of the masked mean Σ(xᵢ·mᵢ) / max(Σmᵢ, 1).
+
+    `x` holds the values of all responses end to end; `loss_masks` holds one mask mᵢ per response.
+    """
     x = checks.loss_input("x", x)
     loss_masks = [_mask(mask, f"loss_masks of sample {index}").to(x) for index, mask in enumerate(loss_masks)]
     if len(response_lengths) != len(loss_masks):
@@ -183,7 +186,7 @@ def _mask(values: Any, name: str) -> Tensor:
 
 
 def _without_batch_dim(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, V] and [T] from tensors that can have a leading dimension of 1."""
+    """Return logits [N, V] and tokens [T] without the leading dimension of 1 that they may have."""
     logits, tokens = checks.quantity("logits", logits), checks.index("input_ids", tokens)
     if logits.dim() == 3 and len(logits) == 1:
         logits = logits[0]

@@ -1,9 +1,9 @@
 """Context parallelism by gathering keys: every query sees all its keys in one kernel call, so nothing is merged.
 
-A rank receives the keys and values of other ranks that its pieces read (see `padfree.cp.keys`), lays them and its own
-in the order of its pieces, and calls the kernel once. If documents are short and whole, hardly anything is sent; if one
-document is as long as the pack, everything is sent, as in an all-gather. Gradients of keys return the same way, in the
-dtype of the keys, and are summed in float32 in rank order, so that the sum is deterministic.
+A rank receives from other ranks the keys and values that its pieces read (see `padfree.cp.keys`), arranges these and
+its own keys in the order of its pieces, and calls the kernel once. If documents are short and whole, hardly anything is
+sent; if one document is as long as the pack, everything is sent, as in an all-gather. Gradients of keys return the same
+way, in the dtype of the keys, and are summed in float32 in rank order, so that the sum is deterministic.
 
 `local_attention` is the computation without the communication. It also runs in one process that simulates the ranks
 one after the other: `k_pool = k.index_select(0, prepare_keys(plan).pool_tokens)`.
@@ -37,7 +37,7 @@ def attend_allgather(
     window: int | None,
     **options: Any,
 ) -> Tensor:
-    """[T/world, H, d], [T/world, Hkv, d], [T/world, Hkv, dv] -> [T/world, H, dv]."""
+    """Attention of q [T/world, H, d] to all its keys: k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]."""
     keys = prepare_keys(plan, causal=causal, window=window)
     if keys.quiet:
         return local_attention(q, k, v, plan, causal=causal, window=window, **options)
@@ -93,7 +93,7 @@ class _SelectKeys(torch.autograd.Function):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Own keys and values [T/world, ...] -> keys and values of the pieces [K, ...], own ones and received ones."""
+    """This rank's keys and values [T/world, ...] -> all keys and values that its pieces read [K, ...], exchanged."""
 
     @staticmethod
     def forward(ctx: Any, keys: KeyPlan, group: ProcessGroup, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class _GatherKeys(torch.autograd.Function):
 def _exchanged(
     leaving: Sequence[Tensor], like: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
-    """Exchange keys of several tensors at once. For each tensor, returns what each rank sent.
+    """Exchange keys of several tensors in one all-to-all. Returns, for each tensor, the parts received from each rank.
 
     `leaving` holds slices of the tensors: for rank 0 of the first tensor, for rank 0 of the second, for rank 1 of the
     first, and so on. The results have the trailing shapes of the tensors in `like`.

@@ -6,8 +6,8 @@
 `communication_bytes` counts what each rank sends per layer:
 
     method       forward                                        backward
-    allgather    keys and values that pieces of others read     gradients of the keys and values it received
-    ring         its block of K and V, world - 1 times          the same again, and world float32 gradients of blocks
+    allgather    keys and values that other ranks' pieces read  gradients of the keys and values it received
+    ring         a block of K and V, world - 1 times            the same again, and world float32 gradients of blocks
     ulysses      (world - 1)/world of q, k, v and the output    the same
 """
 

@@ -6,8 +6,8 @@
     pieces       ranges of `own`, one document each           the query segments; those of one document are adjacent
 
 A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it.
-What else a method needs (which keys each piece reads, which rank sends them) is prepared on first use and cached here
-for the other layers.
+Further data that a method needs (which keys each piece reads, which rank sends them) is prepared by the first layer
+that uses it and cached here for the other layers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pieces:
         self.document_start = segments.offsets[self.document]
         self.document_end = segments.offsets[self.document + 1]
         self.offsets = segments.offsets
-        # If documents are nodes: the ancestors of each, whose keys its queries see too.
+        # If documents are nodes of a prefix tree: the ancestors of each node. Its queries also see their keys.
         self.ancestors = None if segments.parents is None else [path[:-1] for path in paths(segments.parents)]
 
     def of(self, rank: int) -> slice:
@@ -68,17 +68,20 @@ class ContextPlan:
         return self.layout.world
 
     def to_pack_order(self, gathered: Tensor) -> Tensor:
-        """[T, ...] in rank order -> pack order."""
+        """Reorder the tokens of [T, ...] from rank order to pack order."""
         order = self.prepared("order", self._order)
         return gathered if order is None else gathered.index_select(0, order[1])
 
     def to_rank_order(self, values: Tensor) -> Tensor:
-        """[T, ...] in pack order -> rank order."""
+        """Reorder the tokens of [T, ...] from pack order to rank order."""
         order = self.prepared("order", self._order)
         return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """[T] the token at each index of the rank order, [T] the index of each token; None if the orders are equal."""
+        """[T] the token at each index of the rank order, and [T] the rank-order index of each token.
+
+        None if rank order and pack order are equal.
+        """
         tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
         if (tokens == np.arange(len(tokens))).all():
             return None

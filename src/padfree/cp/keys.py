@@ -7,8 +7,8 @@
 Causal attention of a piece [a, b) of a document reads the document's keys [0, b), or with a window of W only the keys
 [a - W + 1, b). So a rank does not need the keys of the whole pack, only keys of the documents that it shares with other
 ranks. The layout determines which rank needs which keys: every rank knows what to send without being asked. If samples
-share prefixes, documents are nodes, and a piece first reads the keys of the ancestors of its node: several ranges, of
-which a rank receives each key once.
+share prefixes, documents are nodes of a prefix tree, and a piece first reads the keys of its node's ancestors. These
+are several ranges of keys; a rank receives each key once, even if several of its pieces read it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None =
 
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
-    """[world, world] number of keys that rank i receives from rank j."""
+    """[world, world] element (i, j) is the number of keys that rank i receives from rank j."""
     needs = _needs(pieces, _key_ranges(pieces, causal, window))
     moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
     np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)
@@ -140,7 +140,10 @@ def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices
 
 
 class _Needs(NamedTuple):
-    """[n] keys [begin, end) that `reader` needs from `owner`. They differ, and a reader needs no key twice."""
+    """n ranges of keys [begin, end) that rank `reader` needs from rank `owner`, a different rank.
+
+    The ranges of one reader do not overlap.
+    """
 
     reader: Indices
     owner: Indices
@@ -153,7 +156,7 @@ class _Needs(NamedTuple):
         return self.end - self.begin
 
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
-        """A subset of the needs, by rank and in pack order: sender and receiver agree on this order."""
+        """The needs selected by `which`, sorted by rank and then in pack order: sender and receiver use this order."""
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))
@@ -173,7 +176,7 @@ def _needs(pieces: Pieces, ranges: PathRanges) -> _Needs:
     num_tokens = int(pieces.offsets[-1])
     covered = (
         np.maximum.accumulate(end + readers * num_tokens)[:-1] - readers[1:] * num_tokens
-    )  # < 0 at a reader's first
+    )  # negative at the first range of each reader
     begin[1:] = np.clip(covered, begin[1:], end[1:])
     number, piece, begin, end = _cut(pieces, begin, end)
     reader, owner = readers[number], pieces.rank[piece]

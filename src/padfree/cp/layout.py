@@ -25,8 +25,8 @@ short documents are expensive. `modelled_cost` counts all of this. Among the win
 keys get less work, cuts are few and near the heads of documents, and the last cuts fall between tiles. The limit on
 work has priority: the rank that holds the head of a very long document reads the fewest keys and stays the cheapest.
 
-If samples share prefixes, a document is a node. Its first query reads the keys of its ancestors too: positions start
-at the number of these keys, and everything above holds with these positions.
+If samples share prefixes, a document is a node of the prefix tree. Its first query reads the keys of the node's
+ancestors too: positions start at the number of these keys, and everything above holds with these positions.
 
 A rank holds its pieces in pack order. In `balanced`, however, pieces that read keys of other ranks come first, then the
 longest pieces: kernels process segments in order, and the last ones to start should be short. This also keeps received
@@ -54,19 +54,20 @@ TILE, QUERY_TILE = 1 << TILE_BITS, 1 << TILE_BITS - 1
 """Kernels process TILE keys and QUERY_TILE queries at a time."""
 
 OWN_KEY_PAIRS = 400
-"""Fixed cost of a key inside a piece, in (query, key) pairs; the last tile is rounded up to a whole one."""
+"""Fixed cost of a key inside a piece, in (query, key) pairs. The number of keys is rounded up to whole tiles."""
 
 EARLIER_KEY_PAIRS = 240
-"""Fixed cost of a key before a piece: it is gathered and its gradient is sent back, but it has no query here."""
+"""Fixed cost, in (query, key) pairs, of a key before a piece: the key is gathered and its gradient is sent back, but
+its token is not a query of the piece."""
 
 TOLERANCE = 0.019
-"""How far a rank's work may exceed the mean, as a fraction, if that makes the modelled cost more equal."""
+"""The fraction by which a rank's work may exceed the mean work if that makes the modelled costs of ranks more equal."""
 
 GOOD = 1.015
 """The cost per rank, relative to the mean, at which a window is accepted without a longer search."""
 
 REFUSED = 2.0**40
-"""Larger than any relative cost: the score of a window whose work is outside the tolerance."""
+"""The least score of a window whose work is outside the tolerance; larger than any relative cost."""
 
 
 def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -> Layout:
@@ -114,12 +115,12 @@ def modelled_cost(layout: Layout, segments: Segments) -> Indices:
 
 
 def document_index(tokens: Indices, offsets: Indices) -> Indices:
-    """The segments that contain these tokens of the pack."""
+    """The index of the segment that contains each of these tokens of the pack."""
     return np.searchsorted(offsets, tokens, side="right") - 1
 
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
-    """The first and the end position of each piece inside its document."""
+    """The first position, and the position after the last, of each piece of a rank inside its document."""
     origins = segments.offsets[:-1] - segments.first_positions
     origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin
@@ -131,7 +132,7 @@ def _work(first: Indices, end: Indices) -> Indices:
 
 def _cost(first: Indices, end: Indices) -> Indices:
     """Like `_work`, but in whole tiles, with query tiles starting at `first`; plus the fixed costs of keys."""
-    # shifts are several times as fast as divisions
+    # bit shifts are several times as fast as divisions
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
     # key tile j >= diagonal is not seen by the first 2 j - before tiles of queries
@@ -142,7 +143,10 @@ def _cost(first: Indices, end: Indices) -> Indices:
 
 
 def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
-    """The rank and the start of each chunk: one chunk per rank, or two, of which the first may be one token longer."""
+    """The rank and the start of each chunk. A rank has one chunk, or two if `pairs` is True.
+
+    The first chunk of a pair may be one token longer than the second.
+    """
     ranks = np.arange(world)
     if not pairs:
         return ranks, ranks * share
@@ -153,7 +157,10 @@ def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
 def _layout(
     kind: LayoutKind, world: int, num_tokens: int, starts: Indices, owners: Indices, offsets: Indices
 ) -> Layout:
-    """The pack is tiled by pieces `[starts[i], starts[i + 1])` of `owners[i]`; merge adjacent ones of one document."""
+    """Make a layout from the pieces that tile the pack: piece i begins at `starts[i]` and belongs to rank `owners[i]`.
+
+    Adjacent pieces of one document and one owner are merged.
+    """
     ends = np.append(starts[1:], num_tokens)
     starts, owners = starts[starts < ends], owners[starts < ends]
     document = document_index(starts, offsets)
@@ -177,8 +184,8 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Keys that sort pieces in pack order by owner: cut documents first, then by falling end position."""
-    number = owners * (document.max(initial=0) + 1) + document  # of each (owner, document) pair
+    """Sort keys for pieces that are in pack order: by owner, then cut documents first, then by falling end position."""
+    number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)
     cut[number[first > 0]] = 1
     furthest[number] = end  # the last piece of the pair is assigned last
@@ -191,9 +198,9 @@ def _balanced(segments: Segments, world: int) -> tuple[Indices, Indices]:
     offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
-    # Short documents keep their order, because whole tiles add different costs to them. Long ones follow, the longest
-    # last: the ranks that get its tail, and read the most keys, then get short documents too. The nodes of a tree stay
-    # together, so that the ranks that hold a prefix also hold the nodes that read it.
+    # Short documents keep their order, because whole tiles add different costs to them. Long documents follow, the
+    # longest last: the ranks that get the tail of the longest, and read the most keys, then get short documents too.
+    # The nodes of a tree stay together, so that the ranks that hold a prefix also hold the nodes that read it.
     together = _tree_lengths(segments)
     order = np.argsort(np.where(together >= 4 * TILE, together, 0), kind="stable")
     order = order[lengths[order] > 0]
@@ -209,7 +216,7 @@ def _balanced(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """[S] tokens of the document, or of all nodes of its prefix tree."""
+    """[S] the number of tokens of each document; if documents are nodes, of all nodes of its prefix tree."""
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
         return lengths
@@ -266,7 +273,7 @@ class _WindowEnds(NamedTuple):
 
     piece: Indices  # [2, N]
     first: Indices  # [2, N] start of the piece in its document
-    position: Indices  # [2, N] where it is cut
+    position: Indices  # [2, N] where the piece is cut
     wrapped: NDArray[np.bool_]  # [2, N] whether the end is past the end of the circle
     circle: Indices  # [N]
 
@@ -276,7 +283,7 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Searches the window of each circle: the lowest modelled cost per rank within the limits on work."""
+    """Searches, for each circle, the window with the lowest modelled cost per rank within the limits on work."""
 
     def __init__(
         self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
@@ -361,7 +368,7 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """The cost of the more expensive side of each window, or `REFUSED` and more if its work is out of range."""
+        """The cost of the more expensive side of each window; at least `REFUSED` if its work is out of range."""
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
         miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
@@ -379,7 +386,10 @@ class _Search:
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """Per circle: the best of at most about 64 windows that begin at the boundary of a piece, and its score."""
+        """For each circle, the best window that begins at the boundary of a piece, and its score.
+
+        At most about 64 windows are tried per circle.
+        """
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
         circle = self.circle[chosen]
@@ -387,7 +397,7 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """The best window of these circles with a cut between boundaries that are more than `least` tokens apart."""
+        """For each circle in `which`, the best window with a cut between boundaries more than `least` tokens apart."""
         # Halves are symmetric: a window that begins in the second half is the complement of one that begins in the
         # first. So boundaries count modulo half the circle; in uneven circles they count as beginnings and as ends.
         even = 2 * self.size == self.total

@@ -46,7 +46,7 @@ def segments_of(lengths: Indices, device: torch.device) -> Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Selection:
-    """A selection [m, ...] of the tokens of a tensor [n, ...], which may be given in several parts [n_i, ...]."""
+    """A selection [m, ...] of the tokens of a tensor [n, ...]. The tensor may be given in several parts [n_i, ...]."""
 
     sizes: tuple[int, ...]  # [n_i]
     ranges: tuple[tuple[int, int, int], ...]  # the selection: (part, start in the part, length)
@@ -68,7 +68,7 @@ class Selection:
         return torch.cat(slices) if slices else parts[0][:0]
 
     def summed(self, gradient: Tensor) -> Tensor:
-        """[m, ...] -> [n, ...]. Every token must be selected."""
+        """Gradient [m, ...] of the selection -> gradient [n, ...] of the tensor. Every token must be selected."""
         self._check_all_selected()
         if self.sums is not None:
             return sum_copies(gradient.contiguous(), self.sums.index, self.sums.copy_index, self.sums.offsets)
@@ -81,7 +81,8 @@ class Selection:
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """`summed`, split into the first part [n_0, ...] and the other parts. May overwrite `gradient`.
 
-        Both are views of `gradient` if no token is repeated and few are out of order: only these few are moved.
+        If no token is repeated and few are out of order, both results are views of `gradient`, in which only these few
+        tokens are moved.
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])

@@ -7,16 +7,16 @@ Two pieces of a document never overlap, so a query piece sees a piece of another
 the document, or not at all. In step 0 a piece sees the earlier pieces of its document on its own rank, and itself
 causally. The pieces of a document are adjacent in a block, so the keys that a query piece sees of a block are one
 range. Queries that see nothing of a block are left out of its step, and a step that no query needs is skipped.
-If samples share prefixes, documents are nodes, and a piece also sees the pieces of its ancestors entirely: several
-ranges of a block, the range of its own node last.
+If samples share prefixes, documents are nodes of a prefix tree, and a piece also sees the pieces of its node's
+ancestors entirely: it sees several ranges of a block, the range of its own node last.
 
 The softmax over all blocks is merged from the softmaxes of the blocks, with their log-sum-exp lse, in float32:
 
     lse = logaddexp(lse_1, lse_2)        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
 In the backward pass the blocks go around once more; with the final output and lse the gradient of each block is exact
-by itself. The gradient of a block follows it in float32, each rank adds its contribution, and after `world` passes it
-is back on its own rank.
+by itself. The gradient of a block travels with the block in float32, each rank adds its contribution, and after `world`
+passes the gradient is back on the rank that owns the block.
 
 `ring_forward` and `ring_backward` take the ring as an argument. With `PlayedRing` one process can simulate the ranks of
 a group one after the other.
@@ -46,7 +46,7 @@ from padfree.errors import UserError
 class RingStep:
     """What one rank computes with one block."""
 
-    queries: Tensor | None  # the queries that see any key of the block; None: all
+    queries: Tensor | None  # the queries that see any key of the block; None: all queries do
     segments_q: Segments
     segments_k: Segments
     keys: Selection  # the selected keys of the block
@@ -54,7 +54,7 @@ class RingStep:
 
 
 def prepare_steps(plan: ContextPlan, *, causal: bool = True) -> tuple[RingStep | None, ...]:
-    """[world] the steps of this rank; None for a step in which it computes nothing."""
+    """[world] the steps of this rank; an entry is None if the rank computes nothing in this step."""
     return plan.prepared(
         ("ring", causal), lambda: tuple(_ring_step(plan, distance, causal) for distance in range(plan.world))
     )
@@ -75,7 +75,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     if not causal:
         behind = np.searchsorted(documents, document, side="right")
     else:
-        behind = np.searchsorted(starts, start, side="right" if distance == 0 else "left")  # right: including itself
+        behind = np.searchsorted(starts, start, side="right" if distance == 0 else "left")  # right: includes this piece
     seen = behind > first
     if not seen.any():
         return None
@@ -101,7 +101,8 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order:
     number: list[int] = []
     ranges: list[tuple[int, int]] = []
     for query, (node, start) in enumerate(zip(pieces.document[mine].tolist(), pieces.start[mine], strict=True)):
-        # Each ancestor from start to end, then the own node up to this piece: including it in the own block only.
+        # Each ancestor from start to end, then the piece's own node up to the piece, which is included only if the
+        # block is the rank's own.
         seen = [(pieces.offsets[above], pieces.offsets[above + 1]) for above in pieces.ancestors[node]]
         seen.append((pieces.offsets[node], start + (distance == 0)))
         for begin, end in seen:
@@ -170,7 +171,7 @@ def ring_forward(
             part, part_lse = varlen_forward(
                 queries, k_step, v_step, step.segments_q, step.segments_k, causal=step.causal, window=None, **options
             )
-            if out is None or lse is None:  # the first step has every query
+            if out is None or lse is None:  # the first step includes every query
                 out, lse = part.to(torch.promote_types(part.dtype, torch.float32)), part_lse
             else:
                 out, lse = _merged(out, lse, part, part_lse, step.queries)
@@ -203,7 +204,7 @@ def ring_backward(
     gradient_ring: RingLike,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in float32. `out` and `lse` are the final ones, including sinks."""
+    """Return the gradients of q, k and v in float32. `out` and `lse` are merged over all blocks and include sinks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None
     block: tuple[Tensor, ...] = (k, v)
@@ -228,7 +229,7 @@ def ring_backward(
                 window=None,
                 **options,
             )
-            if dq is None:  # the first step has every query
+            if dq is None:  # the first step includes every query
                 dq = dq_step.to(wide)
             elif step.queries is None:
                 dq += dq_step
@@ -260,7 +261,7 @@ def attend_ring(
     sinks: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """[T/world, H, d], [T/world, Hkv, d], [T/world, Hkv, dv] -> [T/world, H, dv]."""
+    """Attention of q [T/world, H, d] to all its keys: k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]."""
     if window is not None:
         raise UserError(
             "method",

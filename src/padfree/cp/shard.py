@@ -48,8 +48,8 @@ def shard(
     """The tokens of context rank `rank` of `world`, and the context its attention needs.
 
     `group` is the process group of the context ranks. Without it the shards can be inspected but not attended to; one
-    process can create the shards of all ranks. If `world` is 1 the pack stays whole. `ulysses` is balanced with any
-    kind of layout; `contiguous` saves it a permutation.
+    process can create the shards of all ranks. If `world` is 1 the pack stays whole. The method `ulysses` is balanced
+    with any kind of layout; with `contiguous` it needs no permutation.
     """
     if method not in METHODS:
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)
@@ -128,8 +128,8 @@ def gather_tokens(
     The right gradient depends on how the ranks use the result. `replicated`: every rank computes the same loss from it,
     and only one of them counts, so a rank keeps the part of its own gradient that belongs to its tokens. `partial`: the
     ranks compute different parts of the loss, which is their sum, so the gradients of all ranks are summed before each
-    rank keeps the part of its tokens. Either way the sum of the parameters' gradients over ranks equals that of one
-    process.
+    rank keeps the part of its tokens. Either way, the parameters' gradients summed over the ranks equal the gradients
+    that one process would compute.
     """
     if loss not in ("replicated", "partial"):
         raise UserError("loss", "is unknown", "choose replicated or partial", value=loss)

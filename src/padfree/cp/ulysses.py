@@ -54,7 +54,7 @@ def attend_ulysses(
     sinks: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """[T/world, H, d], [T/world, Hkv, d], [T/world, Hkv, dv] -> [T/world, H, dv]."""
+    """Attention of q [T/world, H, d] to all its keys: k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]."""
     world = plan.world
     check_heads(q.shape[1], k.shape[1], world)
     copies = max(1, world // k.shape[1])
@@ -105,7 +105,7 @@ def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[
 
 
 def _tokens_of_all_heads(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each [T, h/world, d] in pack order -> [T/world, h, d], all in one exchange: the inverse."""
+    """Each [T, h/world, d] in pack order -> [T/world, h, d], all in one exchange: undoes `_heads_of_all_tokens`."""
     world, share = plan.world, plan.pieces.share
     parts = [tensor.flatten(1) for tensor in tensors]
     packed = plan.to_rank_order(torch.cat(parts, dim=1))  # [world * T/world, width]

@@ -4,11 +4,11 @@
     layout      rank 0: 0 0 0  2 2 2 2      rank 1: 0 0 1 1 1 3 3 p     as attention uses them, T/world each
     here        rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment on one rank
 
-Segments are assigned longest first, each to the rank with the fewest tokens so far; on a tie, to the rank that already
-holds most of it. The pad is not moved. A segment longer than a rank's share of T/world tokens would leave the other
-ranks waiting and is refused.
+Segments are assigned longest first, each to the rank with the fewest tokens so far. On a tie, it goes to the rank that
+already holds most of its tokens. The pad is not moved. A segment longer than a rank's share of T/world tokens would
+leave the other ranks waiting, so it raises an error.
 
-Bytes that a rank sends for values of `width` numbers per token, there and back:
+The bytes that a rank sends for values of `width` numbers per token, for moving them to whole segments and back:
 
     forward     (tokens it holds of segments assigned to others + tokens it received) · width · element size
     backward    the same
@@ -63,9 +63,9 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
 class Moves:
     """What one rank sends and receives. Index arithmetic on the host, without communication."""
 
-    lengths: tuple[int, ...]  # of the segments assigned to this rank, in pack order
-    leaving: Indices  # indices of the own tokens to send, those for rank 0 first
-    arriving: Indices  # index of each received token among the tokens of its segments, those from rank 0 first
+    lengths: tuple[int, ...]  # lengths of the segments assigned to this rank, in pack order
+    leaving: Indices  # indices of this rank's tokens to send: tokens for rank 0 first, then for rank 1, ...
+    arriving: Indices  # for each received token, by sender: its index among the tokens of this rank's segments
     send: tuple[int, ...]  # [world] number of tokens sent to each rank
     receive: tuple[int, ...]  # [world] number of tokens received from each rank
 
@@ -91,7 +91,10 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """[world] bytes that each rank sends in the forward pass of one mixer, [T, width] in and out; same in backward."""
+    """[world] bytes that each rank sends in the forward pass of one mixer with input and output [T, width].
+
+    The backward pass sends the same number of bytes.
+    """
     sent = np.zeros(layout.world, dtype=np.int64)
     for rank in range(layout.world):
         moves = plan_moves(layout, segments, rank)
@@ -104,7 +107,7 @@ class _Prepared:
     moves: Moves
     leaving: Tensor
     arriving: Tensor
-    in_place: Tensor  # [tokens of its segments] index among the arriving tokens
+    in_place: Tensor  # for each token of this rank's segments: its index among the arriving tokens
 
 
 def _prepared(context: AttnContext) -> _Prepared:

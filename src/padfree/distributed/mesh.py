@@ -48,9 +48,9 @@ from padfree.distributed.peers import PeerLostError, failing_together
 from padfree.errors import UserError
 
 DEFAULT_TIMEOUT = 600.0
-"""Seconds."""
+"""The default time limit of one collective, in seconds."""
 LONGEST_TIMEOUT = 1e8
-"""Seconds, three years. The backends count in nanoseconds and overflow beyond it."""
+"""The longest time limit, in seconds (about three years). The backends count in nanoseconds and overflow beyond it."""
 
 
 DIMENSIONS = ("replicate", "shard", "context")
@@ -77,7 +77,8 @@ class Mesh:
     loss: Axis
     fsdp: DeviceMesh
     contexts: Mapping[int, Axis] = field(default_factory=dict)
-    """Group by the number of ranks that share a pack, if the plan decides this per pack. Empty: always `context`."""
+    """By number of ranks: the group of this many ranks in which this process shares a pack. Empty if the plan does not
+    choose this number per pack; packs are then always shared by the group `context`."""
     groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
@@ -85,8 +86,11 @@ class Mesh:
         return self.context if width is None else self.contexts[width]
 
     def over(self, *, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh for `fully_shard` over these dimensions of `devices`. The dimensions in `shard` are flattened into
-        one, and those in `replicate`, if any, into another one before it. Collective."""
+        """A mesh for `fully_shard` over these dimensions of `devices`. Collective.
+
+        The dimensions in `shard` are flattened into one dimension. If `replicate` is not empty, its dimensions are
+        flattened into another one, which comes first.
+        """
         return self.groups.mesh(self.device.type, shard, replicate)
 
 
@@ -172,10 +176,10 @@ def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
-    """A prefix of the rendezvous store that holds no keys of an earlier start. Collective.
+    """A view of the rendezvous store under a new key prefix, so that it holds no keys of an earlier start. Collective.
 
-    torchrun keeps its store when it restarts the processes (PyTorch issue 135712), and the new processes would wait for
-    the addresses of dead ones. So each start uses a fresh nonce:
+    torchrun keeps its store when it restarts the processes (PyTorch issue 135712), and the new processes would use the
+    addresses of processes that no longer exist. So each start uses a fresh nonce:
 
         rank r   publishes its nonce, waits for the answer (the name of this start), and confirms this name
         rank 0   answers the latest nonce of each rank repeatedly until all ranks have confirmed
@@ -207,7 +211,8 @@ class RankGroups(NamedTuple):
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """Neighbouring ranks share a pack and a set of weights, because they are on the same machine."""
+    """The ranks of each group. Neighbouring ranks share a pack and a set of weights, because they are on the same
+    machine."""
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
 
@@ -306,7 +311,10 @@ def make_mesh(
 
 @contextmanager
 def distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> Iterator[torch.device]:
-    """`init_distributed` for the duration of a block; destroys the process group at the end. Ranks fail together."""
+    """A block with an initialised process group (`init_distributed`), which is destroyed at the end.
+
+    If one rank fails inside the block, all ranks fail (`failing_together`).
+    """
     already = dist.is_initialized()
     chosen = init_distributed(device=device, timeout=timeout)
     try:

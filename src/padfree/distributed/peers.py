@@ -1,7 +1,7 @@
 """What the processes of a run do when one of them fails, exits or stops responding.
 
     watching             around one collective: a backend error about a lost peer becomes a one-line `PeerLostError`
-    raise_together       raise an error on all ranks that one rank found before continuing
+    raise_together       if any rank has found an error, raise it on all ranks
     failing_together     a block in which an error on one rank ends all ranks within seconds
 
     rank 1   error -> writes its message to the store of the group -> waits LINGER -> exits, its connections close
@@ -36,7 +36,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from padfree.errors import UserError
 
 POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
-"""Seconds. A process increments its counter every POLL, or less often with very many ranks: see `_Listener`."""
+"""Times in seconds; the module docstring explains them. A process increments its counter every POLL seconds, or less
+often with very many ranks: see `_Listener`."""
 _BLOCKS = itertools.count()  # the store outlives a block, and the next block must not read the keys of the last one
 _LEFT = "left"  # replaces the counter of a rank that has left the block normally
 
@@ -47,12 +48,13 @@ class PeerLostError(RuntimeError):
     """Another process of the group exited, or did not respond within the timeout of the group."""
 
     searched = False
-    """Whether the search for the lost ranks is done, so that the message names them if possible."""
+    """Whether the lost ranks have been searched for. The message then names them, if they were found."""
 
 
 @contextmanager
 def watching(what: str, group: ProcessGroup) -> Iterator[None]:
-    """If the backend gives up waiting, raise a one-line error that names the collective and the group."""
+    """A block around one collective. If the backend gives up waiting for a peer, it raises a one-line error that names
+    the collective, `what`, and the group."""
     begin = time.monotonic()
     try:
         yield
@@ -93,7 +95,7 @@ def failing_together() -> Iterator[None]:
     listener.start()
     try:
         yield
-    except BaseException as error:  # also sys.exit in user code and signals: the others must not wait
+    except BaseException as error:  # also sys.exit in user code and signals, so that other ranks do not wait
         listener.left.set()
         if isinstance(error, PeerLostError) and error.searched:
             raise  # raised by a nested block
@@ -102,7 +104,7 @@ def failing_together() -> Iterator[None]:
             if not _is_loss(error):
                 name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 listener.publish_cause(f"stopped, because {_rank_names([rank], hosts)} failed: {name}{line}")
-                time.sleep(LINGER)  # this process may host the store; the others must read the message first
+                time.sleep(LINGER)  # this process may host the store; other ranks must read the message before it exits
                 raise
             listener.cause_seen.wait(LINGER)
             lost = None if listener.cause else _describe_loss(listener.silent_ranks(), hosts)
@@ -224,7 +226,7 @@ class _Listener(threading.Thread):
 
 
 def raise_together(error: UserError | str | None, group: ProcessGroup | None = None) -> None:
-    """Raise a `UserError` on every rank if any rank has one (or its message). Collective."""
+    """Raise a `UserError` on every rank if any rank passes an `error` (a `UserError` or its message). Collective."""
     errors: list[UserError | str | None] = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size(group)

@@ -86,12 +86,12 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
         return norms + attention + size * (2 * sizes.hidden + routed + 4 * sizes.shared_mlp)
     copies = 4 if any("gate" in name for name in modules) else 2
     if "gelu_new" in (getattr(text, "hidden_act", None), getattr(text, "activation_function", None)):
-        copies += 3  # it consists of elementary operations
+        copies += 3  # the activation function consists of elementary operations
     return norms + attention + size * (2 * sizes.hidden + copies * sizes.mlp)
 
 
 def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """The same for a compiled layer: the compiler keeps the inputs of matmuls and recomputes the rest."""
+    """Like `layer_bytes`, for a compiled layer: the compiler keeps the inputs of matmuls and recomputes the rest."""
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
     if any("experts" in name for name, _ in layer.named_modules()) or mixers_of(layer):

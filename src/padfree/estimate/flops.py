@@ -6,8 +6,8 @@
 
 Work that is done a second time (activation checkpointing, old and reference log-probabilities) is not counted, nor are
 pads: these are the FLOPs that training requires, not those that were executed. A prefix that samples share counts once.
-With adapters the model's own weights are frozen, and a matmul with a frozen weight needs two thirds, because there is
-no weight gradient.
+With adapters the model's own weights are frozen. A matmul with a frozen weight needs two thirds of the FLOPs, because
+there is no weight gradient.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
 
 
 def frozen_flops(flops: float) -> float:
-    """The remaining FLOPs of a matmul if its weight needs no gradient."""
+    """The FLOPs of a matmul whose weight needs no gradient, given its FLOPs with this gradient."""
     return flops * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
 
 
@@ -99,7 +99,7 @@ class Flops:
     def of(
         model_config: Any, *, devices: int, device: torch.device, dtype: torch.dtype, adapters: bool = False
     ) -> Flops:
-        """From an HF config, the number of processes, their device and their dtype."""
+        """Make a `Flops` from an HF config, the number of processes, their device and their dtype."""
         sizes = ModelSizes.of(model_config)
         head = FORWARD_AND_BACKWARD * 2.0 * sizes.hidden * sizes.vocabulary
         peak = None

@@ -44,7 +44,7 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     optimizer_state: str  # description
-    offloaded: bool  # the three above are on the CPU
+    offloaded: bool  # whether weights, gradients and optimizer state are on the CPU
     gathered: int
     tokens: int  # of a micro-batch
     activations: int
@@ -206,8 +206,11 @@ def _share(parameter: nn.Parameter, shards: int) -> int:
 
 
 def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
-    """The unsharded root unit and two layers (the current one and the next), or all layers; and the gradients of the
-    embeddings and of one layer, which are converted to float32 for the reduction."""
+    """Bytes of unsharded weights and gradients while FSDP2 computes.
+
+    The weights are those of the root unit and of two layers (the current one and the next), or of all layers without
+    `reshard`. The gradients are those of the embeddings and of one layer, in float32 for the reduction.
+    """
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
     root = sum(parameter.numel() for parameter in model.parameters()) - sum(layers)
     trained = max(
@@ -227,10 +230,10 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
 def key_copies(config: Config, prompt_tokens: int) -> float:
     """The number of keys that a pack copies per token if its samples share prefixes of `prompt_tokens` tokens.
 
-    For responses that the run generates, a group of G has P + G (P + R) keys for P + G R tokens. For other data the
-    prefixes are unknown before they are compared; they are estimated as if half of each sample were shared by eight.
-    SFT compares only samples from one row of the data, which are counted elsewhere, unless `batch.share_prefixes` is
-    true.
+    If the run generates the responses, a group of G responses of R tokens to a prompt of P tokens has P + G (P + R)
+    keys for P + G R tokens. For other data the prefixes are unknown before samples are compared; the estimate assumes
+    that eight samples share half of each sample. The result is 0 for SFT unless `batch.share_prefixes` is true: SFT
+    compares only samples from one row of the data, which are counted elsewhere.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
@@ -250,11 +253,11 @@ def _working(
     backward = size * (4 * inner + 2 * sizes.hidden)
     if parallel.checkpointing != "none":
         backward += layer
-    if context > 1:  # keys and values of the whole pack, and their gradients
+    if context > 1:  # add the keys and values of the whole pack, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * context
-    copied = 2 * size * (sizes.key + sizes.value) * copies  # and their gradients
+    copied = 2 * size * (sizes.key + sizes.value) * copies  # copied keys and values, and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None:  # one number per token
+    if head is None:  # a scalar head computes one number per token
         return tokens * backward + int(tokens * copied)
     return max(
         tokens * backward + int(tokens * copied),

@@ -4,15 +4,15 @@ Let M be the number of labelled tokens, D the hidden size and V the vocabulary s
 `width` columns of all tokens at a time: gradients of logits [M, width], so that the weight gradient of these columns is
 one matmul over all tokens.
 
-`fused_loss` processes chunks of C tokens and keeps their logits. In addition to the gradients it returns, it stores:
+`fused_loss` processes chunks of C tokens and keeps the logits of one chunk. Besides the returned gradients, it stores:
 
     logits of a chunk [C, V]    16 bits each in bfloat16 training
     weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's dtype once, at the end
 
 The more tokens a chunk has, the fewer times the sums are rewritten. Half of the sums fit into the memory of the
-bfloat16 gradient that is returned anyway; the others need extra memory. If the budget is too small for all of them,
-columns [kept, V) are computed as in `score` after all chunks: their logits are computed a second time, and their weight
-gradient is one matmul. For (M, D, V) = (16384, 4096, 151936):
+bfloat16 gradient that is returned anyway; the other half needs extra memory. If the budget is too small for all sums,
+the gradients of columns [kept, V) are computed as in `score` after all chunks: their logits are computed a second time,
+and their weight gradient is one matmul. For (M, D, V) = (16384, 4096, 151936), by budget:
 
     4 GiB    C = 8192    kept = 151936    2 chunks, no logits computed twice
     1 GiB    C = 4096    kept =  86016    4 chunks, 43% of the logits computed twice
@@ -31,11 +31,11 @@ Memory = HeadMemory | int
 GIBIBYTE = 1 << 30
 BUDGETS = {"speed": 4 * GIBIBYTE, "low": GIBIBYTE}
 
-# Bytes of a tile: on a GPU large enough to fill it several times over, on a CPU small enough for its caches.
+# Bytes of a tile of logits: large enough to occupy a GPU several times over, small enough for the caches of a CPU.
 TILE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 MAX_BLOCK = 4096
 
-# A matmul processes this many tokens at a time, and pads to it.
+# A matmul processes this many tokens at a time, and pads their number to a multiple of it.
 TILE_ROWS = 128
 # Matmul operations that take as long as one byte of memory traffic; 790e12 / 4.3e12 on an H200.
 OPERATIONS_PER_BYTE = 180
@@ -59,7 +59,10 @@ def budget_bytes(memory: Memory) -> int:
 
 
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
-    """At least the sums of the gradient of hidden [M, D]: with less, tiles and chunks would be too small to be fast."""
+    """The budget, raised if necessary to the bytes of the sums of the gradient of hidden [M, D].
+
+    With less, tiles and chunks would be too small to be fast.
+    """
     return max(budget, num_rows * hidden * sum_bytes)
 
 
@@ -77,7 +80,7 @@ class Tile:
 
 
 def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: str, budget: int) -> Tile:
-    """As square as possible, in at most an eighth of the budget (but at least one block)."""
+    """A tile that is as square as possible and takes at most an eighth of the budget, but has at least one block."""
     elements = max(1, min(TILE_BYTES.get(device_type, TILE_BYTES["cuda"]), budget // 8) // itemsize)
     block = block_columns(vocabulary)
     columns = elements / min(max(1, num_rows), elements**0.5)
@@ -86,7 +89,7 @@ def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: s
 
 
 def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) -> int:
-    """The number of columns of all tokens that are processed at a time: at least a block, whatever the budget."""
+    """The number of columns that are processed at a time for all tokens: at least one block, whatever the budget."""
     block = block_columns(vocabulary)
     widest = max(block, budget // max(1, num_rows * itemsize))
     return min(vocabulary, even_part(vocabulary, widest, multiple=64))
@@ -98,7 +101,7 @@ class FusedPlan:
 
     chunk_rows: int  # C
     kept: int  # the logits of columns [0, kept) are kept; those of [kept, V) are computed a second time
-    shared: int  # sums of columns [0, shared) are in the memory of the returned gradient; the others need extra memory
+    shared: int  # sums of columns [0, shared) use the memory of the returned gradient; other sums need extra memory
 
 
 def plan_fused(
@@ -115,7 +118,7 @@ def plan_fused(
     twice_bytes: int = TWICE_BYTES,
     keep_all: bool = False,
 ) -> FusedPlan:
-    """The cheapest plan within the budget; if there is none, one token at a time.
+    """The cheapest plan within the budget. If no plan fits, chunks have one token.
 
     `logit_bytes`: bytes of a kept logit. `row_bytes`: other bytes per token of a chunk. `sum_bytes`, `gradient_bytes`:
     bytes of one element of a gradient while it is summed, and when it is returned. If they are equal, the sums are the

@@ -30,7 +30,7 @@ ScoreGradient = Callable[[Softmax, int], Upstream]
 """(softmax of a chunk, index of its first token among the M) -> gradient of the loss w.r.t. the chunk's scores."""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""With respect to hidden [N, D], weight [V, D] and bias [V]; None if not wanted."""
+"""The gradients with respect to hidden [N, D], weight [V, D] and bias [V]; None for a gradient that is not wanted."""
 
 
 def chunked_gradients(
@@ -45,7 +45,7 @@ def chunked_gradients(
     grad_bias = weight.new_empty(len(weight)) if wants_bias else None
     weight_sums = None if grad_weight is None else WeightSums(grad_weight, plan, task)
     bias_sums = task.new_sums(plan.kept).zero_()
-    # Full precision if recomputed columns are added later; otherwise rounded at once.
+    # The gradient has full precision if recomputed columns are added later; otherwise it is rounded at once.
     exact = task.sum_dtype if not is_whole or operand != weight.dtype else operand
     grad_hidden = task.hidden.new_empty(task.num_rows, weight.shape[1], dtype=exact) if wants_hidden else None
 
@@ -81,7 +81,7 @@ def chunked_gradients(
             bias_sums += gradient.sum(0, dtype=task.sum_dtype)
         softmaxes.append(softmax)
         upstreams.append(upstream)
-        del sums  # free them before those of the next chunk are allocated
+        del sums  # free their memory before the sums of the next chunk are allocated
     del store, stored, gradients, gradient, matmuls
     softmax = Softmax.join(softmaxes)
     if weight_sums is not None:

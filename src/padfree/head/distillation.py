@@ -44,7 +44,7 @@ class DistillationLoss:
     loss: Tensor  # [] Σ weight · divergence
     divergences: Tensor  # [N] float32
     logprobs: Tensor  # [N] log-probabilities of the labels under the student
-    teacher_logprobs: Tensor  # [N] and under the teacher
+    teacher_logprobs: Tensor  # [N] log-probabilities of the labels under the teacher
 
 
 def distillation_loss(
@@ -65,15 +65,16 @@ def distillation_loss(
 ) -> DistillationLoss:
     """The weighted sum of divergences over all labelled tokens; differentiable in the student's hidden and head.
 
-    hidden [N, D], teacher_hidden [N, E], heads with weights [V, D] and [V, E], all of one dtype. labels [N] select the
-    tokens that count (-100: does not count), and the log-probabilities that are returned with the loss.
+    hidden [N, D], teacher_hidden [N, E] and the heads with weights [V, D] and [V, E] have one dtype. Tokens with label
+    -100 do not count. For the other tokens, the log-probability of the label is returned with the loss.
 
     divergence: "forward-kl" is KL(teacher | student), "reverse-kl" is KL(student | teacher), "jsd" is the generalised
-    Jensen-Shannon divergence, with `beta` the teacher's share of the mixture. top_k: compare the teacher's k most
-    probable tokens and one outcome for all others; None: all tokens. weights [N]: one weight per token; None: 1.
-    temperature divides the logits of both models; the smaller gradients that result are not rescaled.
+    Jensen-Shannon divergence, with `beta` the teacher's share of the mixture. top_k: compare only the teacher's k most
+    probable tokens, and merge all others into one outcome; if None, compare all tokens. weights [N]: one weight per
+    token; if None, all weights are 1. temperature divides the logits of both models; the gradients, which become
+    smaller at a higher temperature, are not rescaled.
 
-    memory: as for `fused_loss`; chunks are as large as it allows. The other arguments are those of `score`.
+    memory: as for `fused_loss`; chunks are as large as it allows. The other arguments are the same as in `score`.
     """
     student, teacher = (as_head(one, bias=None, softcap=None, logit_scale=1.0) for one in (head, teacher_head))
     settings = _settings(divergence, beta, top_k)
@@ -125,7 +126,7 @@ class _Pair:
 
 
 TokenResults = tuple[Tensor, Tensor, Tensor]
-"""Of the M tokens: divergence, and log-probability of the label under the student and under the teacher."""
+"""[M] each: divergence, log-probability of the label under the student, and under the teacher."""
 
 
 def chunked_distillation(

@@ -1,4 +1,4 @@
-"""The divergence of two softmaxes of a token and its gradient, in plain torch; `triton_divergence` has kernels.
+"""The divergence of a student's and a teacher's softmax for each token, and its gradient, in plain torch.
 
     student   s = softmax(x)  [R, V]        x and y are logits with bias, scale, cap and temperature applied, stored by
     teacher   t = softmax(y)  [R, V]        `elementwise.reduce_tile` as x - peak of their block; R tokens
@@ -14,8 +14,10 @@ never exceeds the divergence over all tokens, and accounts for probability that 
     teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         a token of the rest has the gradient s_j · c, with c
     student   .4 .2 | .3 .1                    .4 .2 .4         the same for all of them
 
-Tokens as probable as the k-th also belong to the k, so that the result does not depend on the order of the vocabulary.
-A threshold decides membership.
+Tokens that are exactly as probable as the k-th also keep their probabilities, so that the result does not depend on the
+order of the vocabulary. Therefore a threshold on the logit decides which tokens belong to the rest.
+
+`triton_divergence` has the same functions as Triton kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Divergence:
 
     kind: DivergenceKind
     beta: float  # the teacher's share in the mixture of jsd
-    top_k: int | None  # None: all
+    top_k: int | None  # None: all tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,7 +76,7 @@ class TokenDivergence:
 
     value: Tensor  # [R] the divergence
     mean: Tensor  # [R] subtracted from every log-ratio, so that the gradient sums to 0
-    rest: Tensor | None  # [R] c of the rest's tokens
+    rest: Tensor | None  # [R] the factor c in the gradient s_j · c of the rest's tokens
     threshold: Tensor | None  # [R] vocabulary entries with teacher y - peak below it belong to the rest
 
 
@@ -99,7 +101,7 @@ class DivergenceWork(Protocol):
 
 
 def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
-    """[R] y - peak of the k-th most probable vocabulary entry of each token."""
+    """[R] for each token, y - peak of the vocabulary entry that is k-th most probable under the teacher."""
     vocabulary = teacher.below.shape[1]
     whole = teacher.block_peak.new_empty(teacher.below.shape)
     for start, end in _columns(vocabulary, teacher.block):
@@ -134,9 +136,10 @@ def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | Non
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """[4, R]: the divergence (jsd: KL(s | m) and KL(t | m)), and the probability of the rest under student and teacher.
+    """[4, R] sums over the vocabulary, for each token.
 
-    With a threshold the first two sums cover only the k tokens.
+    Sum 0 is the divergence. For jsd, sums 0 and 1 are KL(s | m) and KL(t | m). Sums 2 and 3 are the probability of the
+    rest under student and teacher. With a threshold, sums 0 and 1 cover only the teacher's k most probable tokens.
     """
     vocabulary = student.below.shape[1]
     sums = student.block_peak.new_zeros(4, len(student.below))
@@ -172,7 +175,7 @@ def divergence_gradient(
 ) -> None:
     """Write `factor` [R] times the gradient with respect to the student's raw logits into `out` [R, V].
 
-    `out` may be the memory of the student's stored logits. `head` is the student's.
+    `out` may be the memory of the student's stored logits. `head` is the student's head.
     """
     vocabulary = student.below.shape[1]
     scale = (factor * inverse_temperature * head.logit_scale)[:, None]
@@ -198,7 +201,7 @@ def divergence_gradient(
 
 
 def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """log(βt + (1−β)s), also if both underflow."""
+    """log(βt + (1−β)s), finite even if t and s both underflow."""
     tiny = torch.finfo(log_s.dtype).tiny
     return (beta * log_t.exp() + (1 - beta) * log_s.exp()).clamp(min=tiny).log()
 

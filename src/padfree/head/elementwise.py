@@ -27,7 +27,7 @@ FLOOR = -1e30
 """Lower bound of logits, so that a bias of -inf (a vocabulary entry that does not exist) gives 0, not NaN."""
 
 FLOAT16_FLOOR = -65504.0
-"""The lowest float16. exp() of anything near it is already 0."""
+"""The lowest float16 number. exp() of any number near it is 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,7 +87,10 @@ class BlockSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Softmax:
-    """The softmax of each token: log p = (x − peak) − log_total. The sum of both would lose digits of large logits."""
+    """The softmax of each token: log p = (x − peak) − log_total.
+
+    `peak` and `log_total` are separate, because their sum would lose digits if logits are large.
+    """
 
     peak: Tensor  # [R]
     log_total: Tensor  # [R]
@@ -260,7 +263,10 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """The same from all columns that `reduce_tile` stored [R, V]; `peak` [R, K]. `out` may share its memory."""
+    """Like `gradient_from_raw_logits`, but from the columns [R, V] that `reduce_tile` stored, with `peak` [R, K].
+
+    `out` may be the memory of `stored`.
+    """
     for index, start in enumerate(range(0, stored.shape[1], head.block)):
         end = min(start + head.block, stored.shape[1])
         below = stored[:, start:end].to(peak.dtype)
@@ -284,7 +290,11 @@ def _gradient(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """d loss / d x_j = g·[j = label] − p_j·(g + h·(log p_j + entropy)), g and h upstream; then back through x."""
+    """Write the gradient with respect to the raw logits into `out`.
+
+    d loss / d x_j = g·[j = label] − p_j·(g + h·(log p_j + entropy)), where g and h are the upstream gradients of
+    log-probability and entropy. This is then multiplied by the derivative of x with respect to the raw logit.
+    """
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:
         assert softmax.entropy is not None, "the gradient of the entropy needs the entropy"

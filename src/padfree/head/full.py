@@ -30,7 +30,7 @@ def full_scores(
 
 
 def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Tensor:
-    """[M, V]"""
+    """[M, V] log-probabilities of all vocabulary entries."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logits = hidden.to(dtype) @ head.weight.to(dtype).T
     if head.bias is not None:
@@ -42,7 +42,7 @@ def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) 
 
 
 def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> Tensor:
-    """[M] from the log-probabilities [M, V] of both models."""
+    """[M] the divergence of each token, from the log-probabilities [M, V] of both models."""
     if settings.top_k is not None and settings.top_k < student.shape[1]:
         least = teacher.topk(settings.top_k, dim=1).values[:, -1:]
         student, teacher = (_with_rest(log_p, teacher < least) for log_p in (student, teacher))

@@ -4,13 +4,13 @@
                                                  ->  token_loss  ->  its gradient w.r.t. logprobs and entropy [C]
                                   gradient of the logits, in the same memory  ->  gradients of hidden and weight
 
-For losses in which each token's term depends only on its own log-probability and entropy: SFT and every policy loss
-with a ratio per token. The gradient with respect to a token's logits is known as soon as the logits are, so the logits
-need not be computed again as in `score`. A loss over whole sequences (GSPO) must use `score`.
+This works for losses in which each token's term depends only on its own log-probability and entropy: SFT and every
+policy loss with a ratio per token. The gradient with respect to a token's logits is known as soon as its logits are
+known, so the logits need not be computed again as in `score`. A loss over whole sequences (GSPO) must use `score`.
 
 The gradients are ready when `fused_loss` returns. `backward()` returns them, multiplied by the incoming gradient of the
-loss. This factor is exact if it is a power of two; any other factor rounds a bfloat16 gradient a second time, so put
-factors into `token_loss`.
+loss. The product is exact if this factor is a power of two. Any other factor rounds a bfloat16 gradient a second time,
+so apply such factors inside `token_loss`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FusedLoss:
 
     loss: Tensor  # [] the sum of all tokens' losses
     logprobs: Tensor  # [N] float32, 0 for tokens without a label
-    entropy: Tensor | None  # [N] likewise
+    entropy: Tensor | None  # [N] float32, 0 for tokens without a label; None if not requested
 
 
 def fused_loss(
@@ -61,13 +61,13 @@ def fused_loss(
 ) -> FusedLoss:
     """The sum of `token_loss` over all labelled tokens; differentiable in hidden, weight and bias.
 
-    token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the loss [c] of some tokens; `positions` are
-    their indices among the N, for example for advantages[positions]. Element t of the result may depend only on
-    element t of the arguments. It is called once per chunk, in order, and never for tokens without a label. Tensors
-    that it captures get no gradient.
+    token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the losses [c] of the c tokens of a chunk;
+    `positions` are their indices among the N tokens, for example to select advantages[positions]. Element t of the
+    result may depend only on element t of the arguments. `token_loss` is called once per chunk, in order, and never for
+    tokens without a label. Tensors that it captures get no gradient.
 
     memory: as for `score`. With a small budget a part of the logits is computed twice.
-    The other arguments are those of `score`.
+    The other arguments are the same as in `score`.
     """
     if not callable(token_loss):
         raise UserError(
@@ -101,7 +101,10 @@ class _Terms:
         self.losses: list[Tensor] = []
 
     def evaluate(self, logprobs: Tensor, entropy: Tensor | None, start: int) -> Tensor:
-        """The losses of the tokens from `start` on among the M; checked, and stored without their graph."""
+        """Return the checked losses of the chunk whose first token has index `start` among the M labelled tokens.
+
+        The losses are also stored, without their graph.
+        """
         end = start + len(logprobs)
         index = self.call.index
         positions = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
@@ -138,7 +141,7 @@ class _Terms:
         return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
 
     def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(the loss, and the scores as [N])"""
+        """Return the loss [], and the log-probabilities and entropies scattered to all tokens [N]."""
         call = self.call
         loss = torch.cat(self.losses).sum()
         if call.poison is not None:
@@ -187,7 +190,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
-    """The gradients that forward left in `ctx`, times `grad_loss` []. `name` is the function's, for the message."""
+    """The gradients that forward stored in `ctx`, times `grad_loss` []. `name`: the public function, for messages."""
     if ctx.gradients is None:
         raise RuntimeError(f"{name}: backward was called a second time; set retain_graph=True in the first call")
     grad_hidden, grad_weight, grad_bias = ctx.gradients

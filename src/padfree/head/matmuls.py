@@ -49,7 +49,7 @@ class MatmulConfiguration(NamedTuple):
 
 
 PLAIN = MatmulConfiguration()
-# With a bias or a cap, a tile in one part needs more shared memory or registers than there are.
+# With a bias or a soft cap, a tile that is reduced in one part needs more shared memory or registers than there are.
 OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
@@ -134,7 +134,9 @@ def gradient_columns(
     out: Tensor,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Write the gradient of the raw logits `hidden` [R, D] @ `weight` [W, D].T, columns `first` on, to `out` [R, W].
+    """Write the gradient with respect to the raw logits `hidden` [R, D] @ `weight` [W, D].T to `out` [R, W].
+
+    `weight` holds W columns of the vocabulary, beginning with column `first`.
 
     The matrix rows of `out` must be aligned to 16 bytes.
     """
@@ -175,7 +177,8 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """One stage less if `_store` writes element by element, which needs shared memory when all of it is in use."""
+    """The configuration, with one stage less if `_store` writes `written` element by element, because these writes need
+    shared memory that all stages together would use up."""
     return (
         configuration
         if written is None or not _is_cut(written)
@@ -190,7 +193,7 @@ def _is_cut(written: Tensor) -> bool:
 
 def _grid(num_rows: int, num_columns: int, device: torch.device, configuration: MatmulConfiguration) -> tuple[int]:
     tiles = -(-num_rows // configuration.rows) * -(-num_columns // configuration.columns)
-    held = 2  # in the interpreter
+    held = 2  # if the kernels run in Triton's interpreter
     if device.type == "cuda":
         held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
     return (min(tiles, held),)

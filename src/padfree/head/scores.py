@@ -6,8 +6,9 @@
     tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 for tokens without a label
 
 Training needs two numbers per token, but there are V logits per token: with autograd's intermediate results they take
-37 GiB for 16,384 tokens and V = 151,936. Here a tile is computed, reduced and discarded. `score` computes it again for
-the gradient, four matmuls in all; if a token's loss depends only on its own scores, `fused_loss` needs three.
+37 GiB for 16,384 tokens and V = 151,936. Here a tile is computed, reduced and discarded. `score` computes each tile
+again for the gradient, which makes four matmuls in total. If a token's loss depends only on its own scores,
+`fused_loss` can be used, which needs three.
 
     logits = cap(logit_scale · (hidden @ weight.T + bias)) / temperature        cap(y) = softcap · tanh(y / softcap)
 
@@ -74,7 +75,7 @@ def score(
     A label outside the vocabulary is refused on the CPU; on a GPU its log-probability is NaN.
 
     memory: the maximum memory in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a number of
-    bytes; but never less than a float32 copy of the hidden states of the scored tokens.
+    bytes. The limit is raised if it is less than a float32 copy of the hidden states of the scored tokens.
 
     backend: "reference" stores all logits at once; "chunked" is plain torch on any device, and needs a few more tiles
     of logits (64 MiB each on CUDA); "triton" runs all elementwise work on a tile in one kernel on CUDA, and for
@@ -93,7 +94,7 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """The head, which a caller gives as an `LmHead` or in parts."""
+    """The head as an `LmHead`. The caller gives an `LmHead`, or a weight and the other parts separately."""
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     given = {"bias": bias is not None, "softcap": softcap is not None, "logit_scale": logit_scale != 1.0}
@@ -118,7 +119,7 @@ class Call:
     poison: Tensor | None  # [] 0, or NaN if `num_labels` is wrong; added to every score
 
     def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ScoringTask:
-        """The task that the passes over tiles work on."""
+        """The `ScoringTask` of this call, for these differentiated arguments."""
         assert self.elementwise is not None
         sum_bytes = self.rows.inverse_temperature.element_size()
         head = BlockedHead(
@@ -279,7 +280,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
 
 
 def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N]"""
+    """[N] 1 / temperature of each token."""
     if not isinstance(temperature, Tensor):
         need_number(
             "temperature",
@@ -302,7 +303,10 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
 
 
 def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """(indices [M] of the labelled tokens, or None if all have a label; the poison of a wrong `num_labels`)"""
+    """Return the indices [M] of the labelled tokens (None if all have a label), and the poison.
+
+    The poison [] is added to every score: 0, or NaN if `num_labels` is wrong. It is None if `num_labels` is None.
+    """
     labelled = labels != IGNORE
     if num_labels is None:
         index = labelled.nonzero()[:, 0]

@@ -24,7 +24,8 @@ from padfree.head.budget import Tile, choose_tile, choose_width, rounded_up
 from padfree.head.elementwise import BlockedHead, BlockSums, Elementwise, LabelledRows, LogitMatmuls, Softmax, Upstream
 
 ROW_NUMBERS = 64
-"""Matrix rows are padded to a multiple of this many elements: 16-bit ones are then aligned to 128 bytes."""
+"""Matrix rows are padded to a multiple of this many elements, so that rows of 16-bit elements are aligned to 128
+bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,7 +79,7 @@ class ScoringTask:
         )
 
     def tile_bytes(self, num_rows: int) -> int:
-        """Bytes that the matmuls of this many tokens need while they run."""
+        """Bytes of temporary memory that the matmuls of `num_rows` tokens need."""
         tile = self.tile(num_rows)
         return 0 if self.fused is not None else tile.rows * tile.columns * self.sum_dtype.itemsize
 
@@ -139,7 +140,10 @@ class TiledMatmuls:
         upstream: Upstream,
         out: Tensor,
     ) -> None:
-        """Write the gradient of `hidden` [R, D] @ `weight` [W, D].T, columns `first` on, to `out` [R, W]."""
+        """Write the gradient with respect to the raw logits `hidden` [R, D] @ `weight` [W, D].T to `out` [R, W].
+
+        `weight` holds W columns of the vocabulary, beginning with column `first`.
+        """
         tile_rows, tile_columns = self.memory.shape
         for row, last_row in parts_of(len(hidden), tile_rows):
             for column, last_column in parts_of(len(weight), tile_columns):
@@ -182,16 +186,16 @@ def tiled_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """The gradients through columns [first_column, V), whose logits are computed again.
+    """Compute the gradients through columns [first_column, V), whose logits are computed again.
 
-    Writes this range of `grad_weight` [V, D] and `grad_bias` [V]. `grad_hidden` [M, D] holds sums: it is set if
-    first_column is 0, else added to.
+    This range of `grad_weight` [V, D] and `grad_bias` [V] is written. `grad_hidden` [M, D] is overwritten if
+    first_column is 0; otherwise the gradient is added to it.
     """
     head, num_rows = task.head, task.num_rows
     hidden = task.hidden_rows(0, num_rows)
     matmuls = task.matmuls(num_rows)
     held = task.tile_bytes(num_rows) + (num_bytes(hidden) if task.copies_rows else 0)
-    if grad_hidden is not None:  # the part that exceeds the returned gradient
+    if grad_hidden is not None:  # count the bytes by which its sums exceed the returned gradient
         held += grad_hidden.numel() * (task.sum_dtype.itemsize - task.hidden.dtype.itemsize)
     width = choose_width(
         num_rows,
@@ -234,7 +238,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def rounded_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right, summed in float32 or better and rounded once."""
+    """out = left @ right, summed in float32 or float64 and rounded once."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     else:

@@ -31,7 +31,7 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
 
 
 def _products(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[c, V]; in float32 if a GPU supports it, because logits that bfloat16 cannot distinguish would be ties."""
+    """The products [c, V], in float32 on a GPU, because different logits could be equal after rounding to bfloat16."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return torch.nn.functional.linear(hidden, weight)

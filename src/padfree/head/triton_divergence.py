@@ -20,7 +20,7 @@ from padfree.head.divergence import Divergence, StoredLogits, TokenDivergence
 from padfree.head.elementwise import BlockedHead
 from padfree.head.triton_elementwise import _FLOAT16_FLOOR, _LOG2_E, _cap_slope
 
-# Columns of one token that a program processes, and its warps.
+# The number of columns of one token that a program processes, and the number of its warps.
 SPAN = 4096
 WARPS = 8
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from padfree.head.elementwise import FLOAT16_FLOOR, FLOOR, BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
 
-# Columns of one token that a program turns into gradients, and its warps.
+# The number of columns of one token that a program turns into gradients, and the number of its warps.
 STORED_SPAN = 4096
 STORED_WARPS = 8
 

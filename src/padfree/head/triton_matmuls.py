@@ -50,7 +50,10 @@ def _store(
     descriptor, pointer, stride, values, first_row, first, num_rows, num_columns,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write `values` [rows, block] to [num_rows, num_columns]; `IS_CUT`: these columns end inside 16 bytes."""
+    """Write `values` [rows, block] into the matrix [num_rows, num_columns] at (`first_row`, `first`).
+
+    `IS_CUT` says that the matrix rows do not end at a multiple of 16 bytes.
+    """
     if IS_CUT:
         if first + BLOCK > num_columns:
             row = first_row + tl.arange(0, ROWS)
@@ -108,7 +111,10 @@ def _gradient_part(
     logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the raw logits, for columns `first_column` on; `first` is relative to it."""
+    """Write the gradient with respect to the raw logits of a part of a tile.
+
+    Column 0 of `out` is column `first_column` of the vocabulary, and `first` is relative to it.
+    """
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < num_rows
     offset = tl.arange(0, BLOCK)
@@ -151,7 +157,7 @@ def _gradient_part(
 
 @triton.jit
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[rows, columns] of 0, because `done` is never negative.
+    """A tile [rows, columns] of zeros. It is computed from `done`, which is never negative.
 
     The compiler must not see that this is constant. It would select a plain 0 at every step, before it knows whether a
     tile is finished, and each step would have to wait for the tensor cores.
@@ -175,7 +181,10 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One step: the next part of D of this tile, or the first of the next tile. Returns the new state."""
+    """One step of the loop: multiply the next part of D of this tile, or the first part of the next tile.
+
+    Returns the new state of the loop.
+    """
     step = tl.where(step == steps - 1, 0, step + 1)
     if step == 0:
         tile += tl.num_programs(0)

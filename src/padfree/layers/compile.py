@@ -28,20 +28,25 @@ from padfree.layers.passes import PASSES, GraphPass, Stage, graph_nodes
 from padfree.layers.recompute import Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
-"""This fraction of the layers, the first ones, save only their input under `host`: the link to the host has no time for
-more, and when backward reaches them nearly all gradients are already in memory."""
+"""The fraction of layers, counted from the first layer, that save only their input in `host` mode. The link to the host
+has no time to copy more. Backward reaches these layers last, when nearly all gradients are already in memory."""
 
 LONG_PACK = 8192
-"""Number of tokens from which the compiler reduces norms `REDUCED_TOKENS` tokens at a time, twice its default."""
+"""If a pack has at least this many tokens, the compiler reduces norms over `REDUCED_TOKENS` tokens at a time, which is
+twice the compiler's default."""
 
 REDUCED_TOKENS = 32
 
 WIDE_ROW = 2048
-"""Hidden size from which the GPU takes longer for a layer than the host takes for its launches."""
+"""From this hidden size on, the GPU takes longer to compute a layer than the host takes to launch its kernels."""
 
 
 def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none", *, operators: bool = True) -> None:
-    """Compile each layer separately; `operators`: use those of `padfree.layers.ops` if they pay off."""
+    """Compile each layer separately, in place.
+
+    `kept` says which activations are saved for backward. If `operators` is True, the operators of `padfree.layers.ops`
+    are used in layers where they pay off.
+    """
     layers = list(layers)
     offload = ActivationOffload(len(layers)) if kept == "host" else None
     compilers = {
@@ -51,7 +56,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
     for number, layer in enumerate(layers):
         input_only = kept == "host" and number < HOST_INPUT_ONLY_FRACTION * len(layers)
         layer.compile(backend=compilers["input" if input_only else kept])
-        # Wrap the result of `nn.Module.compile` from outside: inside, the wrapper would be compiled too.
+        # Wrap the result of `nn.Module.compile`: a wrapper around the layer's forward would itself be compiled.
         call = _for_any_length(layer._compiled_call_impl)
         if offload is not None:
             call = offload.around(layer, call, number)
@@ -59,7 +64,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
 
 
 def _for_any_length(call: Any) -> Callable[..., Any]:
-    """Wrap `call` of a layer: mark the sizes that vary from batch to batch as dynamic before it is compiled."""
+    """Wrap a layer's `call`: the wrapper marks the sizes that vary between batches as dynamic before each call."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         _mark_variable(args)
@@ -75,7 +80,7 @@ def _for_any_length(call: Any) -> Callable[..., Any]:
 
 
 def _mark_variable(inputs: Iterable[Any]) -> None:
-    """Mark T of hidden states [1, T, D] and positions [1, T], also inside tuples."""
+    """Mark dimension T as dynamic in hidden states [1, T, D] and positions [1, T], also if they are inside tuples."""
     for each in inputs:
         if isinstance(each, Tensor) and each.ndim >= 2 and each.shape[0] == 1:
             _mark(each, 1)
@@ -105,7 +110,7 @@ def _compiled(
             patches["post_grad_custom_pre_pass"] = InductorPass("after autograd", epilogues=epilogues)
             patches["post_grad_custom_post_pass"] = InductorPass("after inductor", epilogues=epilogues)
         if hidden is not None and hidden.is_cuda:
-            # Do not depend on the length of the pack: such a guard would hold for some lengths only and recompile.
+            # Make the choice of reduction independent of the pack's length: a guard on the length would recompile.
             patches["triton.mix_order_reduction_non_strict_mode"] = True
             if _size(hidden.shape[1]) >= LONG_PACK:
                 patches["triton.mix_order_reduction_split_size"] = REDUCED_TOKENS
@@ -145,7 +150,7 @@ def _size(size: Any) -> int:
 
 
 def _operators_pay(hidden: Tensor | None) -> bool:
-    """Whether our operators are worth their launches; the compiler's own kernels take the host less time to launch."""
+    """Whether our operators save more time than their launches cost; the compiler's kernels are faster to launch."""
     return hidden is not None and hidden.is_cuda and _size(hidden.shape[2]) >= WIDE_ROW
 
 

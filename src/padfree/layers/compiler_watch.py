@@ -11,7 +11,7 @@ from torch._dynamo.callback import callback_handler
 
 
 class CompilerWatch:
-    """Counts compilations inside its block. `on_start` is called when one begins, for forward or backward."""
+    """A context manager that counts compilations. `on_start` is called when one begins, for forward or backward."""
 
     def __init__(self, on_start: Callable[[], None] | None = None) -> None:
         self.count, self.seconds = 0, 0.0
@@ -32,7 +32,7 @@ class CompilerWatch:
         self.seconds += time.perf_counter() - self._begin
 
     def take(self) -> dict[str, Any]:
-        """The number of graphs compiled since the last call, and the time it took."""
+        """Return the number of graphs compiled since the last call of `take`, and the time their compilation took."""
         found = {"graphs": self.count, "seconds": round(self.seconds, 2)}
         self.count, self.seconds = 0, 0.0
         return found

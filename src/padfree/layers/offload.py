@@ -7,9 +7,10 @@
 
 A layer is called under autograd's saved-tensor hooks, which see each tensor that its backward will need. The first
 layers are offloaded, because their tensors are needed last: each tensor is copied into pinned memory, and its device
-memory is freed when the copy has finished. The tensors of other layers, and all weights, stay on the device. Copying
-a layer takes longer than computing one. Layer i is freed when forward reaches layer `LAYERS_PER_COPY` · (i + 1), by
-which time its copy should have finished; the rest is freed when backward begins.
+memory is freed when the copy has finished. The tensors of the remaining layers, and all weights, stay on the device.
+Copying the tensors of a layer takes longer than computing the layer. The tensors of layer i are freed when forward
+reaches layer `LAYERS_PER_COPY` · (i + 1), by which time their copy should have finished. Tensors that are not freed by
+the end of forward are freed when backward begins.
 
 The host never synchronises with the device: streams wait for each other through events. Device memory is freed only
 after the stream that allocated it has waited for the copy, so that nothing is overwritten while a copy still reads it.
@@ -29,10 +30,10 @@ OFFLOADED_FRACTION = 0.62
 """The fraction of layers whose tensors a link of 50 GB/s can copy before backward begins."""
 
 LAYERS_PER_COPY = 1.6
-"""The number of layers computed while the tensors of one are copied, measured with a 4B model on an H200."""
+"""The number of layers computed while the tensors of one layer are copied. Measured with a 4B model on an H200."""
 
 MIN_OFFLOADED_BYTES = 8 << 20
-"""Smaller tensors stay on the device."""
+"""Tensors of fewer bytes stay on the device."""
 
 
 class ActivationOffload:
@@ -53,10 +54,10 @@ class ActivationOffload:
             for number in range(num_layers)
         ]
         self.calls: dict[int, _LayerCall] = {}  # layer -> its latest call
-        self.streams: tuple[Any, Any] | None = None  # for copies to the host and to the device
+        self.streams: tuple[Any, Any] | None = None  # one stream for copies to the host, one for copies to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """Wrap `call` of layer `number`, with its saved tensors offloaded if it is one of the first layers."""
+        """Wrap the `call` of layer `number`. If the layer is one of the first, its saved tensors are offloaded."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -121,7 +122,7 @@ class _LayerCall:
         self.event: Any = None  # end of the last copy
 
     def pack(self, tensor: Tensor) -> _SavedTensor:
-        """Called when autograd saves a tensor: start its copy to the host, if it is offloaded."""
+        """Called when autograd saves a tensor. If the tensor is to be offloaded, start its copy to the host."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside `vmap`, which flex uses for its masks
             return _SavedTensor(self, tensor)
         key = (tensor.data_ptr(), tensor.nbytes)
@@ -155,7 +156,7 @@ class _LayerCall:
         self.on_host = []
 
     def begin_backward(self) -> None:
-        """Called when backward reaches this layer: wait for its tensors, and prefetch those of the layer before it."""
+        """Called when backward reaches this layer: wait for its tensors, and prefetch the previous layer's tensors."""
         self.prefetch()
         self._wait()
         self.copied = {}
@@ -180,14 +181,14 @@ class _LayerCall:
         """Whether a saved tensor is a large activation, not a weight or a buffer."""
         if tensor.nbytes < self.offload.min_bytes or not tensor.is_contiguous():
             return False
-        if self.weights is None:  # not earlier, because FSDP2 gathers them when the layer is called
+        if self.weights is None:  # not looked up earlier, because FSDP2 gathers weights when the layer is called
             own = (*self.layer.parameters(), *self.layer.buffers())
             self.weights = {weight.untyped_storage().data_ptr() for weight in own}
         return tensor.untyped_storage().data_ptr() not in self.weights
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:
-    """Called when backward needs a saved tensor. The device memory of an offloaded one is freed with its last view."""
+    """Called when backward needs a saved tensor. An offloaded tensor's device memory is freed with its last view."""
     saved.call.begin_backward()
     if saved.tensor is not None:
         return saved.tensor

@@ -11,9 +11,10 @@ Compiled layers (`mark_saved`) are marked in their graph before autograd:
 
     input       saves x; every matmul except the last is recomputed
     selective   saves x and the result of attention
-    host        also saves the results of the matmuls q k v o; most are kept in host memory (`padfree.layers.offload`)
+    host        saves what `selective` saves, and the results of the matmuls q k v o; most of these tensors are kept in
+                host memory (`padfree.layers.offload`)
 
-Recomputed activations are those that cost the least time per byte.
+The activations that are recomputed are the ones that take the least time to recompute per byte of memory saved.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from padfree.errors import UserError
 from padfree.layers.passes.graph_nodes import MATMULS
 
 Kept = Literal["none", "input", "selective", "host"]
-"""What a compiled layer saves; `none`: the compiler decides."""
+"""Which activations a compiled layer saves. With `none` the compiler decides."""
 
 SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 """The matmuls whose results `selective` saves if layers are not compiled."""
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
-    """Discard the activations of each layer and recompute them in backward."""
+    """Make each layer that is not compiled discard its activations and recompute them in backward."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_matmuls)
@@ -53,7 +54,7 @@ def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
                 value=mode,
             )
         layer.gradient_checkpointing = True
-        # nn.Module.__setattr__ is typed for tensors and modules; this is a plain attribute.
+        # object.__setattr__, because nn.Module.__setattr__ is typed for tensors and modules only.
         object.__setattr__(layer, "_gradient_checkpointing_func", partial(checkpoint, **options))
 
 
@@ -83,7 +84,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    """The first matmul on every path from `start`."""
+    """The first matmul on every path that leaves `start` in the direction of `neighbours`."""
     found: set[fx.Node] = set()
     seen, todo = set(start), list(start)
     while todo:

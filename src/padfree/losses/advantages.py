@@ -1,8 +1,8 @@
 """Compute advantages from rewards.
 
     by group, [B] rewards to [B] advantages; m, s: mean and standard deviation (divisor n - 1) of the group's n rewards
-        grpo_advantages              (r - m) / (s + eps), or r - m without std (Dr. GRPO)
-        rloo_advantages              r - mean of the others = (r - m) · n / (n - 1)
+        grpo_advantages              (r - m) / (s + eps); r - m with std=False (Dr. GRPO)
+        rloo_advantages              r - mean of the group's other rewards = (r - m) · n / (n - 1)
     by token, [T] rewards to [T] advantages
         gae                          δₜ + γλ δₜ₊₁ + (γλ)² δₜ₊₂ + ...    δₜ = rₜ + γ Vₜ₊₁ - Vₜ
         discounted_returns           rₜ + γ rₜ₊₁ + γ² rₜ₊₂ + ...
@@ -11,7 +11,7 @@
     whiten                           (x - mean) / standard deviation, over the scored tokens of the whole global batch;
                                      without `shift_mean` the mean is added again
 
-The advantage is exactly 0 in a group of one, which has no baseline, and in a group of equal rewards.
+The advantage is exactly 0 in a group of one sample, which has no baseline, and in a group of equal rewards.
 
 Per-token arrays follow the token order of a pack. `mask` marks the positions that are actions (scored tokens). Other
 positions (a prompt, a tool's answer between two turns) are skipped as if they did not exist: the token after a gap is
@@ -51,7 +51,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bo
 
 @torch.no_grad()
 def rloo_advantages(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """[B] rewards, each minus the mean of the others in its group (leave one out)."""
+    """[B] each reward minus the mean of the other rewards of its group (leave one out)."""
     groups = _checked_groups(rewards, groups, num_groups)
     centred, counts = _centred(rewards, groups, num_groups)
     advantages = centred * (counts / (counts - 1.0).clamp(min=1.0))[groups]
@@ -97,7 +97,10 @@ def gae(
     gae_lambda: float = 0.95,
     max_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[T] generalised advantage estimates, and returns (advantage + value); the value after the last token is 0."""
+    """Return generalised advantage estimates [T], and returns [T], which are advantage + value.
+
+    The value after the last token of a sample is 0.
+    """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma, gae_lambda=gae_lambda)
     given, seen = pack.scored("rewards", rewards), pack.scored("values", values)
@@ -117,8 +120,8 @@ def whiten(
 ) -> Tensor:
     """[T] values scaled to standard deviation 1 over all scored tokens, and shifted to mean 0 if `shift_mean`.
 
-    `reduce` sums over all ranks, so that mean and standard deviation (divisor n - 1) are those of the global batch. A
-    rank may have no tokens. If there are fewer than two scored tokens in all, they are only shifted.
+    `reduce` sums over all ranks, so that mean and standard deviation (divisor n - 1) are computed over the global
+    batch. A rank may have no tokens. If the global batch has fewer than two scored tokens, they are only shifted.
     """
     mask = checks.mask("mask", mask)
     checks.same_length("values", len(mask), values=checks.quantity("values", values))
@@ -157,7 +160,7 @@ def reinforce_plus_plus_baseline(
     kl_coefficient: float = 0.0,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """[T] advantages from [B] rewards: minus the group's mean, minus the KL penalty per token, whitened globally.
+    """[T] advantages from [B] rewards: reward minus the group's mean minus the KL penalty per token, whitened globally.
 
     Each rank must hold whole groups; the ranks that `reduce` sums over may hold different groups.
     """
@@ -189,16 +192,16 @@ class _PackTokens:
         return torch.where(self.mask, values, 0.0)
 
     def discounted(self, values: Tensor, factor: float) -> Tensor:
-        """[T] the sum of the values from each action to the end of its sample, times `factor` per action; 0 elsewhere.
+        """[T] for each action, the sum of the values from it to the end of its sample, times `factor` per action.
 
-        A gap does not discount, and nothing carries over from one sample to the one before it.
+        Other positions get 0 and do not discount. Nothing carries over from one sample to the one before it.
         """
         steps = torch.where(self.mask, self.mask.new_full((), factor, dtype=torch.float64), 1.0)
         return torch.where(self.mask, scan_back(values, steps * self.goes_on, self.max_length), 0.0)
 
 
 def _token_rewards(rewards: Tensor, pack: _PackTokens, kl: Tensor | None, kl_coefficient: float) -> Tensor:
-    """[T] float64."""
+    """`token_rewards` in float64: [T]."""
     _need_finite(kl_coefficient=kl_coefficient)
     follows = scan_back(pack.mask, pack.goes_on, pack.max_length)  # scored tokens from here to the sample's end
     out = torch.where(pack.mask & (follows == 1.0), spread(checks.wide("rewards", rewards), pack.sample_index), 0.0)
@@ -208,7 +211,7 @@ def _token_rewards(rewards: Tensor, pack: _PackTokens, kl: Tensor | None, kl_coe
 def _whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """[T] float64."""
+    """`whiten` in float64: [T]."""
     need_number("eps", eps, 0.0, LARGEST, "give 0 or a small positive number")
     total, count = reduce(torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().double()])).unbind()
     mean = total / count.clamp(min=1.0)
@@ -235,7 +238,8 @@ def _centred(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Tensor, 
     wide = checks.wide("rewards", rewards)
     counts = segment_sum(torch.ones_like(wide), groups, num_groups)
     mean = segment_sum(wide, groups, num_groups) / counts.clamp(min=1.0)
-    # Otherwise the rounding error of the mean, divided by a standard deviation that is rounding error too, would count.
+    # Make equal rewards exactly 0. Otherwise the rounding error of the mean would be divided by a standard deviation
+    # that is a rounding error too, and the quotient could be large.
     index = groups.long()
     lowest = wide.new_zeros(num_groups).scatter_reduce(0, index, wide, "amin", include_self=False)
     highest = wide.new_zeros(num_groups).scatter_reduce(0, index, wide, "amax", include_self=False)

@@ -15,8 +15,8 @@ token of sample i in group g has the weight
     constant              1 / c            Dr. GRPO: for example c = longest response × number of samples
     group-mean            1 / (G n_g)      mean over groups of each group's token mean
 
-which is always 1 / (divisor × size), with a divisor for the whole global batch and a size for the sample. The weights
-are computed from the masks of the whole global batch, so the sum over any split of it is the same number.
+Each of these is 1 / (divisor × size), with a divisor for the whole global batch and a size for the sample. The weights
+are computed from the masks of the whole global batch, so the loss is the same however the batch is split into packs.
 
 Several samples may form one unit, such as a conversation whose turns are separate samples. Then "sample" above means
 unit: nᵢ counts the scored tokens of all samples of the unit, and B counts units. The conversation has the same weight
@@ -83,9 +83,10 @@ def batch_weights(
 ) -> Tensor:
     """[T] float32 weights of a packed batch on its device, for code that knows the global counts but has no `Sample`s.
 
-    `divisor` is that of the whole global batch: N for token-mean, B for sample-mean and sample-sum, 1 for
-    sum-of-sample-mean, c for constant, G for group-mean (`weight_divisor` computes it). `group_counts` [B] holds n_g of
-    each sample's group. `reduce` sums over the ranks that hold parts of the same pack.
+    `divisor` is computed over the whole global batch: N for token-mean, B for sample-mean and sample-sum, 1 for
+    sum-of-sample-mean, c for constant, G for group-mean (`weight_divisor` computes it). `group_counts` [B] holds, for
+    each sample, the number n_g of scored tokens in its group. `reduce` sums over the ranks that hold parts of the same
+    pack.
     """
     _check_mode(mode)
     need_whole("num_samples", num_samples, 0, "give the number of samples")
@@ -117,7 +118,8 @@ def weight_divisor(
 ) -> float:
     """The divisor of the weights of the whole global batch, from the scored tokens `counts` [B] of its samples.
 
-    At least 1 if it is a count, so that a batch without scored tokens has weights of 0 and does not divide by 0.
+    If the divisor is a count, it is at least 1, so that a batch without scored tokens has weights of 0 instead of a
+    division by 0.
     """
     _check_mode(mode)
     counts = _checked_counts(counts)

@@ -1,7 +1,8 @@
 """Losses whose gradient can be computed while a chunk of logits exists.
 
 `head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for a chunk of c labelled tokens
-and expects their weighted losses [c]; `positions` are their indices on the token axis.
+and expects their weighted losses [c]; `positions` are their indices on the token axis. This requires an elementwise
+loss: the loss of a token depends only on its own values.
 
     settings                                elementwise
     SFT, clip, CISPO, REINFORCE             yes
@@ -51,9 +52,9 @@ def is_elementwise(settings: TokenLossSettings) -> bool:
 
 
 def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> TokenLoss:
-    """The weighted loss of some of the tokens as a function of their scores; `inputs` need no scores.
+    """Return the function `token_loss`, which computes the weighted losses of some tokens from their scores.
 
-    For statistics, call `compute_loss` on the scores without gradient.
+    `inputs` need not hold scores. For statistics, call `compute_loss` on the scores without gradient.
     """
     if not is_elementwise(settings):
         raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")

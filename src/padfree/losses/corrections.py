@@ -6,13 +6,13 @@
 
 A correction is a factor per token, without gradient, on the policy objective (not on the KL or entropy terms); several
 corrections multiply. They do not change the token weights: a masked token still counts in the denominator, so that the
-loss of a token does not depend on which others are masked.
+loss of a token does not depend on which other tokens are masked.
 
     token TIS       clamp(exp(d), low, high)                          truncated importance sampling (Yao et al. 2025)
     sequence TIS    clamp(exp(Σ d), low, high), or with the mean of d if `geometric`
     IcePop          exp(d) if low <= exp(d) <= high, else 0           (Ling team 2025)
-    sequence mask   1 if the sequence's ratio is in [low, high], else 0: `mean` exp(mean d), `sum` exp(Σ d), `token`
-                    every single exp(d)
+    sequence mask   1 if the sequence's ratio is in [low, high], else 0. The ratio is exp(mean d) with `mean` and
+                    exp(Σ d) with `sum`; with `token`, every single exp(d) must be in the range
     OPSM            0 if A < 0 and mean(log π_old - log π) > delta, else 1    off-policy sequence masking: π is the
                     policy being trained, so this also measures how far earlier steps on the batch have moved it
 
@@ -62,7 +62,7 @@ def sequence_factor(
     """[T] product of the corrections that depend on whole sequences.
 
     `trainer`, `sampler` and `current` are [T] log-probabilities without gradient. `sampler` may be None if no
-    correction uses it, `current` if there is no OPSM.
+    correction uses it. `current` may be None if OPSM is not among the corrections.
     """
     mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
     factor = torch.ones_like(trainer)

@@ -3,7 +3,7 @@
 With x = log p(token) - log q(token) for a token sampled from p, each estimator estimates KL(p ‖ q):
 
     k1            x                     unbiased, any sign
-    k2            x² / 2                biased, but its gradient is that of KL(p ‖ q)
+    k2            x² / 2                biased, but its gradient is an unbiased estimate of the gradient of KL(p ‖ q)
     k3            exp(-x) - 1 + x       unbiased, never negative
     low_var_kl    k3, clamped to [-10, 10]
 

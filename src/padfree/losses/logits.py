@@ -2,9 +2,9 @@
 
     logits [..., V]  +  labels [...]   ->   logprobs [...], entropy [...]
 
-`padfree.head` avoids the logits altogether; this is for code that already has them. Besides the logits only a chunk of
-tokens at a time is expanded, and only the log-sum-exp of each token is kept for the backward pass, whose result is the
-only other [..., V] tensor. With z = logits / temperature and p = softmax(z),
+`padfree.head` avoids the logits altogether; this module is for code that already has them. Besides the logits, forward
+expands only one chunk of tokens at a time to float32, and keeps only the log-sum-exp of each token for backward. The
+only other [..., V] tensor is the gradient that backward returns. With z = logits / temperature and p = softmax(z),
 
     logprob = z[label] - lse(z)       gradient w.r.t. z: onehot - p
     entropy = -Σ p log p              gradient w.r.t. z: -p (log p + entropy)
@@ -84,7 +84,7 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of chunks [c, V] of the logits and of the same tokens of the others. Nothing is copied."""
+    """Yield chunks [c, V] of the logits, and of each tensor in `others` the values of the same tokens, as views."""
     if logits.dim() == 1:
         yield (logits[None], *(other[None] for other in others))
     elif logits.dim() == 2:

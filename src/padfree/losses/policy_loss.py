@@ -5,10 +5,10 @@
                       + kl_coefficient · KL(π ‖ reference)       · π / π_old with `kl_weighting` "ratio"
                       - entropy_coefficient · entropy
 
-Everything is elementwise in (log π, entropy), with three exceptions: objectives over whole sequences (GSPO); OPSM,
-which needs the current log-probabilities of a whole sequence; and sequence-level corrections if the current policy is
-also the old one. `is_elementwise` tells them apart. The exceptions need all scores first. The others can be computed,
-including the gradient, while a chunk of logits exists: `PolicyTerms.token_loss`.
+Losses are elementwise in (log π, entropy), with three exceptions: objectives over whole sequences (GSPO); OPSM, which
+needs the current log-probabilities of a whole sequence; and sequence-level corrections if the current policy is also
+the old one. `is_elementwise` tells which case applies. In the three exceptions all scores must be computed first. An
+elementwise loss and its gradient can be computed while a chunk of logits exists: `PolicyTerms.token_loss`.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class PolicyTerms:
 def policy_terms(
     inputs: LossInputs, settings: PolicySettings, *, current: Tensor | None, reduce: Reduce = no_reduce
 ) -> PolicyTerms:
-    """Everything except the scores. `current` [T] holds the log-probabilities without gradient, if they are known."""
+    """The terms of the loss other than the scores. `current` [T] holds the current log-probabilities without gradient,
+    if they are known."""
     assert current is not None or is_elementwise(settings), "a sequence-level loss needs the scores first"
-    # A user-defined objective gets whatever is available; the others get what they need.
+    # A user-defined objective gets all values that are available. A built-in objective gets the values it needs.
     offered = isinstance(settings.objective, CustomObjective)
     sampler = ref = None
     if settings.needs_sampler_logprobs or (offered and inputs.rollout_logprobs is not None):
@@ -124,7 +125,10 @@ def _token_losses(
     pack: LossInputs | None = None,
     reduce: Reduce = no_reduce,
 ) -> _Parts:
-    """If `pack` is None the result is elementwise: it may be computed for any subset of the tokens."""
+    """Compute the losses [T] of tokens before weighting.
+
+    If `pack` is None, the objective is elementwise, and the tokens may be any subset of a pack.
+    """
     old = logprobs.detach() if settings.old_policy == "current" else terms.old
     tokens = ObjectiveInputs(
         logprobs=logprobs,
@@ -163,7 +167,7 @@ def _token_losses(
 def _statistics(
     inputs: LossInputs, settings: PolicySettings, terms: PolicyTerms, parts: _Parts, current: Tensor
 ) -> dict[str, Tensor]:
-    """[T] each. Available quantities are reported whether or not the loss uses them."""
+    """The statistics by name, [T] each. Available quantities are reported whether or not the loss uses them."""
     objective = parts.objective
     found = {name: values.to(current.dtype) for name, values in objective.statistics.items()}
     found["advantage"] = terms.advantages

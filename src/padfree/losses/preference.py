@@ -5,7 +5,7 @@
     weights    [½, ½]                      [P] for example 1 / number of pairs in the global batch
 
     x of an answer      sigmoid, hinge, ipo   Σ over its tokens of (log π - log π_ref), or their mean (`normalise`)
-                        simpo, orpo           the mean of log π, or the sum
+                        simpo, orpo           the mean of log π over its tokens; the sum if `normalise` is false
                         reward model          score of the sample's last token
     loss of a pair      with Δ = x_chosen - x_rejected and l(d) = -(1 - ε) log σ(d) - ε log σ(-d), ε: label_smoothing
                         sigmoid               l(beta · Δ)
@@ -17,8 +17,9 @@
                         reward model          -log σ(Δ - margin)
 
 Under context parallelism a rank holds some of the tokens of a pair. `reduce` sums what the pair's loss depends on; each
-rank then returns its share of the loss (its fraction of the pair's tokens), with exactly the gradient of the whole loss
-for its own tokens. Shares sum to 1, so that losses and statistics of all ranks add up as usual.
+rank then returns its share of the loss (the fraction of the pair's tokens that it holds). The gradient for its own
+tokens is exactly the gradient of the whole loss. Shares sum to 1, so that losses and statistics can be summed over
+ranks as for other losses.
 Both answers of a pair must be in one pack.
 """
 
@@ -99,7 +100,9 @@ def reward_model_loss(
     margins: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> LossOutput:
-    """Pairwise loss on the scores [T] at `ends` [T] (`sample_ends`), or this rank's share of it.
+    """Pairwise loss on the scores [T] at the last tokens of samples, or this rank's share of it.
+
+    `ends` [T] marks the last tokens (`sample_ends`).
 
     `margins` [P] are added to the margin in the settings.
     """
@@ -161,7 +164,8 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """The loss from `local` [B], this rank's part of x, and `held` [B], the number of this rank's tokens in it.
+    """The loss of pairs. `local` [B] is this rank's part of x of each sample, and `held` [B] the number of tokens that
+    this rank holds of it.
 
     Statistics of x are multiplied by `shown`.
     """

@@ -22,7 +22,8 @@ from padfree.batch import need_tensor
 from padfree.losses import checks
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that share something. It need not be differentiable."""
+"""A function that sums a tensor over ranks, for example over the ranks that share a pack. It need not be
+differentiable."""
 
 
 def no_reduce(values: Tensor) -> Tensor:
@@ -57,9 +58,9 @@ def segment_mean(
 def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Tensor:
     """[T] solution of `out[t] = values[t] + factors[t] * out[t + 1]`, with 0 after the end.
 
-    Two neighbouring steps combine into one step of twice the reach, so log2(T) passes over the whole pack replace a
-    loop over T tokens. A factor of 0 ends the recurrence; if there is one at least every `length` tokens,
-    log2(length) passes suffice.
+    Two neighbouring steps of the recurrence combine into one step over twice as many tokens, so log2(T) passes over the
+    whole pack replace a loop over T tokens. A factor of 0 ends the recurrence; if at least every `length`-th factor is
+    0, log2(length) passes suffice.
     """
     out, factors = values.double(), factors.double()
     num_tokens = len(values)

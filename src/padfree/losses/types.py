@@ -46,7 +46,7 @@ class LossInputs:
     num_samples: int
     logprobs: Tensor | None = None  # [T] of the labels, under the policy being trained
     entropy: Tensor | None = None  # [T] of the policy's distribution; only needed if `needs_entropy`
-    old_logprobs: Tensor | None = None  # [T] the trainer's, before the update
+    old_logprobs: Tensor | None = None  # [T] computed by the trainer before the update
     rollout_logprobs: Tensor | None = None  # [T] reported by the sampler
     ref_logprobs: Tensor | None = None  # [T]
     advantages: Tensor | None = None  # [T]
@@ -93,9 +93,9 @@ class LossInputs:
     def need(self, name: str, why: str) -> Tensor:
         """The field of this name, which the loss requires.
 
-        Values without a label become 0, because they (a prompt's log-probability, for example) may be anything, even
-        NaN. The result has a gradient only if it comes from the model being trained: old and reference numbers are
-        constants.
+        Values at positions without a label become 0, because they may be arbitrary, even NaN (for example a prompt's
+        log-probabilities). The result has a gradient only if it comes from the model being trained: old and reference
+        values are constants.
         """
         values: Tensor | None = getattr(self, name)
         if values is None:
@@ -118,7 +118,7 @@ class LossOutput:
     loss: Tensor  # scalar
     token_losses: Tensor | None = None  # [T] weighted, without gradient; None if losses belong to pairs, not tokens
     statistics: Statistics = field(default_factory=dict)
-    pair_statistics: dict[str, Tensor] | None = None  # [P] float64, for losses on pairs: this rank's share, and `count`
+    pair_statistics: dict[str, Tensor] | None = None  # [P] float64: this rank's share of each pair, and `count`
 
 
 def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, Tensor]) -> LossOutput:

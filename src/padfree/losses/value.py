@@ -4,7 +4,7 @@ With v the value, v_old the value before the update and R the return, the loss i
 
     ½ max((v - R)², (v_old + clamp(v - v_old, ±clip) - R)²)
 
-so that the value may move at most `clip` in one update; ½ (v - R)² without a clip.
+so that the value moves by at most `clip` in one update. Without `clip`, the loss is ½ (v - R)².
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
 def value_loss(inputs: LossInputs, settings: ValueSettings) -> LossOutput:
-    """The weighted sum over the tokens in `inputs`."""
+    """The weighted sum of the value losses of the tokens in `inputs`."""
     values = inputs.need("values", "the value loss")
     returns = inputs.need("returns", "the value loss")
     errors = (values - returns).square()

@@ -9,11 +9,11 @@ Attach first, then compile the layers, then wrap them in activation checkpointin
 attention is one operator; over context ranks it is a graph break.
 
 Before that, `attach` tests the architecture: padfree must support the features in the config, and a small copy must
-give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise the model is refused with the
-reason.
+give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise `attach` raises an error with
+the reason.
 
-The backend is the one in the batch's AttnContext if it names one, else the one given to `attach`, else the fastest that
-supports the call (`auto`).
+If the batch's AttnContext names a backend, this backend is used; otherwise the backend given to `attach`. With `auto`,
+the fastest backend that supports the call is used.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ TESTED = (
     "Zamba2ForCausalLM",
     "ZambaForCausalLM",
 )
-"""Architectures whose packed logits and parameter gradients the tests compare with one sample at a time."""
+"""Architectures for which the tests compare logits and parameter gradients of a pack with one sample at a time."""
 
 PADDED_CURE = "train it with padding, using transformers.Trainer and DataCollatorForSeq2Seq(tokenizer)"
 """The advice for a model that cannot be packed."""
@@ -168,7 +168,7 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
     assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
     for module in {model, base_of(model)}:
         if check_inputs not in module._forward_pre_hooks.values():
-            # before other hooks, which may put the context of mixers into the argument of the mask
+            # run it before other hooks, which may pass the context of mixers as the attention mask
             module.register_forward_pre_hook(check_inputs, with_kwargs=True, prepend=True)
     return model
 

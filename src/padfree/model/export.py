@@ -6,9 +6,9 @@
 `export_model` merges adapters into the weights, in float32. `export_adapters` writes a folder for
 `PeftModel.from_pretrained(base, "out")`.
 
-Both are collective. Tensors are gathered one by one; rank 0 keeps and writes them. `save_pretrained` writes the files,
-for an empty copy of the model's class without the wrappers of training. Names, layout (experts one by one, if
-transformers stores them so) and file sizes are therefore those of transformers.
+Both are collective. Tensors are gathered one by one; rank 0 keeps and writes them. The files are written by
+`save_pretrained` of an empty copy of the model's class, without the wrappers of training. Names, layout (experts one by
+one, if transformers stores them so) and file sizes are therefore the same as in any transformers folder.
 
 A language model that was extracted from a multimodal folder is exported inside it: `padfree.model.wrapper`.
 
@@ -91,7 +91,7 @@ def export_model(
 
 
 def _not_finite(tensors: Mapping[str, Tensor], parameters: Collection[str], dtype: torch.dtype) -> str | None:
-    """An error if a weight is not finite, also after conversion to the dtype of the files; else None."""
+    """An error message if a weight is not finite, before or after conversion to the dtype of the files; else None."""
     found = nonfinite_tensor(tensors, parameters)
     if found is None:
         return None
@@ -185,7 +185,10 @@ def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) ->
 
 
 def not_an_export(folder: Path) -> str | None:
-    """Why an export must not replace this folder: it has files that no export wrote. None if it may be replaced."""
+    """Why an export must not replace this folder, for example because it has files that no export wrote.
+
+    None if it may be replaced.
+    """
     paths = list(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     if not paths:
         return None

@@ -60,7 +60,7 @@ def is_attached(config: PreTrainedConfig) -> bool:
 def need_attached(model: PreTrainedModel) -> None:
     """Raise if the model was not prepared by `attach`: its own attention would mix the samples of a pack.
 
-    The name of the implementation alone does not prove it, because it can be set without the test of `attach`.
+    The name of the attention implementation does not prove that `attach` was called, because users can set it directly.
     """
     if not is_attached(model.config) or check_inputs not in model._forward_pre_hooks.values():
         raise UserError("model", f"{type(model).__name__} is not attached", "call padfree.attach(model) first")
@@ -85,7 +85,10 @@ def attention(
     layer_positions: Tensor | None = None,  # [T] index of each query in the layer's input, if it was reordered
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, H, dv] and None for the attention weights. A backend named in the context overrides `backend`."""
+    """Return the output [1, T, H, dv], and None in place of the attention weights.
+
+    A backend named in the context overrides `backend`.
+    """
     name = type(module).__name__
     if attn_context is None:
         raise UserError(
@@ -124,7 +127,7 @@ def attention(
         )
     if attn_context.backend != "auto":
         backend = attn_context.backend
-    # Views, in backward as well: the gradient of `states[0]` would need a copy.
+    # `squeeze(0)` gives views in forward and backward, whereas the gradient of `states[0]` would need a copy.
     q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     chunk = chunk_of(module)
     if (chunk is not None or counts_positions(module)) and attn_context.segments.parents is not None:
@@ -174,7 +177,10 @@ def chunk_of(module: nn.Module) -> int | None:
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
-    """The same pack in segments of at most `chunk` tokens. Each sample starts a new chunk, as its positions do."""
+    """The context of the same pack, with samples cut into segments of at most `chunk` tokens.
+
+    Each sample starts a new chunk, because its positions start at 0.
+    """
     if context.layout is not None:
         raise UserError(
             "attention_chunk_size",
@@ -195,7 +201,12 @@ def counts_positions(module: nn.Module) -> bool:
 
 
 def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, layer_positions: Tensor | None) -> Tensor:
-    """The queries [T, H, d] rescaled, as if the layer had used the position of each token in its sample."""
+    """Correct queries [T, H, d] that a layer has scaled by a wrong position.
+
+    Layers such as Llama 4's multiply each query by a factor that depends on its position, but count positions along the
+    whole pack. This function divides by that factor and multiplies by the factor for the token's position in its own
+    sample. `layer_positions` [T] are the positions that the layer counted; None means 0, 1, 2, ...
+    """
     here = torch.arange(len(q), device=q.device)
     tokens = here if context.plan is None else context.plan.own
     counted = here if layer_positions is None else layer_positions
@@ -282,7 +293,7 @@ _REFUSED = {
 
 
 def check_positions(limit: int | None, longest: int) -> None:
-    """Raise if the longest sample of a pack would change the rotary frequencies of the others.
+    """Raise if the longest sample of a pack would change the rotary frequencies of the other samples.
 
     `limit`: see `position_limit`.
     """
@@ -301,7 +312,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     if not isinstance(parameters, dict):
         return None
     limits = []
-    for entry in (parameters, *parameters.values()):  # one set for all layers, or one per layer type
+    for entry in (parameters, *parameters.values()):  # a config has one set for all layers, or one per layer type
         if not isinstance(entry, dict):
             continue
         kind = str(entry.get("rope_type", "default"))

@@ -16,8 +16,8 @@ The tensors are filled from one of three sources:
   each tensor. The values do not depend on the number of ranks.
 
 Tied parameters stay one object under two names after `to_empty`. Buffers that are not in the files (rotary frequencies)
-come from transformers' own `_init_weights`. It runs twice, with these buffers filled with 0 and with 1. A buffer that
-differs between the two runs is not restored by the model's code, and the model is refused.
+come from transformers' own `_init_weights`. It runs twice, with these buffers filled with 0 and with 1 beforehand. If a
+buffer differs between the two runs, the model's code does not restore it, and loading raises an error.
 
 Adapters added by `shard` (`padfree.model.lora`) are initialised from `seed`; the adapted tensors keep their names. If
 `shard` changes the dtype of a parameter, the values are cast while they are read.
@@ -217,7 +217,10 @@ def local_region(tensor: Tensor) -> Region:
 def region_of(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Region:
-    """The part at `coordinate` of a mesh: [5, 2] sharded in dim 0 over 2 -> [0:3] and [3:5]."""
+    """The part of a tensor of this shape that the rank at `coordinate` of the mesh holds.
+
+    [5, 2] sharded in dim 0 over 2 ranks -> rows [0:3] at coordinate 0, rows [3:5] at coordinate 1.
+    """
     bounds = [(0, size) for size in shape]
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
@@ -236,7 +239,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """(module, attribute) of every parameter that is tied to an earlier one, with (module, attribute) of that one."""
+    """For every parameter that is tied to an earlier one: (module, attribute) of this and of the earlier parameter."""
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for module in model.modules():
@@ -301,7 +304,7 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The non-persistent buffers by name, on the CPU. `model` is on the meta device."""
+    """The non-persistent buffers of `model`, which is on the meta device: values on the CPU, by name."""
     for tensor in named_tensors(model).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     runs: list[dict[str, Tensor]] = []
@@ -328,7 +331,10 @@ def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _names_match(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: bool = False) -> bool:
-    """Whether the files hold the model's tensors under their own names. `fresh`: except for the scalar head."""
+    """Whether the files hold all tensors of the model under the model's own names.
+
+    With `fresh`, the scalar head, which is new, need not be in the files.
+    """
     if get_model_conversion_mapping(model, add_legacy=False):
         return False
     wanted = set(named_tensors(model)) - ({SCALAR_WEIGHT} if fresh else set())
@@ -442,7 +448,7 @@ def _through_transformers(
         ("mismatched", "give the config that belongs to the files"),
     ):
         names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in info[f"{kind}_keys"])
-        if scalar:  # a causal language model has another head
+        if scalar:  # the files of a causal language model hold a different head
             names = [name for name in names if name != SCALAR_WEIGHT and not re.fullmatch(OTHER_HEADS, name)]
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -488,7 +494,10 @@ def _unlike_config(
 def _broadcast(
     targets: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], source_model: Callable[[], PreTrainedModel]
 ) -> None:
-    """Fill the tensors one by one from a model that rank 0 creates on the CPU. `dtypes`: their dtypes in that model."""
+    """Fill `targets` one by one from a model that rank 0 creates on the CPU by calling `source_model`.
+
+    `dtypes` are the dtypes of the tensors in that model.
+    """
     several = dist.is_initialized() and dist.get_world_size() > 1
     whole: dict[str, Tensor] = {}
     error = None

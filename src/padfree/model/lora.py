@@ -11,7 +11,7 @@ names, which gives the names in HF files. Call `attach` first, because it tests 
 A is initialised from the seed and its own name, so that its values do not depend on ranks, order or targets. B is 0, so
 that the model initially equals the one without adapters.
 
-Adapters are for linear layers below the head. These targets are refused, and "all-linear" leaves them frozen:
+Adapters are for linear layers below the head. These targets raise an error, and "all-linear" leaves them frozen:
 
 - embeddings and the head, because the losses read the head's weight directly, without the adapter;
 - linear layers of a mixer whose forward reads their weight directly (Mamba's time step);
@@ -128,7 +128,8 @@ def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """The names of the target layers for PEFT, as short as possible."""
+    """The names of the target layers for PEFT: the last parts of names (`q_proj`) if these select the right layers,
+    otherwise full names."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}

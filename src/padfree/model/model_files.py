@@ -42,9 +42,10 @@ def open_model(
     init_setting: str | None = "init",
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """The config, and the file of each tensor; None instead of files means random weights.
+    """Return the config and the file of each tensor. If the weights are to be random, None replaces the files.
 
-    `init_setting`: the setting that requests random weights, for the error message; None: not available here.
+    `init_setting` is the name of the setting that requests random weights, for error messages. It is None if the caller
+    has no such setting.
     """
     if isinstance(source, PreTrainedConfig):
         return copy.deepcopy(source), None

@@ -1,6 +1,6 @@
 """Find tensors of a model that hold NaN or infinity.
 
-    weights   w0 w1 w2 ...      minimum and maximum of each on its device (both are NaN if there is a NaN); no copies
+    weights   w0 w1 w2 ...      minimum and maximum of each tensor on its device, without copies; NaN if it has a NaN
               -> [n] flags      one synchronisation for all tensors of a device
 
 A finite loss does not prove finite weights: an attention kernel can return 0 for a query whose scores are NaN, and a

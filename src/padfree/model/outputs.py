@@ -4,7 +4,7 @@
     lm_head_of(model)             LmHead                       weight [V, D], bias, soft cap and scale
 
 Some models scale their logits in ways that only their code shows. `LmHead` is therefore compared with the logits of a
-small copy (`padfree.model.probe`), and a model whose logits it does not reproduce is refused.
+small copy (`padfree.model.probe`). If it does not reproduce the logits, `lm_head_of` raises an error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of the model below its head. A model without a head is its own base."""
     base = model.base_model
     if base is model and model.get_output_embeddings() is not None:  # type: ignore[no-untyped-call]
-        # The base_model_prefix of the class refers to a part of a larger model.
+        # The model has no part named base_model_prefix, which refers to a larger model: take the child that is a model.
         base = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
     assert isinstance(base, PreTrainedModel)
     return base

@@ -1,22 +1,21 @@
 """Test on a small copy, on the CPU, whether an architecture can be trained packed.
 
     single   | sample of 13 |  | 1 |  | 9 |  | 9 |            four calls of the model with HF's own eager attention
-    packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |          one pack with padfree's attention; its tokens are
-    shuffled,
-                                                              and only attention and mixers know the order
+    packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |          one pack with padfree's attention. Its tokens are
+                                                              shuffled; only attention and mixers know the order
     state    | 9 | another of 13 | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
 
-Packed and single must give the same logits and the same gradient of every parameter. A recurrent state, a convolution,
-a mask that HF would have created, a window that was not passed on, positions counted by the model: each makes the two
-differ. Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so that a
-leak is visible in the first digits. In the third pack, outputs and gradients of the unchanged samples must not depend
-on the samples before them, in this pack or in the previous one.
+Packed and single must give the same logits and the same gradient of every parameter. They differ if the model has a
+recurrent state or a convolution, relies on a mask that HF would have created, does not pass on a window, or counts
+positions itself. Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so
+that a leak is visible in the first digits. In the pack `state`, outputs and gradients of the unchanged samples must not
+depend on the samples before them, in this pack or in the previous one.
 
 Modules that mix tokens without attention are found first (`padfree.model.mixers`) and run on whole segments.
 
 The copy has the architecture of the model with small sizes (`shrink`). Layers can differ in ways that the config does
-not show, so the copy must contain every module class of the real model. Layers are added until it does; otherwise the
-model is refused.
+not show, so the copy must contain every module class of the real model. Layers are added until it does. If it never
+does, the model does not pass.
 
 `stock_leak` tests a model with transformers' own attention. That attention gets the sample boundaries in one of two
 ways: from the mask that transformers creates where position ids restart (sdpa, eager, flex), or from cumulative lengths
@@ -59,7 +58,7 @@ MASKED = ("eager", "sdpa", "flex_attention")
 LENGTHS = (13, 1, 9, 9)
 PAD = 3
 TOLERANCE = 1e-4
-"""Relative to the largest entry. Rounding is below 1e-5; a leak is above 1e-2."""
+"""The largest difference, relative to the largest entry, that passes. Rounding is below 1e-5; a leak is above 1e-2."""
 
 MAX_PARAMETERS = 5_000_000
 """A larger copy means that `shrink` does not know the size fields of the config."""
@@ -69,7 +68,11 @@ NUM_LAYERS = (2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`leak`: why the architecture cannot be packed. `head`: why `LmHead` does not describe its head. None: it does."""
+    """The result of the test.
+
+    `leak` says why the architecture cannot be packed; None if it can. `head` says why `LmHead` does not describe its
+    head; None if it does.
+    """
 
     leak: str | None
     head: str | None
@@ -85,7 +88,7 @@ def stock_leak(model: PreTrainedModel) -> str | None:
     """Why this model cannot be trained packed with its attention implementation of transformers; None if it can."""
     implementation = str(model.config._attn_implementation)
     if implementation in MASKED:
-        # flex needs a compiler; its mask is created by the same code as that of eager
+        # flex needs a compiler, so eager is tested instead: the same code creates the masks of both
         used = "sdpa" if implementation == "sdpa" else "eager"
         return _verdict(model, used, partial(_compare_stock, implementation=used)).leak
     if "flash" in implementation:
@@ -94,7 +97,8 @@ def stock_leak(model: PreTrainedModel) -> str | None:
 
 
 def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A small copy as the probe uses it, with large random weights, on the CPU, in evaluation mode; None if impossible.
+    """A small copy as the probe uses it: large random weights, on the CPU, in evaluation mode. None if it cannot be
+    built.
 
     Call it inside `undisturbed`.
     """
@@ -102,7 +106,7 @@ def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     for num_layers in NUM_LAYERS:
         try:
             copy: PreTrainedModel = type(model)(shrink(model.config, num_layers))
-        except Exception:  # as in `_verdict`
+        except Exception:  # config classes raise all kinds of errors
             return None
         if required <= _module_classes(copy):
             mark_chunked_layers(copy)
@@ -116,7 +120,10 @@ Compare = Callable[[PreTrainedModel], Verdict]
 
 
 def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
-    """The verdict of `compare` on a small copy with every module class of the model. `how`: its name, for the cache."""
+    """The verdict of `compare` on a small copy with every module class of the model.
+
+    `how` names `compare` in the key of the cache.
+    """
     with undisturbed():
         required = frozenset(_module_classes(model))
         verdict = _refusal("no small copy of it was built")
@@ -140,7 +147,10 @@ _VERDICTS: dict[tuple[type[PreTrainedModel], str, frozenset[str], str], tuple[Ve
 def _probe(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, required: frozenset[str], compare: Compare
 ) -> tuple[Verdict, bool]:
-    """The verdict on one copy, and whether to try more layers: the copy lacks a module class or cannot be built."""
+    """Return the verdict on one copy, and whether to try a copy with more layers.
+
+    More layers are tried if the copy lacks a module class in `required` or cannot be built.
+    """
     try:
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in model_class(deepcopy(config)).parameters())
@@ -178,7 +188,10 @@ def _module_classes(model: nn.Module) -> set[str]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Context manager: CPU, float32, gradients on, no log messages or warnings. Restores the caller's state."""
+    """A block that runs on the CPU in float32 with gradients on, and without log messages or warnings.
+
+    At its end the caller's state is restored.
+    """
     verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
     elsewhere = torch.get_default_device().type != "cpu"
     hf_logging.set_verbosity(logging.ERROR)
@@ -213,12 +226,12 @@ class _Samples:
         single = [_first(model(input_ids=sample[None], use_cache=False)) for sample in samples]
         self.outputs = torch.cat(single)
         self.weights = torch.randn_like(self.outputs)
-        later = slice(LENGTHS[0], None)  # of all samples but the first
+        later = slice(LENGTHS[0], None)  # the tokens of all samples but the first
         self.later_gradients = _gradients(model, self.outputs[later], self.weights[later], keep=True)
         self.gradients = _gradients(model, self.outputs, self.weights)
 
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
-        """A refusal if the outputs of the pack or their gradients differ; else None."""
+        """A negative verdict if outputs or gradients of the pack differ from one sample at a time; else None."""
         gradients = _gradients(model, packed, self.weights)
         leak = _difference("outputs", packed, self.outputs)
         for name, gradient in gradients.items():
@@ -227,7 +240,7 @@ class _Samples:
 
 
 def _compare(model: PreTrainedModel) -> Verdict:
-    """Compare packed with one at a time, for each choice of mixers until one passes."""
+    """Compare a pack with one sample at a time, for each choice of mixers until one passes."""
     _randomise(model)
     samples = _Samples(model)
     choices = find_mixers(model)
@@ -282,7 +295,11 @@ def _inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: 
 
 
 def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> Verdict | None:
-    """A refusal if samples depend on earlier ones. The last sample goes first, the first one gets other tokens."""
+    """A negative verdict if a sample depends on the samples before it; else None.
+
+    The pack is changed for this test: the last sample comes first, and the tokens of the first sample are replaced.
+    Outputs and gradients of all other samples must stay the same.
+    """
     pieces = torch.split(samples.input_ids, samples.segments.lengths.tolist())
     changed = (pieces[0] + torch.randint(1, VOCABULARY, pieces[0].shape)) % VOCABULARY
     last = len(LENGTHS) - 1
@@ -303,7 +320,10 @@ def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> 
 
 
 def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
-    """Compare a pack of a data collator with transformers' own attention, or with a substitute for flash attention."""
+    """Compare one sample at a time with a pack as a data collator makes it, under the attention `implementation`.
+
+    This is one of transformers' own, or `LENGTHS_PROBE`, a substitute for flash attention.
+    """
     _randomise(model)
     samples = _Samples(model)
     AttentionInterface.register(LENGTHS_PROBE, _by_lengths)
@@ -327,14 +347,19 @@ def _by_lengths(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """A substitute for flash attention: attends inside the given lengths, or over the whole pack if there are none."""
-    del cu_seq_lens_k, max_length_q, max_length_k  # the same numbers
+    del cu_seq_lens_k, max_length_q, max_length_k  # cu_seq_lens_q holds the same information
     lengths = torch.tensor([query.shape[2]]) if cu_seq_lens_q is None else torch.diff(cu_seq_lens_q)
     context = AttnContext(segments=Segments.from_lengths(lengths.tolist()))
     return attention(module, query, key, value, attention_mask, attn_context=context, **kwargs)
 
 
 def _register_permuted(order: Tensor) -> list[str]:
-    """Register, as `PROBE`, attention on a pack whose index i holds token order[i]. Returns a list of its calls."""
+    """Register an attention function under the name `PROBE` that undoes a permutation of the pack's tokens.
+
+    The model runs on a shuffled pack: index i holds token `order[i]`. The function restores the original order,
+    computes attention, and shuffles the result again. Returns a list to which each call of the function appends the
+    class name of the calling layer.
+    """
     calls: list[str] = []
     inverse = torch.argsort(order)
 
@@ -366,7 +391,7 @@ def _randomise(model: nn.Module) -> None:
 
 
 def _first(output: object) -> Tensor:
-    """[T, ...] the logits of a model with a head, or the last hidden states of one without."""
+    """[T, ...] the logits of a model with a head, or the last hidden states of a model without a head."""
     values = getattr(output, "logits", None)
     values = getattr(output, "last_hidden_state", None) if values is None else values
     if not isinstance(values, Tensor) or values.ndim != 3:

@@ -25,11 +25,12 @@ class Router:
     module: nn.Module
     num_experts: int
     owner: nn.Module | None  # the module that has the bias: the router or its parent; None without a bias
-    bias: str  # the name of the bias, or ""
+    bias: str  # the name of the bias in `owner`; "" if there is none
 
     @property
     def by_sigmoid(self) -> bool:
-        """Routers with a bias score experts with a sigmoid each, others with a softmax over all experts."""
+        """Whether the router scores each expert with a sigmoid, as routers with a bias do. Routers without a bias use a
+        softmax over all experts."""
         return self.bias != ""
 
     def probabilities(self, logits: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     hidden [n, D]  ->  score.weight [1, D]  ->  [n]
     reward model   the number at the last token of a conversation
-    critic         the number at every position: the expected return from there on
+    critic         the number at every position: the expected return from this position on
 
 They are transformers' `...ForSequenceClassification` models with one label, so that
 `AutoModelForSequenceClassification` loads an export. Weights can come from a causal language model, whose head is

@@ -24,7 +24,7 @@ OF_OTHER_HEADS = ("classifier", "summary")
 
 
 def state_obstacle(model: PreTrainedModel) -> str | None:
-    """Why a token depends on more than the keys and values of earlier tokens; None if it does not."""
+    """The reason why a token depends on more than the keys and values of earlier tokens; None if it does not."""
     for name, module in model.named_modules():
         if installed(module) is not None:
             return f"{name} has a recurrent state"

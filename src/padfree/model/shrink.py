@@ -7,8 +7,8 @@ Sizes are replaced. Everything else (activations, norms, scaling factors, soft c
 decides whether an architecture can be packed. Lists with one entry per layer keep the first layer of each kind. Windows
 become shorter than the probe's samples, so that a window that is ignored changes the results.
 
-The result can be wrong for a new architecture. `padfree.model.probe` builds the copy, and refuses it if it is too large
-or lacks a module class of the real model.
+The result can be wrong for a new architecture. `padfree.model.probe` builds a model from it, and rejects this model if
+it is too large or lacks a module class of the real model.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_l
 
 
 def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
-    """A config of the same class with small sizes and `num_layers` layers, or one layer per kind if that is more."""
+    """A config of the same class with small sizes and `num_layers` layers; more if there are more kinds of layers."""
     real = {alias: config.attribute_map.get(alias, alias) for alias in (*SIZES, "num_hidden_layers")}
     values = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
     kept = _kept_layers(values, int(config.num_hidden_layers), num_layers)
@@ -151,14 +151,14 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
             values[name] = 1  # within the vocabulary; None stays None
     values["output_router_logits"] = False
     if "qk_rope_head_dim" in values and config.to_dict().get("head_dim") == config.qk_rope_head_dim:
-        values["head_dim"] = ROPE_HEAD_DIM  # latent attention: some configs call the rotary part the head
+        values["head_dim"] = ROPE_HEAD_DIM  # latent attention: in some configs, head_dim is the size of the rotary part
     if isinstance(values.get("rope_parameters"), dict):
         values["rope_parameters"] = _rope(values["rope_parameters"], "qk_rope_head_dim" in values)
     return type(config).from_dict(values)
 
 
 def _fit_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Set sizes that a config derives from other sizes and checks."""
+    """Set the sizes that must match other sizes, because config classes check this."""
     width = NUM_HEADS * HEAD_DIM
     if _is_size(values.get("mamba_d_head")):
         heads = values.get("mamba_d_ssm") or values.get("mamba_expand", 1) * width  # total width of the heads
@@ -217,7 +217,7 @@ def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[i
 
 
 def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
-    """Rotary parameters whose lists (one factor per pair of channels) fit the small head."""
+    """The rotary parameters, with lists of one factor per pair of channels adapted to the size of the small head."""
     width = ROPE_HEAD_DIM if latent else HEAD_DIM
     pairs = int(width * float(parameters.get("partial_rotary_factor", 1.0))) // 2
 

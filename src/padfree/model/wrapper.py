@@ -4,8 +4,8 @@
     trained     the causal language model of text_config    model.layers.0..., lm_head
     export      the folder's own class and config           the trained weights; all other weights are unchanged
 
-transformers loads the folder on rank 0, so that tensors have the names of its classes, not those in the files. The
-other parts of the model are not in memory during training; an export reads them from the folder again.
+transformers loads the folder on rank 0, so that tensors have the names of its classes, not the names in the files.
+During training only the language model is in memory; an export reads the other parts from the folder again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     text.name_or_path = config.name_or_path
     if (
         getattr(config, "tie_word_embeddings", None) is not None
-    ):  # the multimodal model has the head, so its setting counts
+    ):  # the multimodal model owns the head, so its config decides
         text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
@@ -121,7 +121,7 @@ def language_model(wrapper: Wrapper, config: PreTrainedConfig, dtype: torch.dtyp
 def save_whole(
     wrapper: Wrapper, language: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, max_shard_size: str
 ) -> None:
-    """Write the whole model with these tensors for its language model, and all other tensors from the folder."""
+    """Write the whole model: `tensors` for its language model, and all other tensors from the folder."""
     whole = load_whole(wrapper, "auto")
     names = names_inside(whole, language)
     state = whole.state_dict()

@@ -1,7 +1,8 @@
 """Fused AdamW on each rank's local shards as plain tensors.
 
-AdamW is elementwise and needs no communication. Dispatch through DTensor would take the host 20 ms per step for 300
-parameters. The fused kernel reads the finite flag and the gradient scale on the device, like AMP's gradient scaler.
+AdamW is elementwise and needs no communication. DTensor's dispatch would cost 20 ms of host time per step for 300
+parameters, so the update uses plain tensors. The fused kernel reads the finite flag and the gradient scale on the
+device, as with AMP's gradient scaler.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     during computation   layer.weight   copy, bfloat16      written from the masters once, when `compute_copies` begins
     in backward          copy.grad      bfloat16            added to master.grad (float32) as soon as a layer is done
 
-FSDP2 does the same for several processes. A single process has nothing to gather or reduce, and FSDP2's hooks would
-cost the host more time than a small model needs on the device: with 28 layers of hidden size 1024, the device waits.
+FSDP2 does the same for several processes. A single process has nothing to gather or reduce, and for a small model
+FSDP2's hooks would take more time on the host than the computation takes on the device: for example, with 28 layers of
+hidden size 1024 the device would wait for the host.
 
 Outside of computation the modules hold the masters, so that all other code sees a plain float32 model. Recomputation in
 backward reads the modules' weights again, so `compute_copies` must enclose backward as well as forward.
@@ -53,7 +54,7 @@ class MasterWeights:
                     unit.leave()
 
     def collect_gradients(self) -> None:
-        """Add the gradients of the copies to those of the masters."""
+        """Add the gradients of the copies to the gradients of the masters."""
         for unit in self._units:
             unit.collect()
 

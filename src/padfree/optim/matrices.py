@@ -5,9 +5,9 @@
     rank 0   [0:2] of 0 1 2 3 4   ->   whole 0 2 4   ->   function   ->   [0:2] of 0 1 2 3 4
     rank 1   [2:4] of 0 1 2 3 4   ->   whole 1 3     ->   function   ->   [2:4] of 0 1 2 3 4
 
-One of the ranks that share a matrix computes it: two all-to-alls move each number twice, and no work is repeated.
-Replicas of the shards all compute the same results. If the shards are whole matrices (experts [E, out, in] sharded
-along E), nothing is sent.
+For each matrix, one of the ranks that hold its shards computes the function. Two all-to-alls move each number twice,
+and no work is repeated. Replicas of the shards all compute the same results. If the shards are whole matrices (experts
+[E, out, in] sharded along E), nothing is sent.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def on_whole_matrices(
 ) -> Tensor:
     """Apply `function` [n, A, B] -> [n, A, B] to matrices that are sharded over ranks. Collective.
 
-    `parts` [n, a, b]: this rank's shards; the result holds its shards of the results. Rank (`first` + i) % size of the
-    group computes matrix i.
+    `parts` [n, a, b] holds this rank's shards of the matrices; the return value holds its shards of the results. Rank
+    (`first` + i) % size of the group computes matrix i.
     """
     if split is None:
         return function(parts)

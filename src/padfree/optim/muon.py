@@ -35,7 +35,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
 MOST_NUMBERS = 1 << 25
-"""Maximum elements of this rank's shard of a batch. A batch has at least one matrix (sharded: one per rank)."""
+"""The maximum number of elements in this rank's shard of a batch. A batch has at least one matrix; if matrices are
+sharded, it has at least one per rank."""
 
 
 class Muon:
@@ -47,7 +48,7 @@ class Muon:
     def step(self, group: Group, state: State, finite: Tensor, scale: Tensor | None) -> None:
         orthogonal = partial(orthogonalize, steps=group["newton_schulz_steps"])
         made = finite.double()  # 1: make the step; 0: skip it
-        done = 0  # matrices so far; rotates the rank that computes the first matrix of a batch
+        done = 0  # number of matrices so far: makes a different rank compute the first matrix of each batch
         for batch in _batches(group["params"], state):
             sizes = [len(part) for part in batch.weights]
             gradient = torch.cat(batch.gradients)
@@ -72,7 +73,7 @@ class Muon:
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """[n, A, B] -> [n, A, B]: brings nonzero singular values to about 1."""
+    """[n, A, B] -> [n, A, B] with the same singular vectors and nonzero singular values of about 1."""
     a, b, c = COEFFICIENTS
     found = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
     found = found / torch.linalg.vector_norm(found, dim=(-2, -1), keepdim=True).clamp(min=EPS)

@@ -81,7 +81,10 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 
 
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """Bytes of the state of float32 parameters. `numbers`: number of elements to count; default: all."""
+    """Bytes of the state of float32 parameters.
+
+    `numbers` returns the number of elements to count for a parameter; by default all elements are counted.
+    """
     return sum(RULES[group["rule"]].state_bytes(numbers(each)) for group in groups for each in group["params"])
 
 

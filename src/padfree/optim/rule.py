@@ -12,7 +12,7 @@ Group = dict[str, Any]
 """`params`, the current `lr`, and the options of the rule: plain values, which a checkpoint writes as JSON."""
 
 State = MutableMapping[Tensor, dict[str, Any]]
-"""By parameter: tensors that are sharded like the parameter, or scalars."""
+"""The state of each parameter: tensors that are sharded like the parameter, or scalars, by name."""
 
 
 class UpdateRule(Protocol):

@@ -4,12 +4,13 @@
 
 The algorithm is deterministic and has two phases:
 
-    greedy    takes samples by falling cost; each goes to the cheapest part whose free tokens suffice under the cap
+    greedy    takes samples by falling cost; each goes to the cheapest part that has enough free tokens under the cap
     exchange  pairs costly parts with cheap ones; each pair moves or swaps the sample that brings their costs closest.
               Repeats until the costliest part is within `TOLERANCE` of the mean or no exchange helps
 
-The cap is never exceeded. If greedy finds no part for a sample, the start comes from balancing lengths instead of
-costs, or from `fill`; exchange then evens out the costs within the cap. If no start fits, `balance` raises `UserError`.
+The cap is never exceeded. If greedy finds no part for a sample, the initial assignment is made by balancing lengths
+instead of costs, or else by `fill`; exchange then evens out the costs within the cap. If no initial assignment fits,
+`balance` raises `UserError`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ def balance(
     cap: int | None = None,
     equal_count: bool = False,
 ) -> list[Indices]:
-    """k arrays of sample indices, ascending, every sample once, with nearly equal sums of `costs` [n].
+    """Partition the samples into k parts with nearly equal sums of `costs` [n].
 
-    `cap` is a hard limit on the sum of `lengths` [n] in a part; without `lengths` it limits the sum of `costs`, which
-    must then be integers. `equal_count` makes the sample counts of any two parts differ by at most 1.
+    Returns k arrays of ascending sample indices; every sample is in one of them. `cap` is a hard limit on the sum of
+    `lengths` [n] in a part. If `lengths` is not given, `cap` limits the sum of `costs`, which must then be integers.
+    With `equal_count`, the sample counts of any two parts differ by at most 1.
     No part is empty when n >= k; with fewer samples than parts, n parts hold one sample and the others none.
     """
     cost = _checked_costs(costs)
@@ -184,7 +186,7 @@ def _greedy(problem: PartitionProblem) -> Parts | None:
 
 
 def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
-    """Each empty part takes the cheapest sample of the costliest part that has two or more, if there is one."""
+    """Move one sample to each empty part: the cheapest of the costliest part that has two or more, if there is one."""
     parts = list(parts)
     cost = sums(problem.cost, parts)
     givers = [(-cost[p], p) for p, part in enumerate(parts) if len(part) > 1]
@@ -250,8 +252,10 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 
 
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
-    """The samples that exchange may move, and the others. Of a large part only every i-th sample is movable, so that a
-    round compares at most 2 million pairs. With equal counts every part has the same number, so no slot is empty.
+    """Split each part into the samples that exchange may move, and the others.
+
+    Of a large part only every i-th sample is movable, so that a round compares at most 2 million pairs. With `equal`,
+    every part has the same number of movable samples, so that no slot is empty.
     """
     limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
     movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]

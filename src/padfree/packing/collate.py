@@ -57,10 +57,11 @@ def pack(
 ) -> list[PackedBatch]:
     """Lay samples end to end in as few packs as possible, or in `num_packs` packs of nearly equal cost.
 
-    `max_tokens` is a hard cap that includes the pad; a sample longer than it is refused. With `num_packs` and `cost`
-    (a `CostModel`, or any function of lengths) the packs are balanced by cost, otherwise by tokens. `multiple_of` pads
-    each pack. `weights` holds one [n] array per sample; element t is the weight of the prediction of token t + 1
-    (see `token_weights`). Without it every scored token has the same weight and the weights of all packs sum to 1.
+    `max_tokens` is a hard cap on the tokens of a pack, including its pad; a longer sample raises `UserError`. If
+    `num_packs` and `cost` (a `CostModel`, or any function of lengths) are given, the packs are balanced by cost,
+    otherwise by tokens. Each pack is padded to a multiple of `multiple_of` tokens. `weights` holds one [n] array per
+    sample; element t is the weight of the prediction of token t + 1 (see `token_weights`). Without `weights`, every
+    scored token has the same weight and the weights of all packs sum to 1.
     An empty list of samples gives an empty list of packs.
     """
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
@@ -143,7 +144,7 @@ def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: Pr
         return batch
     assert batch.entries is None
     assert not batch.pad_length
-    # The token before a scored token in its sample predicts it.
+    # A scored token is predicted at the position before it in its sample.
     predictions = np.flatnonzero(batch.labels.numpy() != IGNORE)
     chosen = torch.from_numpy(predictions)
     tokens = [samples[i].tokens[a:b] for i, a, b in zip(tree.sample, tree.begin, tree.end, strict=True)]

@@ -1,4 +1,4 @@
-"""Plan a step in which each pack is as wide as its cost requires: short packs on one rank, long samples over many.
+"""Plan a step in which the cost of a pack decides how many ranks share it: short packs one, long samples many.
 
     wave         rank  0    1    2    3    4    5    6    7        all ranks run wave j at the same time
     0                  [ one sample of 60k    ][ 31k   ][ s ][ s ]   widths 4, 2, 1, 1
@@ -8,15 +8,15 @@ The width of a pack is the number of ranks that share it. In each wave every ran
 its neighbours. Each width divides the next larger one, so that packs of any widths fit side by side, and each starts
 where a process group of its width starts.
 
-1. Start with as few waves as the tokens need. The level is the cost per rank and wave if all were equal.
+1. Start with as few waves as the tokens need. The *level* is the cost per rank and wave if all ranks had equal cost.
 2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
    alone never cuts a sample into parts of fewer than `FEWEST_TOKENS` tokens.
-3. Short samples fill what is left of wide packs; the others are spread evenly over the remaining ranks.
+3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
 4. Packs go to waves by their cost per rank, the costliest first.
 
 Widths are rounded up to available ones. If that needs too many ranks, the level is raised for wide packs; if tokens do
-not fit, a wave is added. The cheapest of the plans found is used. Each wave has a cost of its own (`WAVE`), because
-the weights are gathered once per wave.
+not fit, a wave is added. The cheapest of the plans found is used. Each wave has a fixed cost (`WAVE`), because the
+weights are gathered once per wave.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Factors by which the level is raised for wide packs, tried in this order."""
 
 MORE_WAVES = 6
-"""This many waves more than the tokens need are tried, as long as the plan is uneven."""
+"""As long as the plan is uneven, plans with more waves are tried: up to this many more than the tokens need."""
 
 WAVE = 0.01
-"""The cost of one wave by itself, as a fraction of the step."""
+"""The fixed cost of one wave, as a fraction of the cost of the step."""
 
 FEWEST_TOKENS = 512
 """Tokens per rank below which matmuls do not get faster."""
@@ -74,7 +74,10 @@ class _SizedPack:
 def plan_wide(
     length: Indices, cost: Floats, candidates: Indices, *, ranks: int, max_tokens: int, sizes: Sequence[int]
 ) -> WidePlan:
-    """Plan the samples `candidates`; lengths and costs are [n]. A sample that fits no width gets the largest."""
+    """Plan the samples with the indices `candidates`, given the `length` [n] and `cost` [n] of all samples.
+
+    A sample that does not fit even at the largest width gets the largest width.
+    """
     tokens, total = int(length[candidates].sum()), float(cost[candidates].sum())
     fewest = max(1, -(-tokens // (ranks * max_tokens)))
     best: WidePlan | None = None
@@ -142,7 +145,7 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to wide packs up to the level, the costliest that fits first; return the remaining samples."""
+    """Add short samples to wide packs up to the level, always the costliest that fits; return the remaining samples."""
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()
     for pack in packs:

@@ -62,9 +62,9 @@ class CostModel:
 
         Counts the weights of all matmuls applied to one token (for a mixture of experts: the router, the shared
         experts and the experts the token is routed to), the output head, and causal attention. A layer with a sliding
-        window counts as if every token saw a full window: linear, slightly too much for samples shorter than the
-        window. A mixer (gated delta net, Mamba, short convolution, lightning attention) costs its linear layers and its
-        state update, the same for every token.
+        window counts as if every token saw a full window. Its cost is linear, and slightly too high for samples shorter
+        than the window. The cost of a mixer (gated delta net, Mamba, short convolution, lightning attention) is that of
+        its linear layers and its state update, the same for every token.
         """
 
         sizes = ModelSizes.of(config)
@@ -78,8 +78,10 @@ class CostModel:
 
     @staticmethod
     def fit(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> CostModel:
-        """Fit the model to measured times. `lengths[i]` holds the lengths of all samples of micro-batch i (or is one
-        number), `seconds[i]` is its time. Least squares of the relative error, with coefficients of at least 0.
+        """Fit the model to measured times, by least squares of the relative error, with coefficients of at least 0.
+
+        `lengths[i]` holds the lengths of all samples of micro-batch i, or the length of its only sample. `seconds[i]`
+        is the time of micro-batch i.
         """
         time = number_array(seconds, "seconds").astype(np.float64)
         if time.ndim != 1 or len(time) != len(lengths) or not len(time):
@@ -106,7 +108,7 @@ class CostModel:
 
 
 def _nonnegative_least_squares(features: Floats, target: Floats) -> Floats:
-    """The coefficients of at least 0 with the smallest squared error: the best over all subsets of the columns."""
+    """The non-negative coefficients with the smallest squared error, found by trying every subset of the columns."""
     scale: Floats = np.maximum(np.abs(features).max(0), np.finfo(np.float64).tiny)
     scaled = features / scale
     width = features.shape[1]

@@ -64,7 +64,7 @@ class EpochOrder:
         return sum(part.shown(epoch) for part in self.parts)
 
     def epoch_at(self, position: int) -> int:
-        """The epoch that contains this position. Epochs may be empty; this one is not."""
+        """The epoch that contains this position. Empty epochs, which contain no position, are skipped."""
         low, high = 0, 1
         while self.start(high) <= position:
             low, high = high, 2 * high
@@ -118,7 +118,7 @@ class EpochReader(Generic[T]):
         need_whole("seed", seed, 0, "give an integer of 0 or more")
         if not 0 <= seed < 1 << 64:
             raise UserError("seed", "is too large", "give an integer below 2**64", value=seed)
-        # If all weights are 1, the order is the plain one, so that a state saved without parts can be resumed.
+        # If all weights are 1, parts are ignored, so that a state saved without parts can be resumed.
         self.parts = None if parts is None or all(part.weight == 1 for part in parts) else tuple(parts)
         if self.parts is not None:
             assert sum(part.size for part in self.parts) == self.length
@@ -128,7 +128,7 @@ class EpochReader(Generic[T]):
         self.source, self.shuffle, self.seed, self.epochs = source, shuffle, seed, epochs
         self.position = 0
         self._iterator: Iterator[T] | None = None
-        self._next: list[T] = []  # of an iterable: the next sample, if it was read ahead
+        self._next: list[T] = []  # if the source is an iterable: the next sample, if it has been read ahead
         self._epoch: tuple[int, Indices] | None = None  # first position of the cached epoch, and its order
 
     def settings(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class EpochReader(Generic[T]):
 
     @property
     def round(self) -> int:
-        """A number of consecutive positions that is sure to show every sample."""
+        """The number of consecutive positions after which every sample is certain to have been shown."""
         if self.parts is None:
             return self.length or 0
         return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))

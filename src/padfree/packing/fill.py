@@ -120,11 +120,13 @@ class _Step(NamedTuple):
     per_bin: int
     num_bins: int
     taken: int  # index in the queue of `free_tokens` where the first of these bins was
-    put: int  # index in the queue of `left` where it is now
+    put: int  # index in the queue of `left` where the first of these bins is put
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
-    """The steps that put samples of these lengths, longest first, into the best-fitting bins; the size of each queue.
+    """Return the steps that put samples of these lengths into the best-fitting bins, and the size of each queue.
+
+    `values` are the distinct lengths, longest first, and `counts` the number of samples of each length.
 
     A bin takes as many samples of the current length as fit, because a bin that has just taken one is the fullest bin
     that can take the next. New bins come from the queue of `capacity` free tokens.
@@ -175,7 +177,10 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
 
 
 def _grouped(order: Indices, bins: Indices) -> Bins:
-    """Group samples by bin, ascending inside each: one in-place sort of (bin, index) pairs packed into integers."""
+    """Group samples by bin, with ascending indices in each bin.
+
+    This is one in-place sort of (bin, index) pairs, each packed into one integer.
+    """
     offsets = np.zeros(int(bins.max(initial=-1)) + 2, np.int64)
     np.cumsum(np.bincount(bins), out=offsets[1:])
     shift = len(order).bit_length()

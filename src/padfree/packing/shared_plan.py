@@ -25,7 +25,7 @@ from padfree.packing.prefixes import PrefixTree
 from padfree.packing.step_plan import StepPlan, plan_step
 
 BALANCED = 1.02
-"""Families are not divided further at an imbalance up to this, because each part computes the prefix again."""
+"""Up to this imbalance, families are not divided further, because each part computes the prefix again."""
 
 
 def plan_shared_step(
@@ -42,8 +42,8 @@ def plan_shared_step(
     """Plan one step over samples of these `lengths` [n] that share `prefixes`. See `plan_step`.
 
     No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are given, the samples of a group are never
-    divided. With several `contexts`, a family is limited to what one rank holds; a longer sample shares nothing, and
-    its pack is as wide as it needs.
+    divided. With several `contexts`, a part of a family has at most `max_tokens` tokens, which one rank holds. A longer
+    sample shares nothing, and its pack is divided over as many ranks as it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]
@@ -79,7 +79,10 @@ def _whole_groups(groups: Sequence[Hashable]) -> list[Indices]:
 
 
 def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices]:
-    """Samples that share a root, in tree order, so that neighbours share the most; each other sample by itself."""
+    """The families: samples that share a root, in tree order, so that neighbours share the most.
+
+    Each sample that shares nothing is a family by itself.
+    """
     order = np.argsort(prefixes.last, kind="stable")
     root = prefixes.roots[order]
     alone = too_long[order] | (root < 0)

@@ -14,8 +14,8 @@ for each (rank, j):
 
 With several `contexts` a pack may be shared by several ranks: see `padfree.packing.context_sizes`.
 
-If a single sample costs more than an average slot, the slots that run at the same time get more work, up to
-`max_tokens`, and the others less. The plan depends only on lengths, ranks, max_tokens and the cost model.
+If a single sample costs more than an average slot, the slots that run at the same time as this sample get more work, up
+to `max_tokens`, and the other slots get less. The plan depends only on lengths, ranks, max_tokens and the cost model.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class StepPlan:
     cost: Floats  # [ranks, J] of the rank's part
     truncated: Indices  # samples cut to max_tokens
     dropped: Indices  # samples in no micro-batch
-    alone: Indices  # samples longer than max_tokens, each alone in its micro-batch
-    prefixes: PrefixTree | None = None  # the prefixes that all samples share; None: none
+    alone: Indices  # samples longer than max_tokens, each of them the only sample of its micro-batch
+    prefixes: PrefixTree | None = None  # the prefix tree of all samples; None: samples share no prefix
     computed: Indices | None = None  # [ranks, J] tokens of each micro-batch, shared ones once; None: nothing is shared
     widths: Indices | None = None  # [ranks, J]; None: no pack is shared between ranks of the plan
 
@@ -88,7 +88,10 @@ class StepPlan:
         return first
 
     def packs_of(self, rank: int) -> list[tuple[Indices, int | None]]:
-        """[J] the samples of each pack of a rank, and the number of ranks that share it, or None if not planned."""
+        """[J] the samples of each pack of a rank, and the number of ranks that share the pack.
+
+        This number is None if the plan has no `widths`.
+        """
         widths = [None] * self.num_micro_batches if self.widths is None else self.widths[rank].tolist()
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
@@ -147,9 +150,9 @@ def plan_step(
     Samples with the same entry in `groups` [n] go into one micro-batch and are planned like one sample. `costs` [n]
     are the costs of the samples, if they do not follow from the lengths.
 
-    A sample longer than `max_tokens` raises an error, is cut ("truncate"), left out ("drop"), or gets its own
-    micro-batch ("alone"); the plan lists these samples. With at least as many samples as slots, no micro-batch is
-    empty.
+    `overlong` says what happens to a sample longer than `max_tokens`: it raises an error ("error"), is cut
+    ("truncate"), is left out ("drop"), or gets its own micro-batch ("alone"). The plan lists these samples. With at
+    least as many samples as slots, no micro-batch is empty.
     """
     length = checked_lengths(lengths).copy()
     for field, value in (("ranks", ranks), ("max_tokens", max_tokens)):
@@ -219,7 +222,10 @@ def _plan(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """`length` [n] is changed in place to what remains of each sample; `cost` maps lengths to costs."""
+    """Plan samples of `length` [n], which is changed in place to the length that remains of each sample.
+
+    `cost` maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
+    """
     limit = max_tokens * contexts[-1]
     too_long = np.flatnonzero(length > limit)
     if len(too_long) and overlong == "error":
@@ -276,8 +282,8 @@ def _plan(
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
     """The samples of `problem` in few slots. The number of slots plus `num_alone` is a multiple of `ranks`.
 
-    A binary search between the number that the tokens need and the number that `fill` needs, which always suffices;
-    `partition` may succeed with fewer slots than `fill`.
+    The number is found by binary search between the number that the tokens need and the number that `fill` needs. The
+    latter always suffices, but `partition` may succeed with fewer slots.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):
@@ -301,9 +307,10 @@ def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Part
 
 
 def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatches, Floats]:
-    """Assign slots to (rank, j): the `ranks` costliest get j = 0, the next j = 1, ...; returns costs [ranks, J] too.
+    """Assign slots to (rank, j): the `ranks` costliest get j = 0, the next `ranks` slots get j = 1, and so on.
 
-    Every second j assigns the ranks in reverse, so that the total costs of the ranks stay close too.
+    Returns the micro-batches and their costs [ranks, J]. For every second j the ranks are assigned in reverse, so that
+    the total costs of the ranks stay close.
     """
     cost = sums(sample_cost, slots) if slots else np.zeros(0)
     grid = np.argsort(-cost, kind="stable").reshape(-1, ranks)
@@ -318,8 +325,8 @@ def _imbalance(cost: Floats) -> float:
 
 
 def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
-    """[J] the target cost of the slots of micro-batch j: the cost of the costliest single sample that must run in it,
-    and the same for all micro-batches if no single sample stands out.
+    """[J] the target cost of the slots of each micro-batch j: the cost of the costliest single sample that must run in
+    it. If no single sample stands out, all micro-batches have the same target.
 
     Costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches are 12 per rank. The 9 makes the first level 9 and leaves 3 for the
     second: [9 | 3 3 3] and [3 | 3] take 12, whereas four nearly even slots, [9 | 3 3] and [3 3 | 3], take 15.

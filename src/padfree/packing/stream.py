@@ -114,7 +114,7 @@ class TokenBudgetBatcher(_Batcher[T]):
                 self._buffer.append(item)
                 tokens += item.tokens
             fruitless = 0 if item is not None and item.tokens else fruitless + 1
-            # otherwise an endless stream over a source without tokens would never return
+            # without this check an endless stream over a source without tokens would never return
             if self._reader.epochs is None and fruitless > self._reader.round:
                 raise UserError(
                     "source",

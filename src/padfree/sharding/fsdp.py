@@ -1,6 +1,6 @@
 """FSDP2: one unit per layer, and the root unit for the rest.
 
-A module whose parameters follow another sharding rule than the last one is a unit inside its layer, with its own mesh.
+A module whose parameters match any sharding rule but the last is a separate unit inside its layer, with its own mesh.
 Gradients are summed over ranks, not averaged: token weights already contain the global normaliser.
 """
 

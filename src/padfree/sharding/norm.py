@@ -2,7 +2,7 @@
 
     placement of a gradient          contents of the ranks along that mesh dimension
     Shard                            different parts: their squares are summed over ranks
-    Replicate, or not a DTensor      the same numbers: counted once
+    Replicate, or not a DTensor      the same numbers on every rank: counted once
 
 Squares are summed in float64, with one reduction for all gradients that have the same placement. With
 `parallel.offload` gradients are on the CPU; sums over ranks still use the device of the run.

@@ -11,9 +11,9 @@
 Files keep the original parameter names. With bfloat16, weights and gradients are float32 between steps and bfloat16 in
 forward and backward: FSDP2 converts them when it gathers, `master_weights` in a single process. Frozen weights are kept
 in bfloat16, because every use would round them to it. With `reshard` only the layers in use have a bfloat16 copy (a
-single process then uses FSDP2, too). Without it all layers keep one, which costs two bytes per weight and no time. With
-`offload`, shards, gradients and optimizer state are on the CPU, and the weights of a unit are on the device only while
-it computes.
+single process then uses FSDP2, too). Without `reshard` all layers keep a bfloat16 copy, which costs two bytes per
+weight and no time. With `offload`, shards, gradients and optimizer state are on the CPU, and the weights of a unit are
+on the device only while the unit computes.
 
 Embeddings, last norm and head belong to the root unit. They are gathered while `inside(model, function)` runs, so that
 `function` can score hidden states with the head's weight. All gradients of this weight, including that of a fused loss,
@@ -65,14 +65,14 @@ def transformations(
     lora: LoraConfig | None = None,
     rules: Sequence[Rule] = (),
 ) -> list[Transformation]:
-    """The transformations of a model, in order. `rules`: parameters that are not sharded over all ranks."""
+    """The transformations of a model, in order. `rules` select parameters that are not sharded over all ranks."""
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
         steps.append(_freeze)
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora))
     assert checkpointing != "host" or compile != "none", "host checkpointing needs compiled layers"
-    # "selective" and "host" are done by the compiler. "full", and layers without compilation, use PyTorch's.
+    # In compiled layers the compiler does "selective" and "host". All other cases use PyTorch's checkpointing.
     by_compiler = compile != "none" and checkpointing in ("selective", "host")
     if compile != "none":
         kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]

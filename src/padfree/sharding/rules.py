@@ -5,7 +5,7 @@
 
 A rule places a parameter on a mesh with one dimension (sharded over it) or two (replicated over the first, sharded over
 the second). `dim` is the tensor dimension that is sharded. FSDP2 gathers the parameters of a module together. Therefore
-a module becomes an FSDP2 unit of its own if none of its parameters matches the last rule, and it is refused if its
+a module becomes an FSDP2 unit of its own if none of its parameters matches the last rule, and it raises an error if its
 parameters match rules with different meshes.
 """
 
@@ -44,7 +44,7 @@ def shard_everything(mesh: DeviceMesh) -> Rule:
 
 
 def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, Rule]:
-    """The rule of every module that directly holds parameters."""
+    """The rule that applies to each module that directly holds parameters."""
     roles, found = roles_of(model), dict[nn.Module, Rule]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

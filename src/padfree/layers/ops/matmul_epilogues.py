@@ -7,7 +7,8 @@
 
 b may be row-major or column-major. The arithmetic is float32, and results are rounded once.
 
-On Hopper these are matmuls of `quack-kernels` with our epilogues (`quack_matmul_epilogues`), elsewhere plain torch.
+On Hopper these are matmuls of `quack-kernels` with our epilogues (`quack_matmul_epilogues`). On other devices they are
+plain torch.
 `passes.matmul_epilogues` inserts them into compiled layers.
 """
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def wide_type(tensor: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic; results are rounded to the dtype of the tensor."""
+    """The dtype of the arithmetic on this tensor; results are rounded to the tensor's own dtype."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether Triton kernels are used instead of plain torch."""
+    """Whether Triton kernels, and not plain torch, are used for this tensor."""
     return tensor.is_cuda and tensor.dtype != torch.float64

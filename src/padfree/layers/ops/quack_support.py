@@ -41,7 +41,7 @@ def _is_installed() -> bool:
         return False
     try:
         import padfree.layers.ops.quack_matmul_epilogues  # noqa: F401
-    except (ImportError, TypeError) as error:  # a TypeError if it is installed outside site-packages
+    except (ImportError, TypeError) as error:  # TypeError: quack-kernels is installed outside site-packages
         message = f"quack-kernels {found} cannot be used and layers will be slower: {error}"
         warnings.warn(message, PadfreeWarning, stacklevel=2)
         return False

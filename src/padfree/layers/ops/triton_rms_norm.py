@@ -2,11 +2,12 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """RMSNorm as Triton kernels: each input is read once, and the gradient of the weight is summed in registers.
 
-    a program's tokens   [ROWS, D] at a time, every `num_programs · ROWS`-th
+    a program's tokens   blocks of ROWS tokens [ROWS, D], one block per iteration, `num_programs · ROWS` tokens apart
     a token              chunks of CHUNK columns, 8 elements (16 bytes) per thread:  | 512 | 512 | 512 | 512 | 512 |
 
-The elements of a token stay in registers from the load to the store. Padding D = 2560 to a power of two would leave
-three eighths of the threads idle, so a token is a tuple of chunks, and only the last chunk is masked, if necessary.
+The elements of a token stay in registers from the load to the store. Padding D = 2560 to a power of two (4096) would
+leave three eighths of the threads idle. Therefore a token is a tuple of chunks, and only the last chunk is masked, if D
+is not a multiple of CHUNK.
 
 The gradient of the weight is a sum over tokens. A program sums its own tokens in float32, and a second kernel sums the
 results of all programs in order: there are no atomics, and results do not depend on the order of execution.
@@ -24,7 +25,7 @@ from torch import Tensor
 SUMMED_ROWS = 64
 SUMMED_COLUMNS = 32
 SHARED_MEMORY = 96 << 10
-"""Maximum bytes per program: what smaller GPUs have."""
+"""The maximum bytes of shared memory that a program uses, chosen so that kernels also run on smaller GPUs."""
 
 
 class LaunchConfiguration(NamedTuple):
@@ -32,7 +33,7 @@ class LaunchConfiguration(NamedTuple):
 
     rows: int = 1  # tokens that a program holds in registers at a time
     warps: int = 2
-    stages: int = 1  # pipeline depth of the loads; with 1 only loads of other programs overlap
+    stages: int = 1  # pipeline depth of the loads; 1: a program's loads overlap only with the work of other programs
     resident: int = 4  # programs per multiprocessor
 
     @property
@@ -47,8 +48,11 @@ class Choice(NamedTuple):
 
 
 def choose(width: int, itemsize: int = 2) -> Choice:
-    """At most 40 elements of a token per thread in forward, and 32 in backward, which loads the next two tokens of all
-    tensors ahead if they fit into shared memory."""
+    """Choose the launch parameters for tokens of `width` elements.
+
+    A thread holds at most 40 elements of a token in forward and 32 in backward. The backward kernel also loads the next
+    two tokens of all its tensors ahead, if they fit into shared memory.
+    """
     warps = 1
     while 32 * 40 * warps < width and warps < 16:
         warps *= 2
@@ -65,7 +69,7 @@ def choose(width: int, itemsize: int = 2) -> Choice:
 def forward(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: LaunchConfiguration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y [.., D], x + added [.., D] (or an empty tensor), and 1 / rms [..] of each token."""
+    """Return y [.., D], x + added [.., D], and 1 / rms [..] of each token. The sum is empty if `added` is None."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).forward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -97,7 +101,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dx [.., D], and the gradient of the weight [D] or an empty tensor."""
+    """Return dx [.., D] and the weight's gradient [D], which is an empty tensor if `weight_gradient` is False."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).backward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -125,7 +129,7 @@ def backward(
 
 
 def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
-    """Sum the partial sums of the programs [programs, D]: the gradient of `weight` [D]."""
+    """Return the gradient of `weight` [D]: the sum of the programs' partial sums [programs, D]."""
     count, width = partial.shape
     total = weight.new_empty(width)
     grid = (triton.cdiv(width, SUMMED_COLUMNS),)
@@ -134,7 +138,8 @@ def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
-    """The kernel takes three tensors: further ones are added to the third, in float32 as in the kernel."""
+    """Reduce `dys` to three tensors, because the kernel takes three. Further tensors are added to the third, in float32
+    as in the kernel."""
     if len(dys) <= 3:
         return dys
     last = dys[2].float()
@@ -144,8 +149,8 @@ def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
 
 
 def programs(num_rows: int, device: torch.device, configuration: LaunchConfiguration) -> int:
-    """The number of programs to launch: as many as are resident, or fewer if there are fewer tokens."""
-    held = 3  # in the interpreter
+    """The number of programs to launch: as many as the device can hold at once, or fewer if there are fewer tokens."""
+    held = 3  # if the kernels run in Triton's interpreter
     if device.type == "cuda":
         held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
     return max(1, min(-(-num_rows // configuration.rows), held))
@@ -163,14 +168,14 @@ def _launch(width: int, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _offset(first, c: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """The offsets of the elements [ROWS, CHUNK] in chunk `c` of tokens `first` on."""
+    """The memory offsets [ROWS, CHUNK] of the elements in chunk `c` of ROWS tokens, beginning with token `first`."""
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     return row[:, None] * D + (c * CHUNK + tl.arange(0, CHUNK))[None, :]
 
 
 @triton.jit
 def _inside(first, c: tl.constexpr, num_rows, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Which of these elements exist."""
+    """A mask [ROWS, CHUNK]: which elements of chunk `c` of tokens `first`, `first + 1`, ... exist."""
     row = first + tl.arange(0, ROWS)
     column = c * CHUNK + tl.arange(0, CHUNK)
     return (row < num_rows)[:, None] & (column < D)[None, :]

@@ -69,7 +69,7 @@ def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
 
 
 def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """The same before autograd, where `new` also needs the meta of `old`."""
+    """Like `replace`, for a graph before autograd, where `new` also needs the meta of `old`."""
     new.meta = dict(old.meta)
     replace(graph, old, new)
 

@@ -6,8 +6,8 @@
     swiglu_backward(a·b, gate, up)             becomes   matmul_swiglu_backward(a, b, gate, up)
     a·b + c                                    becomes   matmul_add(a, b, c)
 
-if the matmul has no other user (in the first case it may: `up` = a·b is also a result of matmul_swiglu), and if nothing
-else is added.
+In the last two cases the matmul must have no other user. In the first case it may have other users, because
+matmul_swiglu also returns `up` = a·b. An add is replaced only if it is not part of a longer sum.
 
 `matmul_epilogues_overwrite_pass`, after Inductor's passes, in a backward graph that recomputes gate and up:
 
@@ -75,11 +75,11 @@ def _fuse_swiglu_backward(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
     parts = arguments(node)
-    # The compiler rounds a longer sum once, not after each add.
+    # Leave longer sums to the compiler, which rounds them once and not after each add.
     if not is_plain_add(node) or any(each.target is ATEN.add.Tensor for each in (*parts, *node.users)):
         return False
     found = [(matmul, index) for index, part in enumerate(parts) if (matmul := _source_matmul(part, 1))]
-    if len(found) != 1:  # with two matmuls, neither result is available as c of the other
+    if len(found) != 1:  # if both summands are matmuls, neither result is available as the argument c of the other
         return False
     ((matmul, index),) = found
     with graph.inserting_before(node):
@@ -120,7 +120,10 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 
 
 def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """The factors, if `node` [T, N] or [1, T, N] is a (reshaped) result of a matmul and has `num_users` users."""
+    """The factors of a matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N].
+
+    Returns None if `node` is not such a result or does not have `num_users` users.
+    """
     value = node.meta["val"]
     if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):
         return None
@@ -136,12 +139,12 @@ def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
 
 
 def _is_matrix_like(value: Tensor) -> bool:
-    """[T, N] or [1, T, N]"""
+    """Whether the shape is [T, N] or [1, T, N]."""
     return value.ndim == 2 or (value.ndim == 3 and value.shape[0] == 1)
 
 
 def _matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """[T, N] from [T, N] or [1, T, N]."""
+    """Reshape a node's result of shape [T, N] or [1, T, N] to [T, N]."""
     value = node.meta["val"]
     if value.ndim == 2:
         return node

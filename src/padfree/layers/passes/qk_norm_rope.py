@@ -42,7 +42,10 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 
 
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
-    """The RoPE of [1, H, T, d], if it is the only use of a norm of `heads` [1, T, H, d]."""
+    """The RoPE applied to the transposed result [1, H, T, d] of a norm of `heads` [1, T, H, d].
+
+    Returns None if the norm's result has any other use.
+    """
     turned_heads: Any = only_user(norm.result)
     if not is_call(turned_heads, "transpose", users=3) or turned_heads.args[1:] != (1, 2):
         return None
@@ -70,7 +73,11 @@ def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
 
 
 def _angles(multiplied: fx.Node, factor: fx.Node, heads: Tensor) -> fx.Node | None:
-    """The other factor, cos or sin [1, T, d], before it is unsqueezed for the heads."""
+    """The node of cos or sin [1, T, d], given the node `multiplied` = `factor` · cos.unsqueeze(1) (or sin).
+
+    `factor` holds the heads [1, H, T, d] or the rotated heads. Returns None if `multiplied` does not have this form, or
+    if cos or sin requires a gradient or differs from `heads` [1, T, H, d] in dtype or sizes.
+    """
     others: list[Any] = [arg for arg in multiplied.args if arg is not factor]
     if len(others) != 1 or not is_call(others[0], "unsqueeze", users=None) or others[0].args[1:] != (1,):
         return None

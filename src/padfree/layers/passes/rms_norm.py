@@ -5,8 +5,8 @@ Before autograd, `rms_norm_pass`:
     x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
     a + b -> the same, and a + b has another user                                          becomes   add_rms_norm
 
-for hidden states [1, T, D] whose normalised values are input of a matmul, so that they are written to memory anyway. A
-norm whose result is only added to something is left to the compiler, which fuses it with the next operation.
+This applies to hidden states [1, T, D] whose normalised values are the input of a matmul, so that they are written to
+memory anyway. A norm whose result is only added to another tensor is left to the compiler, which fuses it with the add.
 
 After autograd, `rms_norm_backward_pass` folds the adds around rms_norm_backward into it, if they have no other user:
 
@@ -36,7 +36,7 @@ from padfree.layers.passes.graph_nodes import (
 
 RESHAPES = ("view", "reshape", "flatten")
 MAX_SUMMANDS = 3
-"""Number of gradients of y that the kernel adds."""
+"""The maximum number of gradients of y that the kernel adds."""
 
 
 # Before autograd
@@ -55,7 +55,7 @@ def rms_norm_pass(graph: fx.Graph) -> int:
     """Replace each RMSNorm before a matmul by rms_norm or add_rms_norm."""
     count = 0
     for node in list(graph.nodes):
-        norm = match_rms_norm(node)  # match late: its x may be the sum of a norm that was just replaced
+        norm = match_rms_norm(node)  # match inside the loop: x may be the sum of a norm that was just replaced
         if norm is None or _num_dims(norm.x) != 3 or not _reaches_matmul(norm.result):
             continue
         count += 1
@@ -67,7 +67,7 @@ def rms_norm_pass(graph: fx.Graph) -> int:
 
 
 def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
-    """The RMSNorm around `rsqrt`, if it is one."""
+    """The RMSNorm that the node `rsqrt` belongs to; None if the nodes around it are not an RMSNorm."""
     if not is_call(rsqrt, torch.rsqrt):
         return None
     shifted: Any = rsqrt.args[0]
@@ -161,7 +161,7 @@ def rms_norm_backward_pass(graph: fx.Graph) -> int:
     for node in nodes:
         _fold_summands(graph, node)
         _fold_residual(graph, node)
-        # The compiler gives each argument the strides of its example here, and drops arguments that have none.
+        # The compiler takes the strides of each argument from these examples, and drops arguments without an example.
         node.meta["eager_input_vals"] = (fx.map_arg(node.args, lambda arg: arg.meta["val"]), {})
     return len(nodes)
 
@@ -181,7 +181,7 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
-    """The add whose only use is `node`, possibly through reshapes with as many columns as x."""
+    """The add that computes `node`, possibly through reshapes with as many columns as x; None if it has other users."""
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):
         node = node.args[0]
@@ -191,7 +191,7 @@ def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
 
 
 def _fold_residual(graph: fx.Graph, node: fx.Node) -> None:
-    found = [user for user in node.users if user.args[1] == 0]  # none if only the weight's gradient is needed
+    found = [user for user in node.users if user.args[1] == 0]  # empty if only the weight's gradient is needed
     if arguments(node)[4] is not None or len(found) != 1 or len(found[0].users) != 1:
         return
     (dx,) = found

@@ -82,7 +82,7 @@ def swiglu_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(node: fx.Node, num_users: int) -> bool:
-    """Whether a tensor is computed in this graph, possibly reshaped, and has `num_users` users."""
+    """Whether the tensor of `node`, possibly reshaped, is computed in this graph and has exactly `num_users` users."""
     if len(node.users) != num_users:
         return False
     while node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):
@@ -93,7 +93,7 @@ def _is_free(node: fx.Node, num_users: int) -> bool:
 
 
 def _dependents(graph: fx.Graph, first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """The nodes from `first` to `last` that depend on `first`, in order, including `last` if it does."""
+    """The nodes after `first`, up to and including `last`, that depend on `first`, in the order of the graph."""
     found: set[fx.Node] = {first}
     nodes = list(graph.nodes)
     for node in nodes[nodes.index(first) + 1 : nodes.index(last) + 1]:

@@ -16,7 +16,7 @@ decorator states its traits:
     elementwise             a token's loss depends only on its own values. The fused head then calls the function for
                             some tokens at a time, while their logits exist. Without it the function gets all tokens of
                             the pack, with 0 for tokens without a label.
-    needs_no_old_logprobs   `old_logprobs` may be None: a run does not compute them just for this objective.
+    needs_no_old_logprobs   the objective accepts None as `old_logprobs`, so a run does not compute them just for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Traits:
 
 
 def objective(*, elementwise: bool = False, needs_no_old_logprobs: bool = False) -> Callable[[Function], Function]:
-    """Decorate the function of an objective with its traits."""
+    """A decorator that states the traits of an objective; the module docstring explains them."""
 
     def decorated(function: Function) -> Function:
         setattr(function, ATTRIBUTE, Traits(elementwise=elementwise, needs_no_old_logprobs=needs_no_old_logprobs))
@@ -76,9 +76,9 @@ class ObjectiveInputs:
     reduce: Reduce = no_reduce
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """[N] for every token the mean of `values` [N] over the scored tokens of its sequence, without gradient.
+        """[N] for every token, the mean of `values` [N] over the scored tokens of its sequence, without gradient.
 
-        Also works if context ranks share the sequence.
+        This also works if several context ranks hold parts of the sequence.
         """
         pack = self.pack
         if pack is None:

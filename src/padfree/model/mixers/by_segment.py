@@ -4,8 +4,8 @@
     calls      [2, 5, D]  and  [2, 3, D]                        segments of equal length form the batch of one call
     result     | 5 tokens | 3 | 5 | 3 | zeros    |             in the original order
 
-The module only has to treat the samples of a batch independently. It needs no kernel and no package, and does not have
-to know about packing. The pad is not computed.
+The module only has to treat the samples of a batch independently. It does not have to know about packing. No kernel and
+no extra package are needed. The pad is not computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def by_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor],
         if length:
             members.setdefault(length, []).append(segment)
     if not members:
-        # Sums of the empty values, not new zeros: backward must run through this call on every rank.
+        # The zeros are sums of the empty values, not new tensors: backward must run through this call on every rank.
         result = call([value.sum(0, dtype=value.dtype)[None, None] for value in values])
         return (result * 0)[0, :0] + result.sum() * 0
     pieces = [torch.split(value, list(lengths)) for value in values]

@@ -1,6 +1,6 @@
 """A causal depthwise convolution along a pack; no tap reaches across the start of a segment.
 
-    pack       a b c | d e        taps w0 w1 w2, the last one on the token itself
+    pack       a b c | d e        taps w0 w1 w2; w2 is applied to the token itself
     y          w2·a, w1·a + w2·b, w0·a + w1·b + w2·c | w2·d, w1·d + w2·e
 
 y_t = bias + Σ_i w_i · x_{t-i} over the few taps i for which t-i is in the segment of t. It is plain PyTorch, which a
@@ -36,7 +36,7 @@ def convolution(
     seq_idx: Segments | None = None,
     **_: Any,
 ) -> Tensor:
-    """Replaces transformers' `causal_conv1d_fn`. Forwards without a `segments` argument pass it as `seq_idx`."""
+    """Replaces transformers' `causal_conv1d_fn`. A forward without an argument `segments` passes them as `seq_idx`."""
     segments = seq_idx if segments is None else segments
     assert segments is not None
     states = hidden_states.transpose(1, 2)  # [1, T, C], the order in memory

@@ -32,7 +32,8 @@ LISTENER = f"{NAME}_listener"
 NUM_TOKENS = 11
 CHANGED = 3
 TOLERANCE = 1e-5
-"""Relative to the largest entry. Not 0, because with experts a changed token can change the rounding of others."""
+"""The smallest difference that counts as mixing, relative to the largest entry. It is not 0, because in a mixture of
+experts a changed token can change the rounding of other tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -182,7 +183,10 @@ def _has_context(call: _MixerCall) -> bool:
 
 
 def _read_token_arguments(module: nn.Module, call: _MixerCall, hidden: str) -> Iterator[str]:
-    """Parameters with one value per token that affect the result. Many others are passed but ignored."""
+    """The parameters of forward, besides `hidden`, that hold one value per token and affect the result.
+
+    Modules get many parameters that they do not use.
+    """
     output = _first_tensor(call.output)
     assert output is not None
     for name, value in call.arguments.items():

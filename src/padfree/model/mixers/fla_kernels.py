@@ -27,7 +27,8 @@ from padfree.model.model_files import one_line
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")
-"""From the first version of Triton until before the second, the package has no backward on Hopper."""
+"""On Hopper, flash-linear-attention has no backward with Triton from the first version up to, but excluding, the
+second."""
 
 
 @cache
@@ -53,7 +54,8 @@ _HOST_LENGTHS: Any = WeakTensorKeyDictionary()
 
 
 def _lengths(segments: Segments) -> dict[str, Tensor]:
-    """The segment boundaries on the device and on the host. All layers get the same tensors, which fla uses as keys."""
+    """The segment boundaries on the device and on the host. All layers get the same tensors, because fla caches its own
+    preparations by these tensors."""
     device = segments.cu_seqlens
     if device not in _HOST_LENGTHS:
         _HOST_LENGTHS[device] = torch.from_numpy(segments.offsets).to(device.dtype)

@@ -6,12 +6,13 @@
                              or on all segments at once                        padfree.model.mixers.varlen_kernel
                              move the results back
 
-The choice between the two is made before the first forward pass of the model on a device. A compiled layer includes the
-fast forward. Over context ranks, and segment by segment, a mixer is a graph break.
+The choice between "each segment" and "all segments at once" is made before the first forward pass of the model on a
+device. All segments at once is the fast forward, and a compiled layer includes it. Over context ranks, and segment by
+segment, a mixer is a graph break.
 
 The module keeps its class, its weights and its own forward. The instance gets another forward, which calls the original
-one while the model uses an attention implementation of transformers. The AttnContext is passed with the call: as an
-argument of its own, or in place of the mask if the layer passes nothing else.
+one while the model uses an attention implementation of transformers. The AttnContext is passed with the call: as the
+argument `attn_context`, or in place of the mask if the layer passes on only a mask.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class MixerState:
 
 
 def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None, *, fast: bool = False) -> int:
-    """Install `packed_forward` in these mixers of the model. Returns the number of modules. Can be called again.
+    """Install `packed_forward` in the modules that these `mixers` describe. Returns the number of modules.
+
+    May be called again for the same model. `order` is for the probe (see `MixerState`).
 
     `fast`: process all segments at once, if a test on the device of the first batch finds that correct.
     """
@@ -71,7 +74,7 @@ def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | Non
             object.__setattr__(module, STATE, state)
             object.__setattr__(module, "forward", MethodType(packed_forward, module))
             count += 1
-        # If the base model passes the context as the mask, the model above it may also pass nothing but the mask.
+        # If the base model passes the context as the mask, the model around it may also pass on nothing but the mask.
         hands = name in handing or (module is model and qualified_name(type(base_of(model))) in handing)
         if hands and hand_context not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hand_context, with_kwargs=True)
@@ -229,7 +232,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _on_whole_segments(call: Any, tokens: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
-    """[T/world, ...] each -> [T/world, D']; zeros for the pad."""
+    """Apply `call` to whole segments: `tokens` [T/world, ...] each -> [T/world, D'], with zeros for the pad."""
     segments = context.segments
     if context.layout is not None:
         moved = [to_whole_segments(values, context) for values in tokens]

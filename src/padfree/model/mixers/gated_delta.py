@@ -25,7 +25,7 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Has a decay per head and convolutions, and no skip connection `D`, which Mamba has."""
+    """Whether the module has a decay per head and convolutions, but not the skip connection `D` of Mamba."""
     return decay_of(module) is not None and not hasattr(module, "D") and bool(depthwise_convolutions(module))
 
 

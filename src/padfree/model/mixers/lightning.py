@@ -13,7 +13,7 @@ from padfree.model.mixers.mixer import MixerKind
 
 
 def matches(module: nn.Module) -> bool:
-    """Has a decay rate per head that is a buffer, not a parameter."""
+    """Whether the module has a decay rate per head that is a buffer, not a parameter."""
     return "slope_rate" in module._buffers
 
 

@@ -13,7 +13,7 @@ from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution
 
 
 def matches(module: nn.Module) -> bool:
-    """Has a decay for each element of the state, and a skip connection `D`."""
+    """Whether the module has a decay for each element of the state, and a skip connection `D`."""
     decay = decay_of(module)
     return decay is not None and decay.ndim >= 2 and hasattr(module, "D")
 

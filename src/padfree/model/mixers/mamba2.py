@@ -26,7 +26,7 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Has one decay per head, a skip connection `D` and a convolution."""
+    """Whether the module has one decay per head, a skip connection `D` and a convolution."""
     decay = decay_of(module)
     return decay is not None and decay.ndim == 1 and hasattr(module, "D") and bool(depthwise_convolutions(module))
 

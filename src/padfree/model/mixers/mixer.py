@@ -42,9 +42,10 @@ class MixerKind:
     state_width: Callable[[nn.Module], int]
     """Values per token saved for backward, besides the inputs of linear layers."""
     functions: Callable[[torch.device], dict[str, Callable[..., Any]] | str] | None = None
-    """Functions with segment boundaries, by the names of transformers' functions that they replace; or why not."""
+    """For a device: functions that respect segment boundaries, by the names of transformers' functions that they
+    replace. If there are none for this device, a string with the reason."""
     dtypes: Callable[[torch.device], tuple[torch.dtype, ...]] = lambda device: (torch.float32,)
-    """Dtypes of hidden states that these functions support; the first one is tested."""
+    """The dtypes of hidden states that `functions` support on a device; the first one is tested."""
 
 
 def qualified_name(cls: type) -> str:

@@ -22,7 +22,7 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Has a convolution along the sequence and no recurrence."""
+    """Whether the module has a convolution along the sequence and no recurrence."""
     return bool(depthwise_convolutions(module)) and decay_of(module) is None
 
 

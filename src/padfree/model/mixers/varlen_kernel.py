@@ -1,13 +1,14 @@
 """Run mixers on a whole pack: their own forward, with functions that know the segment boundaries.
 
     per segment    [n, L, D] for each length L        always correct, slow
-    fast           [1, T, D], Segments                functions of the kind replace those of transformers
+    fast           [1, T, D], Segments                functions of the mixer's kind replace functions of transformers
 
-A kind provides functions for a device. Before first use they are tested on this machine: a mixer with random weights
-and the real sizes, forward and all gradients, is compared with its plain PyTorch code on each segment in float32. The
-difference may be a few times that of the plain code in the checked dtype. If the test fails or a package is missing,
-the mixer runs segment by segment, and the reason is reported once. In that case transformers may call kernels of other
-packages, which are tested in the same way, because some versions cannot compute gradients or are wrong.
+A kind provides functions for a device. Before first use they are tested on this machine, on a mixer with random weights
+and the real sizes: outputs and all gradients are compared with the mixer's plain PyTorch code on each segment in
+float32. The difference may be a few times as large as that of the plain code in the tested dtype. If the test fails or
+a package is missing, the mixer runs segment by segment, and the reason is reported once. In that case transformers may
+call kernels of other packages. These are tested in the same way, because some versions cannot compute gradients or give
+wrong results.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ LENGTHS = (67, 1, 130, 64, 3)
 
 NOISE_FACTOR = 4.0
 NOISE_FLOOR = 2e-5
-"""The allowed difference is NOISE_FACTOR * noise + NOISE_FLOOR. In float32 the noise is almost 0."""
+"""The allowed difference is NOISE_FACTOR * noise + NOISE_FLOOR, where the noise is the difference of the plain PyTorch
+code in the tested dtype. In float32 the noise is almost 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -182,7 +184,7 @@ class _Trial:
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)
                 else:
                     parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
-            if (decay := decay_of(made)) is not None:  # slow, so that a leaked state is visible
+            if (decay := decay_of(made)) is not None:  # make the decay slow, so that a leaked state is visible
                 decay.uniform_(math.log(0.02), math.log(0.05))
         return made
 
