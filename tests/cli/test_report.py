@@ -59,8 +59,11 @@ def test_several_runs_names_and_notes(folders: list[str], capsys: pytest.Capture
 def test_mistakes_are_one_line_and_exit_code_1(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         ([*folders, "--names", "one"], "--names: gives 1 names for 2 runs; give one name per run, separated by commas"),
-        (["nothing"], "RUN: nothing: no such folder; give the run.folder of a run that has begun"),
-        (["a", "--output", "a/metrics.jsonl"], "--output: a/metrics.jsonl; give a file name that ends in .html"),
+        (["nothing"], "RUN: nothing does not exist; give the run.folder of a run that has started"),
+        (
+            ["a", "--output", "a/metrics.jsonl"],
+            "--output: a/metrics.jsonl is not an HTML file name; give a file name that ends in .html",
+        ),
         (
             ["a", "--output", "a/metrics.jsonl/x.html"],
             "--output: a/metrics.jsonl is not a folder; give a file in a folder",

@@ -69,5 +69,5 @@ def test_heads_that_are_more_or_less_than_a_vector_are_refused(tmp_path: Path) -
     with refused("model", r"score.weight has shape \[3, 64\]"):
         load_model(tmp_path / "three", head="scalar")
     build("mamba").config.save_pretrained(tmp_path / "mamba")
-    with pytest.raises(ValueError, match="transformers has no 'mamba' with a scalar head"):
+    with pytest.raises(ValueError, match="transformers has no scalar head for 'mamba'"):
         skeleton(str(tmp_path / "mamba"), head="scalar")

@@ -192,5 +192,5 @@ def test_layers_that_cannot_be_recomputed_are_refused() -> None:
 def test_a_model_without_a_list_of_layers_is_refused() -> None:
     model = small_model()
     model.config.num_hidden_layers = 7
-    with pytest.raises(ValueError, match="no nn.ModuleList with its 7 layers"):
+    with pytest.raises(ValueError, match=r"no nn\.ModuleList with its 7 layers"):
         layers_of(model)

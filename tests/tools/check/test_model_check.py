@@ -140,7 +140,7 @@ def test_a_method_that_is_refused_is_told_and_nothing_else_is(
     report = check_model(folders["qwen3"], cases.make_samples(), device="cpu")
     assert report.passed
     assert [skipped.check for skipped in report.skipped] == ["magic"]
-    assert report.skipped[0].reason.startswith("method: 'magic'; choose one of")
+    assert report.skipped[0].reason.startswith("method: 'magic' is unknown; choose one of")
     others = [replace(magic, may_be_refused=False)]
     monkeypatch.setattr("padfree.tools.check.model_check.variations", lambda samples, context: others)
     with refused("method"):
@@ -154,11 +154,11 @@ def test_what_is_refused() -> None:
     untrained = [replace(sample, loss_mask=[False] * len(sample)) for sample in rng_samples]
     for source, options, message in (
         (config, {"samples": 1}, "samples: 1 is too few"),
-        (config, {"samples": untrained}, "samples: none of the 3 has a trained token"),
+        (config, {"samples": untrained}, "samples: none of the 3 samples has a trained token"),
         (build("gpt2").config, {"samples": long}, "samples: 0 has 300 tokens, but the model has 256 positions"),
-        (config, {"samples": random_samples(99, 3)}, r"samples: \d has token id \d+, but the vocabulary"),
-        (config, {"dtype": torch.float16}, "dtype: torch.float16; choose one of"),
-        (config, {"backend": "magic"}, "backend: 'magic'; choose auto"),
+        (config, {"samples": random_samples(99, 3)}, r"samples: \d has token id \d+, but the model's vocabulary"),
+        (config, {"dtype": torch.float16}, "dtype: torch.float16"),
+        (config, {"backend": "magic"}, "backend: 'magic'"),
         (config, {"context": 2}, "does not divide 1 processes"),
         (RwkvConfig(num_hidden_layers=1), {}, "model: RwkvForCausalLM cannot be trained packed"),
         ("no/where/at/all", {}, "model: no/where/at/all does not exist"),
