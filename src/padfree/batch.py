@@ -239,7 +239,7 @@ class Segments:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[S] lengths on the host, including the pad's."""
+        """[S] lengths of the segments, on the host. The pad counts as a segment."""
         return np.diff(self.offsets)
 
     @property

@@ -103,8 +103,8 @@ class Launch:
     def of(settings: argparse.Namespace) -> Launch:
         words = settings.words[1:] if settings.words[:1] == ["--"] else settings.words
         if not words or words[0] not in LAUNCHED:
-            given = repr(words[0]) if words else "missing"
-            raise UserError("COMMAND", f"{given}", f"give one of {', '.join(LAUNCHED)} after --")
+            problem = f"{words[0]!r} cannot be launched" if words else "missing"
+            raise UserError("COMMAND", problem, f"give one of {', '.join(LAUNCHED)} after --")
         hosts = [host.strip() for host in settings.hosts.split(",")]
         if not all(hosts) or any(host.startswith("-") for host in hosts):
             raise UserError("--hosts", "", "name the hosts, separated by commas", value=settings.hosts)

@@ -302,7 +302,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _words(hint: Any) -> str:
-    """A type in words, for the fix of an error message."""
+    """Describe a type in words, for the part of an error message that suggests a fix."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(_words(argument) for argument in arguments)

@@ -301,7 +301,10 @@ def _all_names(schema: Schema) -> set[str]:
 
 
 def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
-    """A reading as a setting: the required columns, and the columns that must be marked as unused."""
+    """The `data.columns` setting that selects one interpretation of the columns.
+
+    It maps the columns that the interpretation requires, and marks the columns that it does not use as unused.
+    """
     needed = {reading.columns[name]: name for name in reading.format.needs}
     lost = [name for name, value in first.items() if name.lower() in schema.guarded and has_value(value)]
     unused = dict.fromkeys((name for name in lost if name not in reading.columns.values()), UNUSED)

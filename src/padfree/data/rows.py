@@ -256,7 +256,7 @@ def _history(row: Mapping[str, Any], fields: Fields) -> list[Message]:
 
 
 def _filled(row: Mapping[str, Any], fields: Fields, name: str) -> str:
-    """The text of a column in `data.prompt_template`."""
+    """The text that replaces the placeholder of a column in `data.prompt_template`."""
     column = name if name in row else fields.columns.get(name, name)
     value = row.get(column)
     if isinstance(value, (bool, int, float)):

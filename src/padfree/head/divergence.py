@@ -59,7 +59,7 @@ class StoredLogits:
         )
 
     def below_peak(self, start: int, end: int) -> Tensor:
-        """[R, W] x - peak of the token, for columns [start, end), which are in one block."""
+        """[R, W] logits minus the largest logit of each token, for the columns [start, end), which are in one block."""
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
         if self.below.dtype == torch.float16:

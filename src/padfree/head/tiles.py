@@ -61,7 +61,7 @@ class ScoringTask:
         return self.index is not None or self.hidden.dtype != self.operand_dtype
 
     def hidden_rows(self, start: int, end: int) -> Tensor:
-        """[R, D] hidden states of tokens [start, end) of the M."""
+        """[R, D] hidden states of the tokens [start, end), out of M tokens."""
         part = self.hidden[start:end] if self.index is None else self.hidden[self.index[start:end]]
         return part.to(self.operand_dtype)
 

@@ -15,7 +15,10 @@ from padfree.optim.rule import Group, State, local
 
 
 class AdamW:
-    """Options: `betas`, `eps`, `weight_decay`, and `fused`, which makes torch restore `step` on the device."""
+    """Options: `betas`, `eps`, `weight_decay` and `fused`.
+
+    With `fused`, torch puts `step` on the device when it loads the optimizer's state.
+    """
 
     remembers = "AdamW's two moments"
 

@@ -141,7 +141,9 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
 def _given(sample: Sample) -> NDArray[Any]:
     if sample.advantages is None:
         raise UserError(
-            "advantages", f"missing in sample {sample.uid!r}", "give them, or set another loss.advantage than 'given'"
+            "advantages",
+            f"missing in sample {sample.uid!r}",
+            "give advantages, or set loss.advantage to another choice",
         )
     return sample.advantages
 

@@ -133,7 +133,10 @@ def user_error_of(function: Callable[[Config], object], config: Config) -> UserE
 
 
 def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpointer) -> dict[str, Any] | None:
-    """The record of a reference with its own weights. A refreshed reference has no fingerprint: checkpoints hold it."""
+    """The record of a reference model whose weights are separate from the policy's.
+
+    A refreshed reference has no fingerprint, because its weights change and checkpoints contain them.
+    """
     if not isinstance(reference, ModelReference):
         return None
     stays = reference.every is None

@@ -61,7 +61,7 @@ class SampledBatches:
             self._collector.put(groups, batch=self._batcher.step, version=version)
 
     def next(self, step: int) -> tuple[int, list[Sample]] | None:
-        """The number and the samples of the next batch, which is trained after `step` optimizer steps."""
+        """The number and the samples of the next batch; training uses it after `step` optimizer steps."""
         with compute_copies(self._engine.model):  # a sampler in this process may share the copies while it samples
             self._fill(step)
             if not self._queue:
