@@ -54,7 +54,7 @@ def settings(folder: Path, model: Path, kind: str, **sections: Any) -> dict[str,
     }
     if kind == "rl":
         reward = "tests.hosts.worker:share_of_digits"
-        values["rollout"] = {"reward": reward, "group": 2, "max_new_tokens": 6, "batch": 5}
+        values["rollout"] = {"reward": reward, "samples_per_prompt": 2, "max_new_tokens": 6, "max_concurrent": 5}
         values["loss"] = {"kind": "clip", "temperature": 0.8}
     for section, changes in sections.items():
         values[section] = {**values.get(section, {}), **changes}
