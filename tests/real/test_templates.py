@@ -123,10 +123,10 @@ NO_THOUGHT = r"message 2 \(assistant\): reasoning_content is missing from the re
 NO_CALL = r"message 2 \(assistant\): tool_calls\[0\]\.function\.name is missing from the rendered text"
 NO_TEXT = r"message 2 \(assistant\): content is missing from the rendered text"
 NO_TOOLS = r"tools\[0\]\.name \('weather'\) is missing from the rendered text, because the chat template drops tools"
-ALTERNATE = "the chat template refused it: TemplateError: .*roles must alternate"
-FIRST = "message 1 is the assistant's: no prefix shows where it begins"
-ONE_CALL = "the chat template refused it: TemplateError: This model only supports single tool-calls"
-ORDER = r"message 3 \(tool\) does not answer the next call, and the chat template shows no ids"
+ALTERNATE = "the chat template raised an error: TemplateError: .*roles must alternate"
+FIRST = "message 1 is from the assistant, so the start of its text is unknown"
+ONE_CALL = "the chat template raised an error: TemplateError: This model only supports single tool-calls"
+ORDER = r"message 3 \(tool\) is not the result of the next tool call, and the chat template does not show call ids"
 CALL_SHAPES = [name for name in SHAPES if "call" in name and name != "tools without a call" and name != "image"]
 
 REFUSED: dict[tuple[str, str], str] = {
