@@ -126,9 +126,9 @@ CASES = {
     ),
     "text": Case(row={"text": f"{Q} {A}"}, plain=(("", f"{Q} {A}"),)),
     "input_ids, labels": Case(row={"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}),
-    "KTO": Case(row={"prompt": Q, "completion": A, "label": False}, refused="has 'label', which says whether"),
+    "KTO": Case(row={"prompt": Q, "completion": A, "label": False}, refused="has a column 'label', which marks"),
     "two readings": Case(row={"problem": Q, "solution": A, "answer": "5"}, refused="can be read in 2 ways"),
-    "context": Case(row={"question": Q, "context": Q2, "answer": A}, refused="has 'context', which belongs to the"),
+    "context": Case(row={"question": Q, "context": Q2, "answer": A}, refused="a column 'context', which belongs"),
     # Pairs
     "pair": Case(
         task="pairs",
@@ -177,7 +177,7 @@ CASES = {
     "pair with other users": Case(
         task="pairs",
         row={"chosen": TWO, "rejected": [*TWO[:2], user("Other?"), assistant(WRONG)]},
-        refused="has the role 'user' where the answers differ",
+        refused="has a message of role 'user' where the two",
     ),
     # Prompts
     "prompts": Case(task="prompts", row={"prompt": Q}, messages=TWO[:1]),
