@@ -15,7 +15,7 @@ from tests.cp.cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_proc
 
 
 def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: str = "reference") -> list[Tensor]:
-    """Output and gradients of the whole pack, rank by rank."""
+    """Output and gradients of the whole pack, computed one simulated rank after another."""
     q, k, v, sinks = (None if t is None else t.detach().requires_grad_() for t in (*inputs.tensors[:3], inputs.sinks))
     out = torch.zeros_like(inputs.dout)
     for rank in range(world):

@@ -15,7 +15,7 @@ from tests.cp.cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_proc
 
 
 def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: str = "reference") -> list[Tensor]:
-    """Output and gradients of the whole pack, rank by rank."""
+    """Output and gradients of the whole pack, computed one simulated rank after another."""
     causal = inputs.options.get("causal", True)
     options = {"scale": None, "softcap": inputs.options.get("softcap"), "backend": backend}
     plans = [context_of(batch, world, rank, kind=kind).plan for rank in range(world)]

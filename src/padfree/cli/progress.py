@@ -210,7 +210,7 @@ class Bars(Lines):
 
 @contextmanager
 def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
-    """Bars on a terminal, lines elsewhere, and nothing unless `shown`."""
+    """Show progress as a bar on a terminal and as lines elsewhere. If `shown` is false, show nothing."""
     if not shown:
         yield Lines(shown=False)
         return

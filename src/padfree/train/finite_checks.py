@@ -25,7 +25,7 @@ from padfree.model.load import nonfinite_weight
 
 
 class NonFiniteError(RuntimeError):
-    """A number that is not finite, with the samples that caused it. The weights are those before the step."""
+    """A loss or gradient is not finite. Holds the samples of the step; the weights are unchanged."""
 
     def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The record of what a checkpoint was made with, and its comparison with the run that resumes.
+"""Record the settings, model and data of a checkpoint, and compare them with the run that resumes.
 
     checkpoint               this start
     data      digest    ==   digest         of the training samples; file names and row numbers do not count
