@@ -91,8 +91,8 @@ def test_second_turns_of_real_templates(name: str) -> None:
         """Gives prescribed answers, in token ids that its tokenizer would not choose."""
 
         def __init__(self, text: str) -> None:
-            self.words = ChatTokenizer(tokenizer, ChatRenderer(tokenizer), len(tokenizer))
-            self.ids = [token for letter in text for token in self.words.encode(letter)]
+            self.chat_tokenizer = ChatTokenizer(tokenizer, ChatRenderer(tokenizer), len(tokenizer))
+            self.ids = [token for letter in text for token in self.chat_tokenizer.encode(letter)]
             self.text = text
 
         render, prompt = Speaker.render, Speaker.prompt
@@ -113,7 +113,7 @@ def test_second_turns_of_real_templates(name: str) -> None:
         conversation.ask("And of Italy?", max_new_tokens=9)
         messages = conversation.messages[:3]
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        assert scripted.words.decode(scripted.prompt_ids) == rendered
+        assert scripted.chat_tokenizer.decode(scripted.prompt_ids) == rendered
         kept = scripted.prompt_ids[: len(first) + len(scripted.ids)] == [*first, *scripted.ids]
         forgets = text == thought and "Hm." not in rendered
         assert kept is not forgets
