@@ -8,6 +8,7 @@ Config -> load_tokenizer
 from __future__ import annotations
 
 import datetime
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from transformers import AutoTokenizer
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.hub import check_name
+from padfree.config.reader import LARGEST_COUNT
 from padfree.data import (
     DataReport,
     MixedDataset,
@@ -38,10 +40,13 @@ from padfree.rollout.collect.group import RolloutGroup
 from padfree.tasks import task_of
 from padfree.tasks.batch_advantages import check_signal
 from padfree.tasks.reading import Samples, TrainingData, text_settings
-from padfree.train.data_rows import Group, Rows, epoch_parts, in_rows, row_counts, row_starts
+from padfree.train.data_rows import Group, Rows, epoch_parts, in_rows, lengths_of, row_counts, row_starts
 
 Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
 
+
+BYTES_PER_TOKEN = 9
+"""Host memory per token of a step: an id, a mask and a log-probability."""
 
 UNGROUPED = ("reinforce++", "gae", "teacher", "given")
 """Advantages that do not compare the samples of a group."""
@@ -206,6 +211,7 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
     data, batch = config.data, config.batch
     if not len(samples):
         raise UserError("data.path", f"{', '.join(data.paths)} has no samples", "give files with at least one sample")
+    _check_step_memory(config, samples)
     order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
     groups, sizes = groups_of(config, samples, parts)
     order["parts"] = epoch_parts(config, sizes)
@@ -233,6 +239,23 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
         )
     # The budget counts samples here: a batch takes as many whole groups as fit.
     return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
+
+
+def _check_step_memory(config: Config, samples: Samples) -> None:
+    """Refuse a step whose samples this machine cannot hold in memory."""
+    lengths = lengths_of(samples)
+    total = int(lengths.sum()) * (config.data.epochs or LARGEST_COUNT)
+    if config.batch.samples is not None:
+        name, size, tokens_each = "samples", config.batch.samples, float(lengths.mean())
+    else:
+        assert config.batch.tokens is not None
+        name, size, tokens_each = "tokens", config.batch.tokens, 1.0
+    needed = BYTES_PER_TOKEN * min(size * tokens_each, total)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        gib = f"{needed / 2**30:.3g} GiB of memory, and this machine has {memory / 2**30:.3g}"
+        most = int(memory / BYTES_PER_TOKEN / tokens_each)
+        raise UserError(f"batch.{name}", f"a step of {size} {name} needs about {gib}", f"give at most {most}")
 
 
 def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tuple[Sequence[Group], list[int]]:

@@ -16,11 +16,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.distributed import Mesh
+from padfree.errors import UserError
+from padfree.model.load import nonfinite_weight
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest, Score
 from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
@@ -106,6 +109,7 @@ class InProcessSampler:
                 on_tokens=on_tokens,
             )
         seconds = time.perf_counter() - begin
+        _check_finite(responses, self.policy.model, self._version)
         tokens = sum(len(response.tokens) for response in responses)
         self._metrics = {"tokens_per_second": tokens / seconds}
         return responses
@@ -125,6 +129,20 @@ class InProcessSampler:
             stops=self.stops,
             cache_bytes=self._cache_bytes,
         )
+
+
+def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version: int) -> None:
+    """Refuse log-probabilities that are not finite, and name the weights that cause them."""
+    wrong = next((value for each in responses for value in each.logprobs[~np.isfinite(each.logprobs)]), None)
+    if wrong is None:
+        return
+    weight, after = nonfinite_weight(model), f" after {version} steps" if version else ""
+    fact = f"the log-probability of a sampled token is {wrong}{after}"
+    if weight is None:
+        raise UserError(
+            "model", f"{fact}, although all weights are finite", "use model.dtype=float32, or other weights"
+        )
+    raise UserError("model", f"{fact}: {weight} is not finite", "resume a checkpoint with a lower optimizer.lr")
 
 
 def _hf_attention(model: PreTrainedModel) -> str:
