@@ -142,7 +142,9 @@ class LossConfig:
         fix="give a finite number",
         needs=OF_RL,
     )
-    epochs: int = setting(1, least=1, about="Passes over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN)
+    epochs: int = setting(
+        1, least=1, most=1000, about="Passes over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
+    )
     mini_batches: int = setting(
         1, least=1, about="Optimizer steps per pass over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
     )
