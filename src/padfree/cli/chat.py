@@ -92,7 +92,7 @@ def _on_terminal(chat: _Chat) -> None:
 
 
 class _Chat:
-    """Handles input lines: messages and commands."""
+    """Handles the lines that the user types: messages to the model, and commands such as /reset."""
 
     def __init__(self, conversation: ChatSession, output: Output, settings: argparse.Namespace) -> None:
         self.conversation, self.output = conversation, output
@@ -100,13 +100,13 @@ class _Chat:
         self.stop = False  # set by Ctrl-C
 
     def interrupt(self, number: int, frame: Any) -> None:
-        """The first Ctrl-C ends the answer at its next token; a second one ends the program."""
+        """Signal handler for Ctrl-C: the first one ends the answer at its next token, a second one ends the program."""
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
 
     def take(self, line: str) -> None:
-        """Handle a message or a command."""
+        """Handle one input line: run it if it is a command, otherwise send it to the model as a message."""
         text = line.strip()
         if text.startswith("/") and not text.startswith("//"):
             self._command(text)
@@ -151,7 +151,7 @@ class _Chat:
 
 @contextmanager
 def _on_interrupt(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Handle Ctrl-C with `handler` inside the block."""
+    """Context manager that handles Ctrl-C with `handler`."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield

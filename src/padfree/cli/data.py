@@ -73,7 +73,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def lines(rows: list[ShownRow], *, coloured: bool) -> Iterator[str]:
-    """Rows as text, with the trained part in colour or in brackets."""
+    """Yield rows as lines of text, with the trained part in colour (`coloured`) or in brackets."""
     begin, end = COLOURS if coloured else MARKS
     for row in rows:
         for sample in row.samples:

@@ -43,7 +43,7 @@ def run(settings: argparse.Namespace) -> None:
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
         check_output(target, "--json")
-    # The training data of the recipe may be missing.
+    # Check only the names of the held-out data, because the training data of the recipe may be missing.
     check_names(held_out)
 
     shown = Lines(shown=first, write=_to_stderr)  # stdout has the numbers only

@@ -79,7 +79,7 @@ def _answers(speaker: Speaker, prompts: Sequence[Sequence[int]], max_new_tokens:
 
 
 def _prompts(words: Sequence[str], file: str | None) -> list[str]:
-    """The prompts from the command line and from the file."""
+    """Return the prompts: `words` from the command line, then the lines of `file` if it is given."""
     found = list(words)
     if STDIN in found:
         if found.count(STDIN) > 1 or file == STDIN:

@@ -101,7 +101,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _check(settings: argparse.Namespace) -> None:
-    """Check the flags. Settings are checked when the `Config` is built."""
+    """Raise a `UserError` for wrong flags. Settings are checked later, when the `Config` is built."""
     for name in ("ranks", "cp", "max_tokens", "samples", "tokens", "memory", "hosts"):
         value = getattr(settings, name)
         if value is not None and not 0 < value < float("inf"):
@@ -127,7 +127,7 @@ def _check(settings: argparse.Namespace) -> None:
 
 
 def _recipe(settings: argparse.Namespace) -> str | None:
-    """The first positional argument, unless it is an override."""
+    """Return the recipe: the first positional argument, unless it is an override such as `data.epochs=1`."""
     first = settings.settings[0] if settings.settings else None
     return None if first is None or "=" in first else first
 
@@ -137,7 +137,7 @@ def _overrides(settings: argparse.Namespace) -> list[str]:
 
 
 def _has_override(settings: argparse.Namespace, name: str) -> bool:
-    """Whether an override names this setting."""
+    """Whether an override on the command line sets the setting `name`."""
     return any(override.partition("=")[0].strip() == name for override in _overrides(settings))
 
 
@@ -152,7 +152,7 @@ def _has_cap(settings: argparse.Namespace) -> bool:
 
 
 def _config(settings: argparse.Namespace) -> Config:
-    """The settings of the planned run: the recipe, then flags, then overrides."""
+    """Return the settings of the planned run. Flags replace values of the recipe, and overrides replace both."""
     recipe = _recipe(settings)
     flags: dict[str, Any] = {}
     if recipe is None:
@@ -185,7 +185,7 @@ def _config(settings: argparse.Namespace) -> Config:
     for name, other in (("samples", "tokens"), ("tokens", "samples")):
         if getattr(settings, name) is not None:
             flags |= {f"batch.{name}": getattr(settings, name), f"batch.{other}": None}
-    # JSON strings, lists and numbers are valid TOML
+    # JSON strings, lists and numbers are valid TOML.
     written = [
         f"{name}={'none' if value is None else json.dumps(value, ensure_ascii=False)}" for name, value in flags.items()
     ]
@@ -203,7 +203,7 @@ def _config(settings: argparse.Namespace) -> Config:
 
 
 def _resolved(config: Config, settings: argparse.Namespace) -> Config:
-    """Resolve every `auto` setting as a run on the planned devices would."""
+    """Return the settings with every `auto` replaced by the value that a run on the planned devices would choose."""
     from padfree.model.structure import skeleton
     from padfree.train.resolve_auto import resolve_auto
 
@@ -323,7 +323,7 @@ def _exact_steps(text: str) -> int | None:
 
 
 def _device_memory(settings: argparse.Namespace) -> float:
-    """Memory of a device in bytes: from --memory, from the GPU of this machine, or a default."""
+    """Return the memory of a device in bytes: from --memory, from the GPU of this machine, or a default."""
     import torch
 
     if settings.memory is not None:
@@ -360,7 +360,10 @@ def _is_terminal() -> bool:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr if it is a terminal, so that stdout can be piped."""
+    """Context manager that shows a progress bar named `what` on stderr, and yields the function that updates it.
+
+    If stderr is not a terminal, it yields None. Stdout stays free for results.
+    """
     if not _is_terminal():
         yield None
         return

@@ -1,4 +1,4 @@
-"""Check that an output file or folder can be written, before the work and not after it.
+"""Check that an output file or folder can be written, before the work of a command begins.
 
     check_output("report/page.html", "--html")       a file: its folder exists and is writable
     check_folder("runs/first", "run.folder")         a folder: it exists and is writable, or it can be created
@@ -19,7 +19,10 @@ from padfree.errors import UserError
 
 
 def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> None:
-    """Refuse a file that cannot be written. `makes_folder`: the writer creates the folder of the file."""
+    """Raise a `UserError` if the file `path` cannot be written. `name`: the option or setting that gave the path.
+
+    `makes_folder`: whether the caller will create the folder of the file if it does not exist.
+    """
     path = Path(path)
     kind = special_kind(path)
     if kind is not None and path != Path(os.devnull):  # opening a FIFO would block until it is read
@@ -43,7 +46,7 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
 
 
 def check_folder(path: str | Path, name: str) -> None:
-    """Refuse a folder that cannot be created or written to."""
+    """Raise a `UserError` if a folder cannot be created or written to. `name`: the setting that gave its path."""
     path = Path(path)
     try:
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -66,14 +66,14 @@ class Response:
 
     @property
     def token_versions(self) -> NDArray[np.int64]:
-        """[m] policy version of each token."""
+        """Return [m]: the policy version of each token."""
         return np.full(len(self.tokens), self.version, np.int64) if self.versions is None else self.versions
 
     def is_whole(self, max_new_tokens: int) -> bool:
         return self.ended or len(self.tokens) >= max_new_tokens
 
     def followed_by(self, rest: Response) -> Response:
-        """Concatenate this partial response and its continuation."""
+        """Return the concatenation of this partial response and its continuation `rest`."""
         return Response(
             tokens=np.concatenate([self.tokens, rest.tokens]),
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
@@ -87,7 +87,7 @@ class Sampler(Protocol):
     """Samples responses from a policy. All ranks call the same methods in the same order."""
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
-        """Sample from the current weights of `trained` from now on. Collective."""
+        """Sample from the current weights of `trained` from now on. `version`: their policy version. Collective."""
 
     def sample(
         self,
@@ -96,10 +96,14 @@ class Sampler(Protocol):
         on_progress: OnProgress | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Response]:
-        """Return the responses to this rank's requests, in order. `on_finished` receives each response once."""
+        """Return the responses to this rank's requests, in order.
+
+        `on_progress` receives the number of finished responses from time to time. `on_finished` receives each response
+        once.
+        """
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last weight sync and the last sampling."""
+        """Return metrics of the last weight sync and of the last call of `sample`, by name."""
 
     def close(self) -> None:
         """Release all resources. The sampler cannot be used afterwards."""
@@ -114,10 +118,10 @@ class AsyncSampler(Sampler, Protocol):
 
     @property
     def stuck(self) -> bool:
-        """Whether requests are waiting, but no reachable server has the weights any more. Then call `renew`."""
+        """Whether requests are waiting, but no reachable server has the weights any more. If so, call `renew`."""
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
-        """Queue these requests after the earlier ones and return. Other threads call `on_response`."""
+        """Queue these requests after the earlier ones, and return at once. Other threads call `on_response`."""
 
     def renew(self) -> None:
         """Send the weights of the last `update_weights` again. Collective."""

@@ -43,9 +43,9 @@ def nonfinite_cause(model: nn.Module, step: int) -> str:
 
 
 def check_weights(model: nn.Module, step: int, name: str = "the model", lr: str = "optimizer.lr") -> None:
-    """Raise a `UserError` if updates have made a weight non-finite. Call this before a save. Collective.
+    """Raise a `NonFiniteError` if updates have made a weight non-finite. Call this before a save. Collective.
 
-    `name` of the model and `lr`, the setting of its learning rate, appear in the message.
+    The message contains the `name` of the model and `lr`, the setting of its learning rate.
     """
     found = _nonfinite_on_any_rank(model)
     if found is not None:

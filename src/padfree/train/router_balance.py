@@ -85,7 +85,7 @@ class RouterBalance:
         return LossOutput(
             loss=output.loss + self.coefficient * part.to(output.loss.dtype),
             token_losses=output.token_losses,
-            # A statistic is (sum, count). Count 0: the reported value is the sum, because the packs' parts add up to it.
+            # A statistic is (sum, count). With count 0, the sum is reported: the parts of all packs add up to it.
             statistics={**output.statistics, "router": (part.detach(), torch.zeros_like(part.detach()))},
             pair_statistics=output.pair_statistics,
         )

@@ -162,7 +162,10 @@ def check_reward_model(path: str, files: Mapping[str, Path] | None) -> None:
 
 
 def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
-    """Load the teacher of a distillation, frozen and sharded like the student, on the CPU if `teacher.offload` is set."""
+    """Load the teacher of a distillation, frozen and sharded like the student.
+
+    With `teacher.offload`, its weights stay on the CPU.
+    """
     assert config.teacher.path is not None
     offload = config.teacher.offload and mesh.device.type != "cpu"
     try:

@@ -1,12 +1,13 @@
 """vLLM servers: their routes, options and answers.
 
-The version of a response is read on the same connection before and after it. Versions never repeat and a connection
-does not survive a restart of the server. If both versions agree, all tokens were sampled from those weights.
+The policy version of a response is the version of the server's weights, which is read on the same connection before and
+after the response. Versions never repeat, and a connection does not survive a restart of the server. If both versions
+agree, all tokens were therefore sampled from those weights.
 
 vLLM can also freeze requests during a pause and continue them afterwards (`keep`). This is not used, because the
-version of each token would be unknown, and later tokens could attend to keys and values of old weights, so that their
-log-probabilities would belong to no policy. Instead a pause aborts the requests (`abort`), and the new weights prefill
-the partial responses.
+version of each token would be unknown. Later tokens could also attend to keys and values of old weights; their
+log-probabilities would then belong to no policy. Instead a pause aborts the requests (`abort`), and the new weights
+prefill the partial responses.
 
 `vllm_plugin` is the part that runs inside the server.
 """
@@ -92,7 +93,10 @@ class VllmServer(HttpServer):
         return name
 
     async def models(self, *, fix: str = START) -> list[str]:
-        """Names of the models that the server serves: the base model first, then adapters."""
+        """Return the names of the models that the server serves: the base model first, then adapters.
+
+        `fix`: advice in the error message if the server does not have the route.
+        """
         answer = await self.call("GET", "/v1/models", fix=fix)
         with self.reading("/v1/models names no model"):
             names = [str(entry["id"]) for entry in answer["data"]]
@@ -101,7 +105,7 @@ class VllmServer(HttpServer):
         return names
 
     async def _end_interrupted_sync(self) -> None:
-        """Finish a weight sync of a killed run, which left the server paused with layers partly loaded."""
+        """Finish a weight sync that a killed run left open: the server is paused, with layers partly loaded."""
         if (await self.call("GET", "/is_paused")).get("is_paused"):
             with suppress(ServerLostError):  # vLLM refuses to start an update if one is already open
                 await self.call("POST", "/start_weight_update")
@@ -200,7 +204,10 @@ class VllmServer(HttpServer):
         return scored
 
     def _choices(self, answer: Mapping[str, Any], number: int, model: str) -> list[dict[str, Any]]:
-        """Return the choices of an answer in the order of the prompts. There must be `number` of them."""
+        """Return the choices of an answer, in the order of the prompts. Raise an error if there are not `number` of them.
+
+        `model`: the name of the model that must have answered.
+        """
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise self.lost(f"{COMPLETIONS} answered without choices")
@@ -285,7 +292,10 @@ class VllmServer(HttpServer):
 
 
 def _plain_sampling(temperature: float) -> dict[str, Any]:
-    """Options that sample from the plain softmax, overriding the server's defaults, and return ids instead of text."""
+    """Return request options that sample from the plain softmax and return ids instead of text.
+
+    They override the server's own defaults.
+    """
     return {
         "n": 1,
         "temperature": temperature,

@@ -41,7 +41,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
-    """Play one episode: the policy generates, and the calculator answers its questions."""
+    """Play one episode: the policy generates, and the calculator answers its questions until it asks no more."""
     calls = wrong = 0
     while True:
         turn = await policy.generate()

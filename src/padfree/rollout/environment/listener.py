@@ -9,7 +9,8 @@ key; until then, the server keeps only its head in memory. At most `ListenerLimi
 connections are open. If one more opens, the oldest is closed, so that a program that sends its head at once is always
 served. The bodies of all requests together take at most `ListenerLimits.bodies` bytes; further requests wait.
 
-The server does not know the application: `Admit` decides by method and path, before a body is read.
+The server does not depend on the application: a function of type `Admit` decides by method and path, before a body is
+read, whether and how a request is answered.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Listener:
         self._bodies = _Budget(self._limits.bodies)
 
     async def start(self) -> int:
-        """Start and return the port. Other machines cannot reach it."""
+        """Start the server and return its port, which other machines cannot reach."""
         assert self._server is None
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=self._limits.head)
         port: int = self._server.sockets[0].getsockname()[1]
@@ -134,7 +135,10 @@ class Listener:
                 writer.transport.abort()
 
     def _make_space(self) -> bool:
-        """If there are too many connections, close the oldest unauthenticated one, or else the oldest idle one."""
+        """If there are too many connections, close the oldest unauthenticated one, or else the oldest idle one.
+
+        Return whether there is space for a new connection.
+        """
         total = len(self._unauthenticated) + len(self._idle) + len(self._busy)
         if len(self._unauthenticated) < self._limits.unauthenticated and total < self._limits.connections:
             return True
@@ -147,7 +151,7 @@ class Listener:
         return False
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Handle one request. Returns whether the connection stays open."""
+        """Read one request and answer it. Return whether the connection stays open."""
         try:
             head = await self._head(reader, authenticated=writer in self._idle)
             answer = self._admit(head.method, head.path)
@@ -244,7 +248,7 @@ class Listener:
             raise _EndedError from None
 
     async def _drop(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read and drop the rest of the request: closing with unread bytes would reset the connection."""
+        """Read and drop the rest of the request, because closing with unread bytes would reset the connection."""
         left = self._limits.dropped
         with contextlib.suppress(TimeoutError, OSError):
             if writer.can_write_eof():

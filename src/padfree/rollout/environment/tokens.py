@@ -42,7 +42,7 @@ class TokenSource(Protocol):
     def started(self, episode: int) -> None: ...
 
     def finished(self, episode: int) -> None:
-        """The episode will request no more tokens."""
+        """Record that the episode will request no more tokens."""
 
     async def respond(self, episode: int, path: TurnPath, request: SamplingRequest) -> Response: ...
 
@@ -133,7 +133,10 @@ class Rounds:
                 self._thread.call(self._deliver, requests, responses)
 
     def _next(self, episodes: Future[Any]) -> tuple[Round, str | None]:
-        """The next round, empty once all episodes have ended, and an error message or None."""
+        """Wait for the next round and return it, with an error message or None.
+
+        The round is empty once all episodes have ended.
+        """
         while True:
             if episodes.done():
                 return [], failure_of(episodes)
@@ -183,7 +186,7 @@ class Streams:
             self._sampler.renew()
 
     def _wait(self, episodes: Future[Any]) -> str | None:
-        """Wait until this rank's episodes have ended, or the sampler is stuck. Returns an error message, or None."""
+        """Wait until this rank's episodes have ended, or the sampler is stuck. Return an error message, or None."""
         ended = threading.Event()
         episodes.add_done_callback(lambda _: ended.set())
         while not ended.wait(POLL):
@@ -212,7 +215,10 @@ def failure_of(episodes: Future[Any]) -> str | None:
 
 
 def blocked(thread: LoopThread, timeout: float) -> str | None:
-    """An error message if an episode blocks the event loop, so that no episode continues and no timeout works."""
+    """Return an error message if an episode has blocked the event loop for more than `timeout` seconds; otherwise None.
+
+    While the loop is blocked, no episode continues and no timeout works.
+    """
     if thread.seconds_blocked() <= timeout:
         return None
     return (

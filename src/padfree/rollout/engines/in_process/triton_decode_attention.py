@@ -54,7 +54,7 @@ def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _with_sinks(peak, total, weighted, sinks, row, inside):
-    """Add the attention sink to the softmax: a learned score for each head, without a value."""
+    """Add the attention sink to the softmax. A sink is a learned score of each head that has no value vector."""
     sink = tl.load(sinks + row, mask=inside, other=float("-inf")).to(tl.float32)
     higher = tl.maximum(peak, sink)
     faded = tl.exp(peak - higher)
@@ -140,7 +140,10 @@ def _join_kernel(
     HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits; one program for each slot and query head. `HEADS` is the number of query heads."""
+    """Combine the results of all splits. There is one program for each slot and query head.
+
+    `HEADS` is the number of query heads.
+    """
     row = tl.program_id(0) * HEADS + tl.program_id(1)
     split, column = tl.arange(0, PADDED), tl.arange(0, DV_PADDED)
     peak = tl.load(peaks + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
@@ -177,7 +180,10 @@ def attend(
     *,
     span: int | None = None,
 ) -> Tensor:
-    """[L, H, dv]; stores k and v in the cache. `span`: keys per split, a multiple of `BLOCK`; None: chosen by size."""
+    """Return the attention output [L, H, dv], and store k and v in the cache. Arguments: see `decode_attention`.
+
+    `span`: number of keys per split, a multiple of `BLOCK`; None chooses it by the number of programs.
+    """
     num_slots, num_heads, size = q.shape
     heads, value_size = v.shape[1], v.shape[2]
     assert slots.stride(1) == 1

@@ -34,7 +34,7 @@ GREEDY_KEY = tl.constexpr(GREEDY)
 
 @triton.jit
 def _mixed(values):
-    """The splitmix64 hash of uint64 values."""
+    """Return the splitmix64 hashes of uint64 values."""
     values = values + _INCREMENT
     values = (values ^ (values >> 30)) * _FIRST
     values = (values ^ (values >> 27)) * _SECOND
@@ -43,7 +43,7 @@ def _mixed(values):
 
 @triton.jit
 def _noise(key, position, token):
-    """Gumbel noise of tokens at one position of one response, float32."""
+    """Return the float32 Gumbel noise of tokens at one position of the response with this key."""
     at_position = _mixed((key ^ position).to(tl.uint64))
     bits = (_mixed(at_position ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
@@ -88,7 +88,7 @@ def _sample_kernel(
 
 
 def noise_of(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """The noise [L, V] float32 that the kernel adds, to compare it with `sampling_rng.gumbel_noise`."""
+    """Return the noise [L, V] float32 that the kernel adds. Tests compare it with `sampling_rng.gumbel_noise`."""
     out = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=keys.device)
     _noise_kernel[(len(keys), triton.cdiv(vocabulary, BLOCK))](keys, positions, out, vocabulary, N=BLOCK)
     return out

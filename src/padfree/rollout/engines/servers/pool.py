@@ -49,7 +49,10 @@ class SupersededError(Exception):
 
 
 class Gate:
-    """Closed during a weight sync. A request that passes gets a ticket, which shows if the gate has closed since."""
+    """Stops new requests during a weight sync, while it is closed.
+
+    A request that passes the gate gets a ticket, which shows whether the gate has closed since then.
+    """
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -69,7 +72,7 @@ class Gate:
         self._open.set()
 
     async def wait_open(self) -> int:
-        """Wait until the gate is open. Returns a ticket for `closed_since`."""
+        """Wait until the gate is open. Return a ticket for `closed_since`."""
         while self.is_closed:
             await self._open.wait()
         return self._changes
@@ -81,7 +84,7 @@ class Gate:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _ServerState:
-    """State of a server as this process knows it."""
+    """What this process knows about one server: its requests in flight, and whether it is down."""
 
     server: ServerApi
     in_flight: set[asyncio.Task[None]] = field(default_factory=set)  # its requests without an answer
@@ -120,7 +123,11 @@ class Pool:
         self.changed.set()
 
     async def run_all(self, requests: Sequence[SamplingRequest], respond: Respond, on_response: OnResponse) -> int:
-        """Process these requests and return the number of retries. Requests may remain without a response."""
+        """Process these requests and return the number of retries.
+
+        `respond` sends a request to a server. `on_response` receives each response with the index of its request. If no
+        server has the weights any more, some requests remain without a response.
+        """
         if not requests:
             return 0
         queue = RequestQueue(self, respond, endless=False)
@@ -129,7 +136,7 @@ class Pool:
         return queue.retried
 
     def start_queue(self, respond: Respond) -> RequestQueue:
-        """Start an endless queue of requests."""
+        """Start and return an endless queue of requests. `respond` sends a request to a server."""
         queue = RequestQueue(self, respond, endless=True)
         queue.task = asyncio.get_running_loop().create_task(queue.run())
         return queue
@@ -157,7 +164,7 @@ class RequestQueue:
         return bool(self._queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
 
     def add(self, requests: Iterable[SamplingRequest], on_response: OnResponse) -> None:
-        """Append requests. `on_response` is called with the index of the request in `requests`."""
+        """Append requests. `on_response` receives each response with the index of its request in `requests`."""
         for index, request in enumerate(requests):
             number, self._num_added = self._num_added, self._num_added + 1
             self._requests[number], self._callbacks[number] = request, (on_response, index)
@@ -172,8 +179,8 @@ class RequestQueue:
     async def run(self) -> None:
         """Run until all requests are answered or no server has the weights; an endless queue runs until cancelled.
 
-        An error cancels the requests in flight and ends the queue. `run_all` raises it; an endless queue keeps it in
-        `error`.
+        An error cancels the requests in flight and ends the queue. `Pool.run_all` raises the error; an endless queue
+        keeps it in `error`.
         """
         watching = [asyncio.create_task(self._watch(state)) for state in self._pool.states]
         try:
@@ -204,7 +211,7 @@ class RequestQueue:
         return any(state.restarted for state in states) and not any(state.usable for state in states)
 
     def _assign(self) -> None:
-        """Send queued requests to servers."""
+        """Send queued requests to the least loaded servers, as long as these have free slots."""
         pool, now = self._pool, time.monotonic()
         usable = [state for state in pool.states if state.usable]
         healthy = any(not state.failures for state in usable)
@@ -262,7 +269,7 @@ class RequestQueue:
         )
 
     async def _watch(self, state: _ServerState) -> None:
-        """Detect that a server hangs, or that a server that was down works again."""
+        """Probe a server repeatedly, to detect that it hangs, or that it works again after it was down."""
         every = self._pool.probe_every
         while True:
             await asyncio.sleep(min(every, POLL) if state.down else every)

@@ -1,7 +1,7 @@
 """`ServerApi`: the interface between padfree and an inference server, independent of the engine.
 
-    check                            check that the server fits the run; returns the name it uses for the model
-    version                          the policy version of its weights, or None if it loaded the weights itself
+    check                            check that the server fits the run; return the name it uses for the model
+    version                          the policy version of the server's weights; None if no run has sent weights
     complete, score                  sample a response; compute log-probabilities of given tokens
     pause, resume                    a pause interrupts every response in progress, which returns its tokens so far
     join, begin, bucket, finish      a weight sync (`buckets` defines a bucket)
@@ -131,25 +131,25 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def version(self, *, timeout: float | None = None) -> str | None:
-        """Return the version that `finish` set; None if the server still has the weights it loaded itself."""
+        """Return the version that `finish` set; None if the server still has the weights of its start."""
 
     @abstractmethod
     async def complete(
         self, request: SamplingRequest, sampling: SamplingSettings, *, model: str, version: int, salt: str
     ) -> Completion:
-        """Sample tokens from the full softmax with the seed `request.key`; greedy if it is `sampling_rng.GREEDY`.
+        """Sample a response from the full softmax with the seed `request.key`; greedily if it is `sampling_rng.GREEDY`.
 
         All tokens must be sampled from the weights of `version` (see `need_version`). The server may reuse cached keys
-        and values only for requests with the same `salt` and version.
+        and values only for requests with the same `salt` and version. `model`: the model's name on the server.
         """
 
     @abstractmethod
     async def score(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, temperature: float, model: str, salt: str
     ) -> list[tuple[list[int], list[float]]]:
-        """Extend each sequence by `num_sampled` tokens; return its tokens and all log-probabilities but the first.
+        """Extend each sequence by `num_sampled` tokens. Return its tokens, and log-probabilities of all but the first.
 
-        The log-probabilities of given tokens are at temperature 1, those of sampled tokens at `temperature`.
+        The log-probabilities of given tokens are at temperature 1, and those of sampled tokens at `temperature`.
         """
 
     @abstractmethod
@@ -165,11 +165,11 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def join(self, transfer_info: Mapping[str, Any]) -> None:
-        """Call `Receiver.join` in each worker. Precedes the first bucket."""
+        """Call `Receiver.join(transfer_info, rank)` in each worker. This precedes the first bucket."""
 
     @abstractmethod
     async def begin(self) -> None:
-        """Begin a weight sync. Ends an unfinished one first."""
+        """Begin a weight sync. If an earlier one is unfinished, end it first."""
 
     @abstractmethod
     async def bucket(self, form: BucketForm) -> None:
@@ -177,20 +177,26 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def finish(self, version: int) -> None:
-        """End a weight sync: set the version of the weights, and drop caches of earlier weights."""
+        """End a weight sync: set the version of the weights, and drop KV caches made with earlier weights."""
 
     @classmethod
     @abstractmethod
     def command(cls, arguments: Sequence[str], served: ServedModel, *, name: str, port: int) -> list[str]:
-        """Append the options that the run needs to `rollout.launch.command`."""
+        """Return the command that starts a server: `arguments` and the options that the run needs.
+
+        `arguments`: the value of `rollout.launch.command`. `name`: the name under which the server serves the model.
+        """
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        """Environment variables of a server that a run starts."""
+        """Return the environment variables of a server that a run starts."""
         return {}
 
     async def load_adapters(self, folder: Path, *, name: str, model: str, version: int) -> None:
-        """Serve the adapters in `folder` as `name` and unload older ones of `model`. Needs `takes_adapters`."""
+        """Serve the adapters in `folder` as model `name`, and unload older adapters of `model`.
+
+        Only an engine with `takes_adapters` implements this.
+        """
         raise AssertionError(f"{type(self).__name__} does not take adapters: they are merged into the weights")
 
     # Helpers for engines, and calls with checks
@@ -200,14 +206,17 @@ class ServerApi(ABC):
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Parse an answer inside this block: an unexpected format becomes a ServerLostError."""
+        """Context manager for code that parses an answer: an unexpected format becomes a `ServerLostError`.
+
+        `what`: the problem, for the message.
+        """
         try:
             yield
         except (IncompleteError, KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise self.lost(f"{what} ({' '.join(str(error).split())})") from None
 
     def need_version(self, found: str | None, version: int) -> None:
-        """Raise an error unless the server has the weights of `version`."""
+        """Raise an error unless `found`, the version that the server reports, is `version`."""
         if found is None:
             raise RestartedError(f"rollout.servers: {self.url} has restarted and lost the weights of the run")
         if found != str(version):
@@ -227,7 +236,10 @@ class ServerApi(ABC):
         salt: str,
         cut: bool = False,
     ) -> Response:
-        """Sample one response and check it. `cut`: whether a partial response, interrupted by a pause, is allowed."""
+        """Sample one response and check it. `cut`: whether a partial response, interrupted by a pause, is allowed.
+
+        Other arguments: see `complete`.
+        """
         completion = await self.complete(request, sampling, model=model, version=version, salt=salt)
         number = len(completion.tokens)
         ended = bool(completion.tokens) and completion.tokens[-1] in sampling.stops
@@ -246,7 +258,7 @@ class ServerApi(ABC):
     async def scored(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, vocabulary: int, **settings: Any
     ) -> list[tuple[list[int], list[float]]]:
-        """Call `score` and check the result."""
+        """Call `score` with these arguments, check its result and return it."""
         scored = await self.score(sequences, num_sampled=num_sampled, **settings)
         with self.reading("answered without the log-probabilities of the canary"):
             for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):
@@ -284,7 +296,7 @@ class ServerApi(ABC):
 
 
 def checked_tokens(tokens: Any, logprobs: Any, *, vocabulary: int = 1 << 31) -> tuple[list[int], list[float]]:
-    """Check tokens and log-probabilities that a server sent."""
+    """Return the tokens and log-probabilities that a server sent, as lists. Raise an error if they are invalid."""
     ids = checked_ids(tokens, vocabulary, "token_ids")
     values = [float(value) for value in logprobs]
     if len(values) != len(ids):

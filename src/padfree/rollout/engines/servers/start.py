@@ -130,9 +130,9 @@ async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> st
 
 
 def transfer_folder(config: Config) -> Path:
-    """The folder for the weight files of this run.
+    """Return the folder for the weight files of this run.
 
-    It lies in `rollout.transfer_folder` if that is set. Otherwise it lies in shared memory for servers that the run
+    It is inside `rollout.transfer_folder` if that is set. Otherwise it is in shared memory for servers that the run
     starts, and in the run folder for other servers.
     """
     digest = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
