@@ -49,7 +49,7 @@ class SettingEntry:
         return REQUIRED if self.required else value_words(self.default)
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry as plain values for JSON."""
+        """Return the entry as plain values for JSON."""
         return asdict(self)
 
 

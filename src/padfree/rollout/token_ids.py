@@ -67,8 +67,8 @@ def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
 def checked_response(response: Any, request: SamplingRequest, vocabulary: int, what: str, *, whole: bool) -> Response:
     """Check a response of a user's engine, and return it. Raise a `UserError` if it is invalid.
 
-    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `what`: the name of the engine
-    in the message.
+    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `what`: the engine's name in
+    the message.
     """
 
     def need(right: bool, problem: str, fix: str) -> None:

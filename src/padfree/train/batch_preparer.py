@@ -115,14 +115,14 @@ class BatchPreparer:
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
     def models_to_save(self) -> dict[str, Any]:
-        """The models other than the policy that a checkpoint stores."""
+        """Return the models that a checkpoint stores besides the policy, by name. None: not stored."""
         return {
             "reference": None if self.reference is None else self.reference.tensors_to_save(),
             "critic": self._trained_critic(),
         }
 
     def models_to_load(self) -> dict[str, Any]:
-        """The models other than the policy that a checkpoint restores."""
+        """Return the models that a checkpoint restores besides the policy, by name. None: not restored."""
         return {
             "reference": None if self.reference is None else self.reference.tensors(),
             "critic": self._trained_critic(),

@@ -34,5 +34,5 @@ def one_line_failures(config: Config) -> Iterator[None]:
 
 
 def first_sentence(error: Exception) -> str:
-    """The first sentence of a long message, on one line."""
+    """Return the first sentence of an exception's message, on one line."""
     return " ".join(str(error).split()).partition(". ")[0]

@@ -291,7 +291,7 @@ def _collector(
 
 
 def mesh_of(config: Config, device: torch.device) -> Mesh:
-    """The mesh of process groups for these settings, over all processes."""
+    """Return the mesh of process groups for these settings, over all processes."""
     parallel, world = config.parallel, dist.get_world_size()
     contexts: tuple[int, ...] = ()
     if parallel.context == "auto" and world % parallel.replicate == 0:

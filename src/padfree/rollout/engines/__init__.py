@@ -90,7 +90,7 @@ def _make(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
 
 @contextmanager
 def _user_code(name: str) -> Iterator[None]:
-    """Context manager: an exception of the user's engine `name` becomes a `UserError`, as it is not a bug in padfree."""
+    """Context manager: an exception of the user's engine `name` becomes a `UserError`. It is not a bug in padfree."""
     try:
         yield
     except (UserError, PeerLostError, torch.OutOfMemoryError):

@@ -204,7 +204,7 @@ class VllmServer(HttpServer):
         return scored
 
     def _choices(self, answer: Mapping[str, Any], number: int, model: str) -> list[dict[str, Any]]:
-        """Return the choices of an answer, in the order of the prompts. Raise an error if there are not `number` of them.
+        """Return the choices of an answer, in the order of the prompts. Raise an error unless there are `number`.
 
         `model`: the name of the model that must have answered.
         """

@@ -1,4 +1,4 @@
-"""The path of training, from samples to gradients, and variations of it that must not change the results.
+"""The code path of training, from samples to gradients, and variations of it that must not change the results.
 
 samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      padfree.train.Engine
 samples -> plan -> packs -> attached model -> score -> log-probabilities                     padfree.train.Scorer
@@ -66,7 +66,10 @@ class Variation:
 
 
 def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
-    """Other micro-batches, another order, shared prefixes, and the layouts and methods of context parallelism."""
+    """Return the variations to check: other micro-batches, another order, shared prefixes, context parallelism.
+
+    `context`: number of context ranks.
+    """
     total = sum(len(sample) for sample in samples)
     found = [
         Variation(name="one sample per pack", max_tokens=1),
@@ -143,11 +146,14 @@ class PackedPath:
             packer.pack_settings = replace(packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
 
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
-        """[n] log-probabilities of all tokens of each sample, trained or not; 0 for the first token. On every rank."""
+        """Return log-probabilities [n] of all tokens of each sample, trained or not, on every rank.
+
+        They are 0 for the first token.
+        """
         return self.scorer.logprobs(_all_scored(samples))
 
     def loss(self, samples: Sequence[Sample]) -> float:
-        """The loss of the samples. Its gradients are left in the parameters."""
+        """Return the loss of the samples. Its gradients are left in the parameters."""
         return self._loss(self.engine.prepare(samples))
 
     def _loss(self, prepared: PreparedStep) -> float:
@@ -156,7 +162,10 @@ class PackedPath:
         return float(loss)
 
     def extents(self, reference: Mapping[str, Tensor]) -> dict[str, Extent]:
-        """Compare the gradients in the parameters with these, then clear them. Ranks other than 0 return {}."""
+        """Compare the gradients in the parameters with `reference`, by parameter name, then clear them.
+
+        Return the differences on rank 0, and {} on other ranks.
+        """
         found: dict[str, Extent] = {}
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
@@ -216,7 +225,7 @@ class PackedPath:
 
 
 def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) -> Engine:
-    """The engine of this loss, built as in training."""
+    """Return a training engine for this loss."""
     optimizer = make_optimizer(scorer.model, OptimizerConfig(lr=0.0))
     if loss == "reward":
         rewards = RewardModelSettings()
@@ -234,7 +243,7 @@ def _all_scored(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def with_other_tokens(samples: Sequence[Sample], vocabulary: int, first: int) -> list[Sample]:
-    """The samples, with every token replaced by another one in every second sample, starting at `first`."""
+    """Return the samples; in every second sample, starting at `first`, all tokens are replaced by other tokens."""
     rng = np.random.default_rng(first)
     return [
         replace(sample, tokens=(sample.tokens + rng.integers(1, vocabulary, len(sample))) % vocabulary)

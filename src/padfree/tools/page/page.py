@@ -47,7 +47,7 @@ BEGINNING = TEMPLATES.get_template("beginning.html").render()
 
 
 def refuse_foreign(path: Path, setting: str = "output") -> None:
-    """Refuse to overwrite a file that is not a page of padfree."""
+    """Raise a `UserError` if the file exists and is not a page of padfree. `setting`: the option that named it."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(len(BEGINNING))
@@ -120,7 +120,7 @@ class Page:
         self._blocks.append({"kind": "marked", "caption": caption, "pieces": shown})
 
     def write(self, path: str | Path) -> None:
-        """Write the file atomically: a reader sees the old page or the new one."""
+        """Write the page to a file atomically: a reader sees the old page or the new one."""
         path = Path(path)
         refuse_foreign(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
@@ -136,7 +136,7 @@ class Page:
             ) from error
 
     def html(self) -> str:
-        """The HTML of the page."""
+        """Return the HTML of the page."""
         groups = groupby(self._blocks, key=lambda block: block["kind"] == "figure")
         shown = {"figures": self._figures, "templates": {theme: template(theme) for theme in THEMES}}
         figures = json.dumps(shown, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -154,12 +154,12 @@ class Page:
 
 
 def plain(text: str) -> str:
-    """Escape a text of a figure (the name of a trace, a label), so that plotly shows it unchanged."""
+    """Escape a text of a figure, such as a trace's name or a label, so that plotly shows it unchanged."""
     return html.escape(text, quote=False)
 
 
 def _plotly() -> str:
-    """Plotly's script. It must not contain text that ends the <script> element."""
+    """Return plotly's script. It must not contain text that would end the <script> element."""
     from plotly.offline import get_plotlyjs
 
     script: str = get_plotlyjs()
@@ -181,7 +181,10 @@ def _cell(cell: Cell, right: bool) -> dict[str, str]:
 
 
 def _kind(column: Sequence[Cell | None]) -> str:
-    """How a column of records is shown: right-aligned ("number"), on one line ("short"), or cut to a few ("long")."""
+    """Return how a column of records is shown.
+
+    It is right-aligned ("number"), on one line ("short"), or cut to a few lines ("long").
+    """
     values = [value for value in column if value is not None]
     if values and not any(isinstance(value, str) for value in values):
         return "number"
@@ -189,7 +192,7 @@ def _kind(column: Sequence[Cell | None]) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """The value as plain lists, dicts and numbers. NaN and infinity become null, which is a gap in a figure."""
+    """Return the value as plain lists, dicts and numbers. NaN and infinity become null, which is a gap in a figure."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str) or value is None or isinstance(value, int):

@@ -140,7 +140,7 @@ def calibrate(
 
 
 def micro_batches(longest: int, tokens: int) -> list[list[int]]:
-    """Sample lengths of each measured micro-batch: few long samples or many short ones.
+    """Return the sample lengths of each micro-batch to measure: few long samples or many short ones.
 
     A sample has at most `longest` tokens, a micro-batch at most `tokens`.
     """
@@ -150,10 +150,10 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
-    """The number of layers of each measured model: all layers, or two depths that differ by whole periods.
+    """Return the number of layers of each model to measure: all layers, or two depths that differ by whole periods.
 
     `whole`: measure all layers if a token uses at most this many weights. The first depth covers the layers before the
-    repeating part and one period of it.
+    repeating part, and one period of the repeating part.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers
@@ -174,7 +174,7 @@ def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
 
 
 def with_layers(model_config: Any, layers: int) -> Any:
-    """A copy of the config with only the first `layers` layers."""
+    """Return a copy of the config with only the first `layers` layers."""
     found = copy.deepcopy(model_config)
     config = found.get_text_config()
     before = int(config.num_hidden_layers)
@@ -188,9 +188,10 @@ def with_layers(model_config: Any, layers: int) -> Any:
 
 
 def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers: int) -> list[float]:
-    """The seconds of each micro-batch with `layers` layers, from measurements with fewer layers.
+    """Return the seconds of each micro-batch with `layers` layers, extrapolated from measurements with fewer layers.
 
-    Noise can make the deeper model look faster; a layer then counts as 0 seconds, never as a negative time.
+    `taken[i]`: seconds of each micro-batch with `depths[i]` layers. Noise can make the deeper model look faster; a
+    layer then counts as 0 seconds, never as a negative time.
     """
     if len(taken) == 1:
         return list(taken[0])
@@ -203,7 +204,7 @@ Run = Callable[[Sequence[int]], float]
 
 
 def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
-    """A function that times micro-batches on a training engine with random weights."""
+    """Return a function that times micro-batches on a training engine with random weights."""
     parallel = config.parallel
     assert parallel.checkpointing != "auto", "must be resolved by the caller"
     assert parallel.reshard != "auto", "must be resolved by the caller"
@@ -253,10 +254,10 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
 def _measured(
     runs: Sequence[Run], batches: Sequence[Sequence[int]], progress: OnMeasurement | None
 ) -> list[list[float]]:
-    """The minimum seconds over several rounds: one list per model, with one number per micro-batch.
+    """Return the minimum seconds over several rounds: one list per model, with one number per micro-batch.
 
-    Each round measures every micro-batch once, so that a short load on the machine does not slow down all repeats of
-    one micro-batch.
+    Each round measures every micro-batch once. If another program slows the machine down for a moment, this does not
+    affect all repeats of one micro-batch.
     """
     found = np.full((len(runs), len(batches)), np.inf)
     done, everything = 0, (REPEATS + 1) * found.size

@@ -35,7 +35,10 @@ class Padded:
 
 
 def padded(steps: Sequence[Lengths], cost: CostModel, *, size: int, grouped: bool = False) -> Padded:
-    """Divide the samples of each step into micro-batches of `size`; the last one of a step may have fewer."""
+    """Return the cost of an epoch in padded micro-batches of `size` samples; the last one of a step may have fewer.
+
+    `steps`: sample lengths of each step. `grouped`: whether samples are sorted by length inside each step.
+    """
     tokens, total = 0, 0.0
     for step in steps:
         lengths = np.sort(step) if grouped else step

@@ -36,7 +36,7 @@ class SampledBatches:
         return self._collector.timings
 
     def metrics(self) -> Mapping[str, float]:
-        """The collector's metrics of the last batch, by name."""
+        """Return the collector's metrics of the last batch, by name."""
         return self._collector.metrics()
 
     def resume(self, step: int, *, remaining: int) -> None:
@@ -85,5 +85,8 @@ class SampledBatches:
         self._collector.restore(extra)
 
     def dropped_reason(self, extra: Mapping[str, Any]) -> str | None:
-        """Why the responses sampled ahead in a checkpoint cannot be used; None if they can, or there are none."""
+        """Return why this run cannot use the responses that were sampled ahead and stored in a checkpoint.
+
+        Return None if it can use them, or if there are none. `extra`: the dict that the checkpoint stores.
+        """
         return self._collector.dropped_reason(extra)

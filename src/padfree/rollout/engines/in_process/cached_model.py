@@ -99,7 +99,7 @@ class CachedModel:
             object.__setattr__(layer, "_compiled_call_impl", partial(_call_layer, layer, index, run))
 
     def head(self) -> LmHead:
-        """The LM head with its current weights."""
+        """Return the LM head with its current weights."""
         head = described_head(self.model)
         assert head is not None
         return head

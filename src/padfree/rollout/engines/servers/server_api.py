@@ -161,7 +161,7 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def workers(self) -> int:
-        """Number of worker processes that receive weights."""
+        """Return the number of worker processes that receive weights."""
 
     @abstractmethod
     async def join(self, transfer_info: Mapping[str, Any]) -> None:
