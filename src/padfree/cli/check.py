@@ -65,7 +65,7 @@ def run(settings: argparse.Namespace) -> None:
     if settings.loss not in LOSSES:
         raise UserError("--loss", "", f"choose one of {', '.join(LOSSES)}", value=settings.loss)
     if settings.layers is not None and settings.full:
-        raise UserError("--layers", f"{settings.layers} together with --full", "give only one of them")
+        raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data = data_settings(settings)
     first = processes.is_first
     target = None if settings.json is None else Path(settings.json)

@@ -112,10 +112,16 @@ def _check(settings: argparse.Namespace) -> None:
                 value=value,
             )
     if settings.samples is not None and settings.tokens is not None:
-        raise UserError("--tokens", f"{settings.tokens} with --samples {settings.samples}", "give only one of them")
+        raise UserError(
+            "--tokens",
+            f"{settings.tokens} cannot be combined with --samples {settings.samples}",
+            "give only one of them",
+        )
     if settings.lengths is not None and (settings.data or settings.rollouts):
         raise UserError(
-            "--lengths", f"{settings.lengths} with --data or --rollouts", "give either the data or the lengths"
+            "--lengths",
+            f"{settings.lengths} cannot be combined with --data or --rollouts",
+            "give either the data or the lengths",
         )
     if settings.html is not None:
         from padfree.tools.page.page import refuse_foreign
@@ -301,7 +307,7 @@ def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Sca
     from padfree.tools.planner.scaling import Links, plan_scaling
 
     if config.model.path == NO_MODEL:
-        raise UserError("--hosts", f"{settings.hosts} without a model", "give --model: the traffic depends on it")
+        raise UserError("--hosts", f"{settings.hosts} needs a model", "give --model: the traffic depends on it")
     return plan_scaling(
         plan.epoch.steps,
         plan.shape,

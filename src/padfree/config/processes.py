@@ -47,7 +47,7 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
     if "WORLD_SIZE" in variables and meet:
         if "RANK" not in variables:
             raise UserError(
-                "RANK", f"is missing although WORLD_SIZE is {world}", "start the processes with torchrun, or set it"
+                "RANK", f"missing, although WORLD_SIZE is {world}", "start the processes with torchrun, or set it"
             )
         if "LOCAL_WORLD_SIZE" in variables and local_rank >= local_world:
             raise UserError(
@@ -57,7 +57,7 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
             )
         for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port of that host")):
             if not variables.get(name, "").strip():
-                raise UserError(name, f"is missing although WORLD_SIZE is {world}", f"give {what}, or use torchrun")
+                raise UserError(name, f"missing, although WORLD_SIZE is {world}", f"give {what}, or use torchrun")
         port = _number(variables, "MASTER_PORT")
         if not 0 < port < 1 << 16:
             raise UserError("MASTER_PORT", "", "give a port, 1 to 65535", value=port)

@@ -69,7 +69,7 @@ class VllmServer(HttpServer):
         name = (await self.models(fix="set the URL of a vLLM server"))[0]
         options = (await self.call("GET", "/server_info?config_format=json")).get("vllm_config")
         if not isinstance(options, dict) or not isinstance(options.get("model_config"), dict):
-            raise self.lost("/server_info answered without vllm_config")
+            raise self.lost("/server_info returned no vllm_config")
         given = options.get("weight_transfer_config")
         transfer = given.get("backend") if isinstance(given, dict) else given
         if transfer != "padfree" and not served.lora_rank:
@@ -142,7 +142,7 @@ class VllmServer(HttpServer):
         answer = await connection.call("GET", "/weight_info", fix=START)
         version = answer.get("weight_version")
         if not isinstance(version, str):
-            raise self.lost(f"/weight_info answered {answer} without weight_version")
+            raise self.lost(f"/weight_info returned {answer}, which has no weight_version")
         return None if version == _OWN_WEIGHTS else version
 
     async def complete(
@@ -166,7 +166,7 @@ class VllmServer(HttpServer):
                 self.need_version(await self._version(connection), version)
         if cut and not choice.get("token_ids"):
             return Completion(tokens=[], logprobs=[], reason="cut")
-        with self.reading(f"{COMPLETIONS} answered without token ids and log-probabilities"):
+        with self.reading(f"{COMPLETIONS} did not return token ids and log-probabilities"):
             tokens, logprobs = _sampled(choice)
         if not cut and choice.get("prompt_token_ids") != body["prompt"]:
             raise UserError(
@@ -193,7 +193,7 @@ class VllmServer(HttpServer):
             answer = await connection.call("POST", COMPLETIONS, body)
         scored = []
         choices = self._choices(answer, len(sequences), model)
-        with self.reading("answered without the log-probabilities of the canary"):
+        with self.reading("did not return the log-probabilities of the canary"):
             for sequence, choice in zip(sequences, choices, strict=True):
                 given = [
                     float(entry[str(token)]["logprob"])
@@ -210,9 +210,9 @@ class VllmServer(HttpServer):
         """
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise self.lost(f"{COMPLETIONS} answered without choices")
+            raise self.lost(f"{COMPLETIONS} returned no choices")
         if sorted(str(choice.get("index")) for choice in choices) != sorted(map(str, range(number))):
-            raise self.lost(f"{COMPLETIONS} answered {len(choices)} of {number} responses")
+            raise self.lost(f"{COMPLETIONS} returned {len(choices)} of {number} responses")
         if answer.get("model") != model:
             raise self.lost(f"{COMPLETIONS} answered for the model {answer.get('model')!r}, not {model!r}")
         return sorted(choices, key=lambda choice: int(choice["index"]))
@@ -228,7 +228,7 @@ class VllmServer(HttpServer):
     async def workers(self) -> int:
         answer = await self.call("GET", "/get_world_size")
         if not isinstance(answer.get("world_size"), int):
-            raise self.lost(f"/get_world_size answered {answer} without world_size")
+            raise self.lost(f"/get_world_size returned {answer}, which has no world_size")
         return int(answer["world_size"])
 
     async def join(self, transfer_info: Mapping[str, Any]) -> None:

@@ -74,7 +74,7 @@ class HttpConnection:
         except (ValueError, RecursionError):
             raise self._server.lost(f"{path} did not answer with JSON ({content[:80]!r})") from None
         if not isinstance(answer, dict):
-            raise self._server.lost(f"{path} answered {type(answer).__name__} instead of a JSON object")
+            raise self._server.lost(f"{path} returned {type(answer).__name__} instead of a JSON object")
         return answer
 
     async def answer(self, method: str, path: str, body: Any, *, fix: str | None) -> bytes:

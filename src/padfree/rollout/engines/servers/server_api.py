@@ -245,7 +245,7 @@ class ServerApi(ABC):
         ended = bool(completion.tokens) and completion.tokens[-1] in sampling.stops
         if cut and completion.reason == "cut":
             if number > request.max_new_tokens or max(completion.tokens, default=0) >= sampling.vocabulary:
-                raise self.lost(f"{self.complete_name} answered {number} tokens that were not requested")
+                raise self.lost(f"{self.complete_name} returned {number} tokens that were not requested")
         else:
             self._check_whole(completion, request, sampling, ended)
         return Response(
@@ -260,7 +260,7 @@ class ServerApi(ABC):
     ) -> list[tuple[list[int], list[float]]]:
         """Call `score` with these arguments, check its result and return it."""
         scored = await self.score(sequences, num_sampled=num_sampled, **settings)
-        with self.reading("answered without the log-probabilities of the canary"):
+        with self.reading("did not return the log-probabilities of the canary"):
             for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):
                 if len(tokens) != len(sequence) + num_sampled:
                     raise IncompleteError(f"{len(tokens) - len(sequence)} tokens instead of {num_sampled}")
@@ -275,7 +275,7 @@ class ServerApi(ABC):
             reason = "abort" if completion.reason == "cut" else completion.reason
             raise self.lost(f"{self.complete_name} ended a response with reason {reason!r}")
         if not 1 <= number <= max_new_tokens:
-            raise self.lost(f"{self.complete_name} answered {number} tokens instead of 1 to {max_new_tokens}")
+            raise self.lost(f"{self.complete_name} returned {number} tokens instead of 1 to {max_new_tokens}")
         if max(completion.tokens) >= sampling.vocabulary:
             raise UserError(
                 "rollout.servers",
