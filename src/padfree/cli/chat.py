@@ -87,7 +87,8 @@ def _on_terminal(chat: _Chat) -> None:
         try:
             with _on_interrupt(chat.interrupt):
                 chat.take(line)
-        except UserError as error:  # for example a full context; the chat continues
+        except UserError as error:
+            # An error such as a full context does not end the chat.
             chat.output.write(f"{error}\n")
 
 

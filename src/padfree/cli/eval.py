@@ -54,7 +54,8 @@ def run(settings: argparse.Namespace) -> None:
         found = evaluate(config, on_tokenising=shown.tokenising, on_activity=shown.activity)
     if not first:
         return
-    if target is not None:  # write the file first: printing fails if the reader of the pipe has ended
+    # Write the file before printing, because printing fails if the reader of the pipe has ended.
+    if target is not None:
         about = {"model": config.model.path, "data": list(config.eval.path), **found}
         try:
             target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

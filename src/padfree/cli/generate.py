@@ -49,7 +49,7 @@ def run(settings: argparse.Namespace) -> None:
         ids = [speaker.prompt(prompt, system=settings.system) for prompt in prompts]
         max_new_tokens_each = [
             speaker.max_new_tokens(one, settings.max_new_tokens) for one in ids
-        ]  # refuses prompts that are too long before any output
+        ]  # raises an error for a prompt that is too long, before any output
         assert len(max_new_tokens_each) == len(prompts)
         if len(prompts) == 1 and not settings.json:
             _stream(speaker, ids[0], settings.max_new_tokens, output)

@@ -242,7 +242,7 @@ class HostConnection:
     def close(self) -> None:
         """End the connection, which stops the run on the host."""
         self.process.kill()
-        self._output.join()  # this thread waits for the other thread and for the process
+        self._output.join()  # the output thread itself waits for the other thread and for ssh
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
             with suppress(BrokenPipeError):

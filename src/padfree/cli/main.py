@@ -89,14 +89,14 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     commands = parser(words[:1])
     settings, rest = commands.parse_known_args(normalised_words(words))
     if hasattr(settings, "prompt") and all(word == "-" or not word.startswith("-") for word in rest):
-        settings.prompt = [*settings.prompt, *rest]  # argparse does not accept prompts after a flag
+        settings.prompt = [*settings.prompt, *rest]  # argparse leaves prompts that follow a flag in `rest`
         return settings
     taken = next((name for name in ("overrides", "settings") if hasattr(settings, name)), None)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (overrides != rest or taken is None):
         unknown = next((word for word in rest if word not in overrides), rest[0])
         commands.error(f"unrecognized arguments: {' '.join(rest)}{suggestion(unknown, words[0])}")
-    if overrides and taken is not None:  # argparse does not accept settings after a flag
+    if overrides and taken is not None:  # argparse leaves settings that follow a flag in `rest`
         setattr(settings, taken, [*getattr(settings, taken), *overrides])
     if settings.command in TRAINING and (settings.recipe is None or OVERRIDE.match(settings.recipe)):
         settings.overrides = [*([settings.recipe] if settings.recipe else []), *settings.overrides]
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show_own_warnings_only()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError, ValueError):  # `reconfigure` flushes; a failing stream is handled later
+            with suppress(OSError, ValueError):  # `reconfigure` flushes the stream; if that fails, it is handled later
                 stream.reconfigure(errors="backslashreplace")  # for ASCII terminals and file names that are not UTF-8
     settings = parsed(list(sys.argv[1:] if arguments is None else arguments))
     command: str = settings.command

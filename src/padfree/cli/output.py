@@ -198,7 +198,7 @@ def open_closed_descriptors() -> None:
             if error.errno != errno.EBADF:
                 continue
             opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:  # never happens: lower descriptors are handled first
+            if opened != number:  # cannot happen, because lower descriptors were opened before
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)

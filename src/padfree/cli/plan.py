@@ -58,7 +58,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--gpu", metavar="NAME", help="GPU to plan for, such as H100 (default: this machine's)")
     add("--memory", type=float, metavar="GIB", help=f"memory of a device (default: that of the GPU, or {MEMORY:.0f})")
     add("--hosts", type=int, metavar="N", help="hosts, to plan scaling (--link-inside, --link-between)")
-    # Documented in docs/guides/plan.md only, so that the help fits on one screen.
+    # The following options are documented in docs/guides/plan.md only, so that the help fits on one screen.
     add("--link-inside", help=argparse.SUPPRESS)
     add("--link-between", help=argparse.SUPPRESS)
     add("--exact-steps", default="128", help=argparse.SUPPRESS)
@@ -191,7 +191,7 @@ def _config(settings: argparse.Namespace) -> Config:
     for name, other in (("samples", "tokens"), ("tokens", "samples")):
         if getattr(settings, name) is not None:
             flags |= {f"batch.{name}": getattr(settings, name), f"batch.{other}": None}
-    # JSON strings, lists and numbers are valid TOML.
+    # Values are written as JSON, because JSON strings, lists and numbers are valid TOML.
     written = [
         f"{name}={'none' if value is None else json.dumps(value, ensure_ascii=False)}" for name, value in flags.items()
     ]
@@ -201,7 +201,7 @@ def _config(settings: argparse.Namespace) -> Config:
     elif config.model.path != NO_MODEL:
         check_name(config.model.path, "model.path")
     if recipe is None and not _has_override(settings, "model.dtype"):
-        import torch  # not before the settings have been checked, because the import takes seconds
+        import torch  # only after the settings have been checked, because the import takes seconds
 
         dtype: Literal["bfloat16", "float32"] = "bfloat16" if settings.gpu or torch.cuda.is_available() else "float32"
         return replace(config, model=replace(config.model, dtype=dtype))

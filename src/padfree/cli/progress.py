@@ -31,7 +31,8 @@ class Heartbeat:
     def __init__(self, write: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._clock = write, clock
         self.begin = clock()
-        self._last, self._interval = self.begin, 0.0  # time of the last step line; seconds between the last two
+        # `_last`: time of the last step line. `_interval`: seconds between the last two step lines.
+        self._last, self._interval = self.begin, 0.0
         self._spoke, self._wait = self.begin, SILENCE
         self._step = ""
         self._doing, self._count, self._since = "starting", "", self.begin

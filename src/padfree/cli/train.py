@@ -288,7 +288,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)) and any(isinstance(entry, Mapping) for entry in value):
         given = [{name: each for name, each in entry.items() if each is not None} for entry in value]
         return f"[{', '.join(map(_toml, given))}]"
-    return json.dumps(value, ensure_ascii=False)  # strings, numbers, true and false, and lists read the same in TOML
+    return json.dumps(value, ensure_ascii=False)  # JSON strings, numbers, booleans and lists are valid TOML
 
 
 def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:

@@ -92,7 +92,7 @@ class UserFunction:
             try:
                 return importlib.import_module(module)
             except KeyboardInterrupt:
-                raise  # Ctrl-C, if the function is loaded outside of a run
+                raise  # the user pressed Ctrl-C, and the function is loaded outside of a run
             except BaseException as error:  # the import runs user code, which may call sys.exit
                 missing = error.name if isinstance(error, ModuleNotFoundError) else None
                 itself = missing is not None and f"{module}.".startswith(f"{missing}.")

@@ -72,7 +72,7 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
         if Path(name).expanduser().exists():
             check_regular(Path(name).expanduser(), setting)
             return
-    except (OSError, RuntimeError) as error:  # a name that is too long, a folder without permission, an unknown user
+    except (OSError, RuntimeError) as error:  # e.g. a long name, no permission, or an unknown ~user
         reason = getattr(error, "strerror", None) or error
         raise UserError(setting, f"{shortened(name)} cannot be read ({reason})", "give another path") from None
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
@@ -99,7 +99,7 @@ def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
     except GatedRepoError:
-        return None  # it exists; the loader reports missing permission
+        return None  # the name exists; if permission is missing, the loader reports it
     except (RepositoryNotFoundError, HFValidationError):
         return f"the Hub has no {kind} of this name that you can access"
     except OfflineModeIsEnabled:

@@ -25,7 +25,7 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
     """
     path = Path(path)
     kind = special_kind(path)
-    if kind is not None and path != Path(os.devnull):  # opening a FIFO would block until it is read
+    if kind is not None and path != Path(os.devnull):  # opening a FIFO blocks until another process reads it
         raise UserError(name, f"{path} is {kind}", "give the name of a file")
     if path.is_dir():
         raise UserError(name, f"{path} is a folder", "give the name of a file")
@@ -50,7 +50,7 @@ def check_folder(path: str | Path, name: str) -> None:
     path = Path(path)
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
-            path.stat()  # fails for a name that is too long and for a loop of links
+            path.stat()  # raises an error if the name is too long or links form a loop
         nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not nearest.is_dir():
             raise UserError(name, f"{path}, but {nearest} is a file", "give another folder")

@@ -83,7 +83,7 @@ def check_run_folder(config: Config) -> None:
         pass
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # name too long, a loop of links, no permission
+    except (OSError, ValueError, RuntimeError) as error:  # e.g. a long name, or a loop of links
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             "run.folder", f"{shortened(str(folder))} cannot be used ({reason})", "give another folder"

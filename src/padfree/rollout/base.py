@@ -50,8 +50,10 @@ class SamplingRequest:
 
     tokens: NDArray[np.integer[Any]]  # [n] the prompt
     max_new_tokens: int
-    key: int  # from `sampling_rng.response_keys`; the seed of servers. 0 (`sampling_rng.GREEDY`): greedy decoding
-    partial: Response | None = None  # the part sampled by earlier weights, to be continued
+    # Random key, from `sampling_rng.response_keys`. Servers use it as the seed. `sampling_rng.GREEDY` (0) means greedy
+    # decoding.
+    key: int
+    partial: Response | None = None  # the beginning of the response, sampled by earlier weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,10 +61,10 @@ class Response:
     """A sampled response. `ended`: the last token is a stop token; otherwise the response reached its token limit."""
 
     tokens: NDArray[np.int64]  # [m]
-    logprobs: NDArray[np.float32]  # [m] of the sampled tokens, at the sampling temperature
+    logprobs: NDArray[np.float32]  # [m] log-probabilities of the tokens at the sampling temperature
     ended: bool
     version: int  # policy version (number of optimizer steps) of the oldest weights that sampled one of its tokens
-    versions: NDArray[np.int64] | None = None  # [m] policy version of each token; None: `version` for all
+    versions: NDArray[np.int64] | None = None  # [m] policy version of each token; None: all have `version`
 
     @property
     def token_versions(self) -> NDArray[np.int64]:

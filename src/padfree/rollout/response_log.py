@@ -74,7 +74,7 @@ class _Part:
     """A part that is still needed."""
 
     weights: str
-    highest: int = 0  # the last batch whose responses it may contain
+    highest: int = 0  # the last batch whose responses this part may contain
 
 
 @dataclass(slots=True, eq=False)

@@ -110,7 +110,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
     sums = scores[responses, tokens] + _gumbel(_mixed_on_device(at_position[responses] ^ tokens))
     best, first = _largest(sums.numpy(), responses.numpy(), num_responses)
     sampled = torch.from_numpy(np.append(tokens.numpy(), 0)[first])
-    # 1e-3 is far larger than the rounding of a sum. NaN scores also take this path.
+    # If the best sum is this small, a token that is not a candidate may have a larger one, so all tokens are compared.
+    # 1e-3 is far larger than the rounding of a sum. NaN scores are also compared in full.
     unsure = torch.from_numpy(~(best > 1e-3 - math.log(CANDIDATES)))
     if unsure.any():
         noise = gumbel_noise(keys[unsure], _select(position, unsure), vocabulary)

@@ -102,7 +102,7 @@ _YARN: dict[str, Any] = {
     "original_max_position_embeddings": 16,
 }
 
-# name: (model class, config values in addition to the basic ones; None removes a basic value)
+# By name: the model class, and config values in addition to the basic ones. None removes a basic value.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -213,7 +213,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# architectures with mixer layers, or with chunked attention
+# Architectures with mixer layers, or with chunked attention.
 ARCHITECTURES |= {
     "bailing_hybrid": (
         "BailingHybridForCausalLM",

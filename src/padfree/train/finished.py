@@ -63,7 +63,7 @@ def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) ->
     if ROLLOUTS in extra or extra.get(QUEUE):
         return False
     batcher = make_batcher(config, source.samples, source.parts)
-    with suppress(UserError):  # made with other settings: resuming will report it
+    with suppress(UserError):  # the checkpoint has other settings; resuming will report them
         batcher.load_state_dict(extra["batcher"])
         return next(iter(batcher), None) is None
     return False

@@ -73,7 +73,7 @@ class RouterBalance:
     def micro_batch_loss(self, inner: MicroBatchLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Return the loss of a pack (`inner`) plus the pack's part of the load-balancing loss. `inside` calls this."""
         self.recorder.clear()
-        self.recorder.record(True)  # until `end`, so that recomputation in backward does the same as forward
+        self.recorder.record(True)  # until `end`, so that recomputation in backward records too
         output = inner(model, batch)
         if self._counts is None:
             self._own += self._choices(batch)

@@ -57,10 +57,10 @@ from padfree.train.step_pipeline import OnActivity, OnStep, StepPipeline
 class RunResult:
     """How a run ended."""
 
-    step: int  # all optimizer steps of the run, including those before a resume
+    step: int  # number of optimizer steps of the run, including those before a resume
     stopped: bool  # whether a signal stopped the run
     checkpoint: Path | None
-    was_finished: bool = False  # an earlier start finished the run; this one did nothing
+    was_finished: bool = False  # whether an earlier start finished the run, so this one did nothing
 
 
 OnNote = Callable[[str], None]

@@ -168,7 +168,9 @@ class CheckedAsyncSampler(CheckedSampler):
         def checked(index: int, response: Response) -> None:
             try:
                 self._checked(response, requests[index], whole=False)
-            except UserError as error:  # this is a thread of the engine; the main thread reads `failure`
+            except UserError as error:
+                # A thread of the engine runs this function. The error is stored in `failure`, which the main thread
+                # reads.
                 self._wrong = self._wrong or error
                 return
             on_response(index, response)

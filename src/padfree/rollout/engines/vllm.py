@@ -40,7 +40,7 @@ LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 COMPLETIONS = "/v1/completions"
 
 _OWN_WEIGHTS = "default"  # version of the weights that vLLM loaded itself
-_SEEDS = (1 << 63) - 1  # a mask for non-negative seeds: -1 means no seed to vLLM
+_SEEDS = (1 << 63) - 1  # a mask that makes seeds non-negative: to vLLM, -1 means no seed
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 
 
@@ -161,7 +161,7 @@ class VllmServer(HttpServer):
         async with self.connected() as connection:
             self.need_version(await self._version(connection), version)
             (choice,) = self._choices(await connection.call("POST", COMPLETIONS, body), 1, model)
-            cut = choice.get("finish_reason") == "abort"  # all its tokens were sampled before the pause
+            cut = choice.get("finish_reason") == "abort"  # a pause aborted it; its tokens were sampled before
             if not cut:
                 self.need_version(await self._version(connection), version)
         if cut and not choice.get("token_ids"):
@@ -281,7 +281,8 @@ class VllmServer(HttpServer):
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)
             wanted += [("--enable-lora",), ("--max-lora-rank", str(rank))]
-        if served.adapted:  # otherwise the head also gets an adapter, and then cannot score prompts on the CPU
+        # Name the modules. Otherwise the head also gets an adapter, and vLLM cannot score prompts on the CPU with it.
+        if served.adapted:
             wanted.append(("--lora-target-modules", *served.adapted))
         given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
         return [*arguments, *(argument for flag in wanted if flag[0] not in given for argument in flag)]

@@ -57,7 +57,7 @@ def _is_tool(tool: Any) -> bool:
 
 
 FOLLOWED: dict[str, Rule] = {
-    "model": _LINE,  # there is one model; the answer repeats the name
+    "model": _LINE,  # any name: there is only one model, and the answer repeats the name
     "messages": (lambda value: isinstance(value, list) and bool(value), "give a list of objects with role and content"),
     "prompt": (lambda value: isinstance(value, (str, list)) and bool(value), "give a string, or a list of token ids"),
     "n": _integer(1, MAX_CHOICES),

@@ -118,7 +118,7 @@ def check_command(arguments: Sequence[str]) -> None:
 def _danger(arguments: Sequence[str]) -> str | None:
     if column_names(arguments[:1]):
         return f"{arguments[0]!r} makes a column the program"
-    reached = True  # only wrappers and their options precede this argument
+    reached = True  # this argument surely is a program: only wrappers precede it
     for index, argument in enumerate(arguments):
         name, rest = _name(argument), arguments[index + 1 :]
         if reached and name in SHELL_CALLERS and (found := _first_with_column(rest)) is not None:

@@ -90,7 +90,7 @@ class Gateway:
     def _admit(self, method: str, path: str) -> Answer:
         key, _, route = path.partition("?")[0].lstrip("/").partition("/")
         given, episode = key.encode("latin-1"), None
-        for one in self._episodes:  # always all of them, so that the timing reveals nothing about keys
+        for one in self._episodes:  # compare all keys, so that the timing reveals nothing about them
             if hmac.compare_digest(given, one.key.encode()):
                 episode = one
         if episode is None:
@@ -145,7 +145,7 @@ class Gateway:
         chat = route == CHAT
         try:
             context = self._chat(episode.calls, body) if chat else self._prompt(episode.calls, body)
-        except UserError as error:  # a chat template that fails, wrong token ids, or text that is not Unicode
+        except UserError as error:  # e.g. a chat template fails, or token ids are wrong
             raise CallError(400, str(error)) from None
         max_new_tokens = episode.calls.max_new_tokens(context)
         if max_new_tokens < 1:

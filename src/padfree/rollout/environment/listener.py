@@ -37,12 +37,13 @@ class ListenerLimits:
     headers: int = 100
     head_seconds: float = 10.0
     unauthenticated: int = 256  # connections without a known key
-    connections: int = 768  # all connections; one more closes an idle one
-    dropped: int = 64 << 10  # bytes of a rejected body that are read and dropped, so that the client gets the answer
+    connections: int = 768  # maximum number of connections; opening one more closes an idle one
+    # Maximum bytes of a rejected body that are read and dropped. Without this, the client might not get the answer.
+    dropped: int = 64 << 10
     dropped_seconds: float = 1.0
-    idle_seconds: float = 300.0  # until an authenticated connection without a request is closed
+    idle_seconds: float = 300.0  # time after which an authenticated connection without a request is closed
     body: int = 16 << 20
-    bodies: int = 128 << 20  # bytes of the bodies of all requests together
+    bodies: int = 128 << 20  # maximum bytes of the bodies of all requests together
     body_seconds: float = 60.0
     answer_seconds: float = 60.0
 

@@ -110,7 +110,8 @@ class EpisodeRunner:
         def ended(playing: Future[Any]) -> None:
             try:
                 message = failure_of(playing)
-            except Exception as error:  # it must reach the thread that waits for the episodes
+            except Exception as error:
+                # The error must reach the thread that waits for the episodes.
                 message = f"rollout.environment: {shown_error(error)}; report this bug of padfree"
             if message is not None:
                 watch.on_failed(message)
@@ -287,7 +288,8 @@ class _Session:
                 "rollout.environment", "an episode requests tokens after its end", "await all tasks that it creates"
             )
         self._turns += 1
-        if self._turns > MAX_TURNS:  # the timeout would never end it, because the clock stops while it waits
+        # The timeout cannot end such an episode, because its clock stops while it waits for tokens.
+        if self._turns > MAX_TURNS:
             raise UserError(
                 "rollout.environment",
                 f"{self._runner._settings.name} has requested tokens {MAX_TURNS} times for {self._play.prompt.uid!r}",

@@ -57,7 +57,7 @@ class Rounds:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout
         self._num_waiting: dict[int, int] = {}  # waiting requests of each running episode
         self._waiting: dict[tuple[int, TurnPath], tuple[SamplingRequest, asyncio.Future[Response]]] = {}
-        self._quiet: int | None = None  # iterations of the loop since the last change; None: not counting
+        self._quiet: int | None = None  # iterations of the event loop without a change; None: not counting
         self._sampling = False  # whether a round is being sampled
         self._rounds: queue.SimpleQueue[Round] = queue.SimpleQueue()
 

@@ -28,7 +28,7 @@ class CheckResult:
     """The result of one comparison."""
 
     check: str  # packed, leak, pad, or the name of a layout
-    quantity: str  # log-probabilities, loss, normaliser, gradients
+    quantity: str  # one of log-probabilities, loss, normaliser, gradients
     part: str | None = None  # part of the model, for gradients
     difference: float
     noise: float | None  # None: only the tolerance counts

@@ -70,7 +70,8 @@ def model_source(
     if layers is not None and full:
         raise UserError("layers", f"{layers} cannot be combined with full", "give one of them")
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
-    if (inner := language_config(config)) is not None:  # multimodal: the files also hold other layers, so load all
+    # The files of a multimodal model also hold layers of other parts, so all layers are loaded.
+    if (inner := language_config(config)) is not None:
         config, full, layers = inner, files is not None or full, None if files is not None else layers
     with torch.device("meta"):
         model = _from_config(copy.deepcopy(config), torch.float32, trust_remote_code)

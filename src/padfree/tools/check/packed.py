@@ -62,7 +62,7 @@ class Variation:
     max_tokens: int  # maximum tokens of a pack per device
     pack_settings: PackSettings = field(default_factory=PackSettings)
     reverse: bool = False
-    may_be_refused: bool = False  # not every model, backend and number of ranks supports it
+    may_be_refused: bool = False  # whether a model, backend or number of ranks may not support it
 
 
 def variations(samples: Sequence[Sample], context: int) -> list[Variation]:

@@ -36,7 +36,7 @@ EMPTY = ("", "–")
 
 TEMPLATES = Environment(
     loader=PackageLoader("padfree.tools.page"),
-    autoescape=select_autoescape(("html",)),  # not in <style> and <script>, where escapes have no meaning
+    autoescape=select_autoescape(("html",)),  # CSS and JavaScript files are not escaped: escapes mean nothing there
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

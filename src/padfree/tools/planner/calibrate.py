@@ -240,7 +240,9 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
         return time.perf_counter() - start
 
     def run(lengths: Sequence[int]) -> float:
-        if not lengths:  # a step with the optimizer minus the same step without it, on the smallest micro-batch
+        # Without lengths, time the optimizer: a step with it minus the same step without it, on the smallest
+        # micro-batch.
+        if not lengths:
             smallest = prepared([FEWEST_TOKENS], 1)
             update = seconds(lambda: engine.begin(smallest).finish())
             return max(0.0, update - seconds(lambda: engine.gradients(smallest)))
@@ -265,7 +267,7 @@ def _measured(
         for repeat in range(REPEATS + 1):
             for index in np.ndindex(found.shape):
                 seconds = runs[index[0]](batches[index[1]])
-                if repeat:  # the first call with a new shape includes set-up
+                if repeat:  # ignore the first call with a new shape, which includes set-up
                     found[index] = min(found[index], seconds)
                 done += 1
                 if progress is not None:

@@ -40,7 +40,7 @@ class RunPlan:
     epoch: EpochPlan
     layout: LayoutKind
     balances: list[ContextBalance]  # one per layout, over some planned packs; empty for one context rank
-    long_pack_balances: dict[int, list[ContextBalance]]  # number of context ranks -> one per layout, for one long pack
+    long_pack_balances: dict[int, list[ContextBalance]]  # by number of context ranks: each layout of a long pack
     padded: list[Padded]
     time_model: TimeModel
     memory: MemoryEstimate | None  # memory of a device with its largest micro-batch

@@ -97,11 +97,11 @@ class StepTime:
     hosts: int
     replicate: int
     micro_batches: float
-    even: float  # compute, if it were divided equally among the ranks
+    even: float  # seconds of compute, if it were divided equally among the ranks
     waiting: float  # waiting for the slowest rank
-    fixed: float  # fixed cost of each micro-batch and of each step
-    weights: float  # all-gather of weights and reduce-scatter of gradients, the exposed part
-    context: float  # sending keys and values, the exposed part
+    fixed: float  # seconds of the fixed cost of each micro-batch and of each step
+    weights: float  # seconds of FSDP's communication that do not overlap with compute
+    context: float  # seconds of sending keys and values that do not overlap with compute
     weights_out: float  # bytes of weights and gradients that a host sends to other hosts
     fits: bool | None  # whether the run fits in the memory of a device
 

@@ -254,7 +254,7 @@ def _add_events(page: Page, runs: Sequence[Run]) -> None:
 
 def _event_rows(run: Run) -> list[list[Cell]]:
     found: list[list[Cell]] = []
-    before: Record = {}  # a later start shows only the fields that changed
+    before: Record = {}  # fields of the last start; a later one shows only what changed
     for event in run.events:
         fields = {key: value for key, value in event.items() if key not in ("time", "kind", "step")}
         shown = fields

@@ -92,7 +92,7 @@ def _tried_use(copy: PreTrainedModel) -> CacheUse:
     settings: dict[str, Any] = {"temperature": 1.0, "stops": (), "batch_size": len(requests)}
     try:
         exact = write_responses(copy, requests, **settings, use="none")
-    except Exception:  # for example, code that does not run on a CPU
+    except Exception:  # for example, the model's code does not run on a CPU
         return "none"
     for use in USES[:-1]:
         try:

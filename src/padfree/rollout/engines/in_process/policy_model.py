@@ -27,7 +27,7 @@ class PolicyModel:
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.model = empty_copy(trained, dtype)
         self.state_obstacle = state_obstacle(trained)  # why its decode state is more than keys and values, or None
-        self.device = torch.empty(0, device=device).device  # with an index: "cuda" becomes "cuda:0", for example
+        self.device = torch.empty(0, device=device).device  # the device with its index: "cuda" becomes "cuda:0"
         restored = restored_buffers(self.model)
         for name, module in self.model.named_modules():
             for buffer_name in module._non_persistent_buffers_set:
@@ -62,7 +62,7 @@ class PolicyModel:
         return [0 if tensor.is_meta else tensor.data_ptr() for tensor in named_tensors(self.model).values()]
 
     def _allocate(self) -> None:
-        memory: dict[int, Tensor] = {}  # by the id of the parameter: tied parameters share memory
+        memory: dict[int, Tensor] = {}  # by id of the parameter, so that tied parameters share memory
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._all_tensors().items():
             if id(tensor) not in memory:

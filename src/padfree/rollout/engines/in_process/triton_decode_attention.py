@@ -47,7 +47,8 @@ def is_interpreted() -> bool:
 def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
         small = tl.exp(-2.0 * tl.abs(scores / softcap))
-        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # |softcap · tanh|; this form cannot overflow
+        # This form of |softcap · tanh(scores / softcap)| cannot overflow.
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))
         scores = tl.where(scores < 0.0, -magnitude, magnitude)
     return scores
 

@@ -71,11 +71,13 @@ def _sample_kernel(
     x *= logit_scale
     if HAS_SOFTCAP:
         small = tl.exp(-2.0 * tl.abs(x / softcap))
-        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # |softcap · tanh|; this form cannot overflow
+        # This form of |softcap · tanh(x / softcap)| cannot overflow.
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))
         x = tl.where(x < 0.0, -magnitude, magnitude)
     x = tl.where(inside, tl.div_rn(x, temperature), float("-inf"))
 
-    comparable = tl.where(x == x, x, float("-inf"))  # a NaN stays in the sum, and so in the log-probability
+    # A NaN cannot win the argmax. It stays in the sum of exponentials, so that the log-probability is NaN.
+    comparable = tl.where(x == x, x, float("-inf"))
     peak = tl.max(comparable, axis=0)
     sums = comparable + _noise(tl.load(keys + slot), tl.load(positions + slot), token)
     choice = tl.argmax(sums, axis=0)

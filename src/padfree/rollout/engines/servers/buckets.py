@@ -86,7 +86,8 @@ def join_group(
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout = limit
-    options._devices = [kind.create_device(hostname=address)]  # the host name may resolve to another address
+    # Pass the address, because the host name may resolve to an address that the server cannot reach.
+    options._devices = [kind.create_device(hostname=address)]
     return kind(store, rank, world, options)
 
 

@@ -192,7 +192,8 @@ class RequestQueue:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(WAIT):
                             await self._pool.changed.wait()
-        except Exception as error:  # a bug of padfree: the waiting thread must see it
+        except Exception as error:
+            # This is a bug in padfree. The thread that waits for the queue must see it.
             self._stop(error)
         finally:
             tasks = [*watching, *self._in_flight]
@@ -215,7 +216,7 @@ class RequestQueue:
         pool, now = self._pool, time.monotonic()
         usable = [state for state in pool.states if state.usable]
         healthy = any(not state.failures for state in usable)
-        # A weight sync has its own timeout, also one that is repeated because servers restarted.
+        # The timeout does not run during a weight sync, which has its own, or while restarted servers wait for one.
         if healthy or pool.gate.is_closed or not self._requests or self._needs_weights():
             self._last_progress = now
         if now - self._last_progress > pool.timeout:
@@ -230,7 +231,7 @@ class RequestQueue:
     async def _process(self, number: int, state: _ServerState) -> None:
         try:
             response = await self._respond(state.server, self._requests[number])
-        except (SupersededError, asyncio.CancelledError):  # cancelled: its server hangs, or the queue has ended
+        except (SupersededError, asyncio.CancelledError):  # cancelled because the server hangs, or the queue has ended
             self._requeue(number)
         except ServerLostError as error:
             self._requeue(number)
@@ -298,7 +299,7 @@ class RequestQueue:
         now = time.monotonic()
         if isinstance(error, RestartedError):
             state.restarted, state.down = True, False
-        elif not state.down or now >= state.not_before:  # several requests failing at once count as one failure
+        elif not state.down or now >= state.not_before:  # several requests that fail at once count as one failure
             state.failures += 1
             state.not_before = now + min(FIRST_PAUSE * 2.0 ** (state.failures - 1), LONGEST_PAUSE)
             state.down, state.message = True, str(error)

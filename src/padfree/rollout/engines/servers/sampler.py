@@ -300,8 +300,8 @@ class ServerSampler:
                 raise SupersededError from None
             raise
         if self._pool.gate.closed_since(ticket, times=2):
-            # The request may have reached the server during the first weight sync. Then newer weights than expected
-            # sampled the tokens, until the second weight sync interrupted them.
+            # Two weight syncs have begun since the request was sent. It may have reached the server during the first.
+            # Then newer weights than expected sampled the tokens, until the second weight sync interrupted them.
             raise SupersededError
         self._count.tokens += len(response.tokens)
         return response if partial is None else partial.followed_by(response)
@@ -312,7 +312,9 @@ class ServerSampler:
         ticket = await self._pool.gate.wait_open()
         try:
             server.need_version(await server.version(timeout=min(PROBE, self.timeout / 4)), self._version)
-        except (ServerLostError, UserError):  # a server answers late while it loads weights
+        except (ServerLostError, UserError):
+            # A server that loads weights answers late. If a weight sync has begun since the probe, the failure does not
+            # count.
             if self._pool.gate.closed_since(ticket):
                 raise SupersededError from None
             raise

@@ -103,7 +103,8 @@ class Completion:
 class ServerApi(ABC):
     """One server at a URL."""
 
-    takes_adapters: ClassVar[bool] = False  # implements `load_adapters`; else adapters are merged into the weights
+    # Whether the engine implements `load_adapters`. If not, adapters are merged into the weights.
+    takes_adapters: ClassVar[bool] = False
     complete_name: ClassVar[str] = "complete"  # name of the `complete` call in messages
     fix_stops: ClassVar[str] = "start it with the stop tokens of the run"
     fix_length: ClassVar[str] = "start it with a maximum length of {length} tokens or more"

@@ -123,7 +123,7 @@ class Launcher:
     def __init__(self, launched: Sequence[LaunchedServer]) -> None:
         self.launched = launched
         self.fatal_error: str | None = None  # a server cannot be started
-        self.probe_lock = asyncio.Lock()  # held during a weight sync: a server answers late while it loads weights
+        self.probe_lock = asyncio.Lock()  # held during a weight sync, when servers answer probes late
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -185,7 +185,7 @@ def make_launcher(
     The output of the servers goes to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"padfree-{secrets.token_hex(4)}"  # unique: another server at the same port has another name
+    name = f"padfree-{secrets.token_hex(4)}"  # a unique name tells this server from another one at the same port
     launched = []
     for number, (devices, port) in enumerate(zip(settings.devices, _free_ports(len(settings.devices)), strict=True)):
         command = api.command(settings.command, served, name=name, port=port)

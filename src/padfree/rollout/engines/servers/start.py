@@ -98,7 +98,8 @@ def make_server_sampler(
             concurrency=rollout.max_concurrent,
             timeout=rollout.timeout,
         )
-    except BaseException:  # also an interrupt while servers start: they would keep running
+    except BaseException:
+        # Stop the servers after any exception, even an interrupt. Otherwise they would keep running.
         end_servers(loop, launcher)
         raise
 

@@ -317,7 +317,7 @@ class WeightSync:
     async def _begin(self, server: ServerApi) -> None:
         await server.pause()
         if await server.version() is None:
-            self.transport.forget(server)  # the server process restarted at the same address
+            self.transport.forget(server)  # a new server process runs at this address, so reconnect
         await self.transport.connect(server)
         await server.begin()
 
@@ -326,7 +326,7 @@ class WeightSync:
         name = self.name(version)
         folder = self.folder / name
         if self.first and self.folder.is_dir():
-            for earlier in self.folder.iterdir():  # kept until now because a server may read them again
+            for earlier in self.folder.iterdir():  # adapters of earlier versions, which a server might have read again
                 shutil.rmtree(earlier, ignore_errors=True)
         export_adapters(trained, folder, base=self.base)
         outcome = SyncOutcome()
@@ -335,7 +335,8 @@ class WeightSync:
 
         async def load(server: ServerApi) -> None:
             await server.pause()
-            await server.resume()  # the pause ends responses of the last version; loading adapters needs no pause
+            # The pause interrupts the responses of the last version. Loading adapters itself needs no pause.
+            await server.resume()
             await server.load_adapters(folder, name=name, model=self.model, version=version)
 
         outcome.num_bytes = sum(path.stat().st_size for path in folder.iterdir())
