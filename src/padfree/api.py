@@ -51,10 +51,10 @@ MAIN_SETTING = {
     "eval": "path",
     "run": "folder",
 }
-"""By section: the setting that a single value sets if the section is given as this value instead of a dictionary."""
+"""By section: the setting that gets the value if a section is given as a single value instead of a dictionary."""
 
 OF_CALLER = "_padfree_of_caller"
-"""The attribute that marks an exception raised by a function of the caller."""
+"""The attribute that marks an exception raised by a function that the user passed."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
 """Defaults of `batch.samples` and `batch.max_tokens` for a call without a recipe, as in recipes/."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COLOURS = "\033[30;42m", "\033[0m"
 MARKS = "[[", "]]"
-"""Marks around trained text: colours on a terminal, brackets elsewhere."""
+"""Marks before and after trained text if the output is not a terminal. A terminal shows the text in colour."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -35,7 +35,7 @@ from padfree.config.loss import TASKS
 from padfree.errors import UserError
 
 LAUNCHED = ("check", *TASKS, "eval")
-"""Commands that run on several processes."""
+"""Commands that `padfree launch` accepts, because they can run on several processes."""
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 PORT = 29500
@@ -56,13 +56,13 @@ ENVIRONMENT = (
 """Environment variables with these prefixes are copied to the hosts."""
 
 LINGER = 8.0
-"""Seconds after a failure in which the other hosts may end by themselves and print their errors."""
+"""After a failure on one host, seconds that the other hosts have to end by themselves and print their errors."""
 
 SIGNAL_CHECK_SECONDS = 0.5
-"""Seconds between two checks for signals while waiting."""
+"""While the launcher waits for hosts, it checks for signals after every so many seconds."""
 
 NOT_FOUND, CONNECTION = (126, 127), 255
-"""Exit codes of a shell that does not find the program, and of ssh for a failed connection."""
+"""NOT_FOUND: exit codes of a shell that cannot run the program. CONNECTION: exit code of ssh if it cannot connect."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

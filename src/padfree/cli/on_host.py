@@ -32,13 +32,13 @@ from padfree.config.recipe_files import recipe_path
 from padfree.errors import UserError
 
 ANSWER = "padfree-answer "
-"""The beginning of the line with the answer. A shell may print other lines before it."""
+"""The beginning of the line that answers the launcher. A shell may print other lines before this line."""
 
 SHUTDOWN = 30.0
 """Seconds that torchrun waits for its processes after a signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
 
 RELEASE = 15.0
-"""Additional seconds to wait for torchrun itself."""
+"""Additional seconds to wait until torchrun itself has ended."""
 
 
 def shutdown_seconds() -> float:

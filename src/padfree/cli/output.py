@@ -28,7 +28,7 @@ MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in the queue. More text is dropped."""
 
 FLUSH_SECONDS, LAST_SECONDS = 0.2, 5.0
-"""Maximum seconds that a flush waits for the reader (unless the reader is stuck), and that the end of a run waits."""
+"""Maximum seconds to wait for a slow reader of the output: in a flush, and at the end of a run."""
 
 
 class SurvivingStream(io.TextIOBase):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from padfree.train import RunResult
 
 SHOWN_STEPS = 4
-"""Number of first steps for which a dry run of several processes shows the traffic."""
+"""A dry run of several processes shows the traffic of this many steps, the first ones."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

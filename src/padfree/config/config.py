@@ -33,7 +33,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 
 
 NOT_A_SETTING = {"setting": False}
-"""The metadata of a field of `Config` that is not a setting."""
+"""Dataclass metadata for a field of `Config` that is not a setting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -276,7 +276,7 @@ READ_BY: dict[str, Reason | None] = {
     "run.timeout": None,
     "run.deterministic": None,
 }
-"""The rule of each setting. The rule of a table is for all its settings that have no entry of their own."""
+"""The rule of each setting (see the module docstring). The rule of a table holds for its settings without a rule."""
 
 
 def rule_of(name: str) -> Reason | None:

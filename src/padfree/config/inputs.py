@@ -19,7 +19,7 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
-"""Paths of descriptors that this process has open: `/dev/stdin`, and a shell's `<(...)`."""
+"""Matches paths of file descriptors that are already open, such as `/dev/stdin` and a shell's `<(...)`."""
 
 
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:

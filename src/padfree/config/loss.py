@@ -273,4 +273,4 @@ OBJECTIVES = _tables(Objective)
 CORRECTIONS = _tables(Correction)
 TASK_TABLES = _tables(TaskSettings)
 TASKS: dict[str, type[TaskSettings]] = {"sft": SFTSettings, **TASK_TABLES, "rl": PolicySettings}
-"""The task of every training command."""
+"""The settings class of every task, by the name of its training command."""

@@ -12,7 +12,7 @@ from padfree.config.setting import SAMPLES, STAYS, setting
 from padfree.errors import need
 
 MOST_WEIGHT = 1000.0
-"""Maximum weight of a source. An epoch is a list of all its samples; for more repetitions, use `data.epochs`."""
+"""Maximum weight of a source, because an epoch is held as a list of samples. For more repetition, use `data.epochs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,7 @@ SAMPLED = need_of(
 SEVERAL_DRAWS = need_of("greedy", False, fix="set eval.greedy=false: greedy responses to a prompt are all the same")
 
 MOST_EPOCHS = 100_000
-"""The number of steps is counted epoch by epoch before a run starts, so the number of epochs is limited."""
+"""Maximum of `data.epochs`: before a run starts, its steps are counted epoch by epoch, which takes time."""
 
 EPOCHS_FIX = f"give 1 to {MOST_EPOCHS:,}, or none together with run.steps"
 

@@ -22,7 +22,7 @@ from padfree.config import TrackConfig
 from padfree.errors import UserError
 
 FILE = "trackers.json"
-"""File in the run folder with the ids of the run at the trackers."""
+"""The file in the run folder that holds the ids under which the trackers know the run."""
 
 Log = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], Any]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from padfree.batch import Sample
 
 Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
-"""(samples, temperature) -> the trainer's log-probability of every token, [n] for each sample. Collective."""
+"""Function of samples and a temperature that returns the trainer's log-probabilities [n] of each sample. Collective."""
 
 OnResponse = Callable[[int, "Response"], None]
 """Called with the index of a request and its response, which is partial if a weight sync interrupted it."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from padfree.arrays import SPLITMIX64, splitmix64
 
 GREEDY = 0
-"""The key of greedy decoding. A hash has this value with probability 2**-64."""
+"""The key that means greedy decoding. A random key has this value with probability 2**-64."""
 
 
 def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -69,11 +69,11 @@ def gumbel_noise(keys: Tensor, position: int | Tensor, vocabulary: int) -> Tenso
 
 
 LARGE = 4096
-"""On the CPU, `gumbel_argmax` restricts vocabularies of this size and above to candidate tokens."""
+"""On the CPU, `gumbel_argmax` computes noise only for candidate tokens if the vocabulary has at least this size."""
 
 CANDIDATES = 20.0
 RARE = 2.0**-10
-"""`gumbel_argmax` ignores tokens with a probability below RARE / CANDIDATES unless their hash is in the top RARE."""
+"""`gumbel_argmax` ignores a token if its probability is below RARE / CANDIDATES and its hash is not in the top RARE."""
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from padfree.errors import UserError, shown_error
 Result = TypeVar("Result")
 
 AGAIN = 1.0
-"""Seconds between repeated alarms, in case the function catches the first one."""
+"""Seconds between repeated alarms: a function may catch the exception of the first alarm."""
 
 
 class _AlarmError(BaseException):

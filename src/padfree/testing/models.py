@@ -364,7 +364,7 @@ MIXERS = (
 """Architectures with layers that have a recurrent state."""
 
 EXPERTS = tuple(name for name, (_, extra) in ARCHITECTURES.items() if any("expert" in key for key in extra))
-"""Architectures with experts. One changed token changes the matmul shapes of other tokens, and so their rounding."""
+"""Architectures with experts. A changed token can change the matmul shapes, and so the rounding, of other tokens."""
 
 
 def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

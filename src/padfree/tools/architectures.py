@@ -27,7 +27,7 @@ from padfree.model.interface import chunk_of
 from padfree.model.mixers import KINDS, installed
 
 PATIENCE = 120
-"""Maximum number of seconds for building and attaching one architecture."""
+"""Maximum number of seconds to build one architecture and prepare it for packed training."""
 
 COMPLETED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -39,7 +39,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
-"""By model type: arguments that the default config lacks, so that no model can be built from it."""
+"""By model type: config arguments without which no model can be built, and which the default config lacks."""
 
 PACK_KERNELS = {
     "gated_delta": "flash-linear-attention",

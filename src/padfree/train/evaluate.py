@@ -43,10 +43,10 @@ from padfree.train.scorer import Scorer
 from padfree.train.step_pipeline import OnActivity
 
 Evaluate = Callable[[int], dict[str, float]]
-"""Returns metrics of the current weights, the same on every rank. Argument: steps made so far. Collective."""
+"""Function of the number of steps made so far that returns metrics of the current weights. Collective."""
 
 EVALUATION_BATCH = 1 << 62
-"""Batch number that seeds the sampling noise of evaluations. No training batch reaches it."""
+"""The batch number from which evaluations derive their sampling noise. No training batch has such a high number."""
 
 
 # Held-out samples

@@ -20,7 +20,7 @@ from padfree.tasks.reading import Samples
 from padfree.train.data_rows import lengths_of
 
 TABLE_MARGIN = 8
-"""A position table may have a few entries more than the config says (OPT: two)."""
+"""A position table may have up to this many entries more than the config says (OPT has two more)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from padfree.train.rl.reference_model import ReferenceModel
 
 NAME = "logprobs"
 SCORED_AT_A_TIME = 1024
-"""Number of samples per call of the reference."""
+"""Number of samples that the reference scores per call."""
 
 
 class ReferencedSamples(Sequence[Sample]):

@@ -40,10 +40,10 @@ from padfree.rollout import Prompt
 from padfree.train.global_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
-"""Key of the record in a checkpoint's `extra`."""
+"""The key in a checkpoint's `extra` dict under which the record of settings, model and data is stored."""
 
 RULES = resume_rules(Config, get_type_hints)
-"""Whether each setting may change, by name; read from the metadata of its field."""
+"""Whether each setting may change on a resume, by its name. Read from the metadata of the dataclass fields."""
 
 NOT_ARITHMETIC = (
     "_name_or_path",

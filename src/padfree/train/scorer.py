@@ -36,7 +36,7 @@ from padfree.train.finite_checks import check_scores
 from padfree.train.microbatch import MicroBatch, Packer, PackSettings
 
 PackScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
-"""[T/cp] scores of this rank's tokens, exactly 0 at positions without a label; or [e] scores of its entries."""
+"""Function that returns scores [T/cp] of this rank's tokens, 0 at positions without a label; or [e] of its entries."""
 
 
 class Scorer:

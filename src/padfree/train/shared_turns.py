@@ -24,7 +24,7 @@ from padfree.tasks.reading import Samples
 from padfree.train.data_rows import in_rows
 
 MOST_ROWS = 64
-"""Maximum number of rows in which copied keys are counted."""
+"""Maximum number of data rows in which the keys that attention copies are counted."""
 
 
 def rows_with_several(config: Config, samples: Samples) -> Indices:

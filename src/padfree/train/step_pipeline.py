@@ -30,7 +30,7 @@ OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each finished step, on every rank."""
 
 OnActivity = Callable[[str, int, int], None]
-"""Called with the current activity, the amount done and the total (0: not known). For "step", `done` is its number."""
+"""Called with the current activity, the amount done, and the total (0: not known). For "step", done is its number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

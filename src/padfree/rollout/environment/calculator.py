@@ -28,7 +28,7 @@ from padfree.rollout.prompts import Prompt
 QUESTION = re.compile(r"<<([^<>=]+)=\s*$")
 MOST_CALLS = 16
 ARITHMETIC = re.compile(r"[\d+\-*/(). ]{1,100}")
-"""Questions that are parsed. The length limit also bounds the numbers."""
+"""Matches the questions that the calculator answers. The length limit also bounds the size of the numbers."""
 DIGITS = 6
 """Maximum number of decimal places."""
 

@@ -32,7 +32,7 @@ from padfree.rollout.sampling_rng import turn_key
 from padfree.rollout.token_ids import checked_ids
 
 MARK = "\u2e28reply\u2e29"
-"""Placeholder for a response, to find out what a chat template writes after one."""
+"""Rendered in place of a response, to find out which text a chat template writes after a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

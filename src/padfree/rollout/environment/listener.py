@@ -73,10 +73,10 @@ class Reply:
 
 
 Answer = Callable[[bytes], Awaitable[Reply]]
-"""Takes a body and returns an awaitable of the reply, which does not hold the body in memory."""
+"""Function that takes the body of a request and returns an awaitable of the reply. The reply must not hold the body."""
 
 Admit = Callable[[str, str], Answer]
-"""Takes the method and the path, and returns the `Answer`. Raises `CallError` if the path has no known key."""
+"""Function of method and path that returns the `Answer`. It raises `CallError` if the path has no known key."""
 
 
 class _EndedError(Exception):

@@ -26,7 +26,7 @@ TurnPath = tuple[int, ...]
 """Identifies a turn of an episode; it also orders the requests of a round."""
 Round = list[tuple[tuple[int, TurnPath], SamplingRequest]]
 Gather = Callable[[Any], list[Any]]
-"""Gathers an object from every rank. Collective."""
+"""Function that gathers an object from every rank and returns the list of them. Collective."""
 
 POLL = 0.2
 """Seconds between two checks while waiting for episodes."""

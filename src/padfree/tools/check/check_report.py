@@ -20,7 +20,7 @@ from typing import Any
 from padfree.tools.check.compare import FACTOR
 
 MAIN = "packed"
-"""The name of the main check; the other checks vary the layout."""
+"""The name of the main check. The other checks vary the layout of the samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,10 +30,10 @@ from padfree.batch import Sample
 from padfree.model.structure import layers_of
 
 FLOOR = 0.01
-"""The divisor of a gradient difference is at least this fraction of the largest gradient entry of the part."""
+"""A gradient difference is divided by at least this fraction of the largest gradient entry in its part of the model."""
 
 FACTOR = 4.0
-"""A difference of at most this many times the noise of HF passes."""
+"""A difference passes if it is at most this many times the noise, i.e. the rounding error of plain HF code."""
 
 
 class Gap(NamedTuple):

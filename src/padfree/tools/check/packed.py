@@ -51,7 +51,7 @@ from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 Logprobs = list[NDArray[np.float32]]
 
 PAD = 7
-"""Pad tokens per context rank; deliberately not a round number."""
+"""Number of padding tokens per context rank in the check of padding; deliberately not a round number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

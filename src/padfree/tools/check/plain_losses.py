@@ -40,7 +40,7 @@ SCALAR = ("reward", "value")
 REFERENCED = ("dpo", "kto")
 DPO, KTO, VALUE = DPOSettings(), KTOSettings(desirable_weight=1.5), ValueSettings(clip=0.2)
 POINT = 0.3
-"""The reference point z₀ of the KTO loss (see `padfree.tasks.kto`)."""
+"""The value of the reference point z₀ in checks of the KTO loss (see `padfree.tasks.kto`)."""
 
 
 def in_pairs(samples: Sequence[Sample]) -> list[Sample]:

@@ -30,7 +30,7 @@ from padfree.tasks.reading import text_settings
 from padfree.train.training_data import open_tokenizer
 
 SHORTEST, LONGEST = 3, 96
-"""Lengths of random samples, in tokens."""
+"""Shortest and longest length of random samples, in tokens."""
 
 
 def chosen_samples(

@@ -59,7 +59,7 @@ WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
 """Models with at most this many active weights per token are measured with all their layers."""
 
 MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
-"""Micro-batches per measurement. From the second micro-batch on, the host runs ahead of the GPU, as in training."""
+"""Number of micro-batches per measurement. From the second one on, the host runs ahead of the GPU, as in training."""
 
 TRUSTED_FACTOR = 4.0
 """`calibrate` fails if a measurement differs from the fitted model by more than this factor."""
@@ -200,7 +200,7 @@ def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers
 
 
 Run = Callable[[Sequence[int]], float]
-"""Seconds of forward and backward of a micro-batch with these lengths; for no lengths, seconds of an optimizer step."""
+"""Function that times forward and backward of a micro-batch with these lengths; without lengths, an optimizer step."""
 
 
 def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:

@@ -18,10 +18,10 @@ from padfree.packing import CostModel
 from padfree.tools.planner.steps import Lengths
 
 PADDED_SIZES = (2, 4, 8, 16, 32)
-"""Samples in a padded micro-batch: the sizes that the plan compares."""
+"""The plan compares padded micro-batches with these numbers of samples."""
 
 USUAL_SIZE = 8
-"""The size used for summaries that give a single number for padding."""
+"""The number of samples of a padded micro-batch in summaries that give a single number for padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

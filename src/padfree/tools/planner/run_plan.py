@@ -23,7 +23,7 @@ from padfree.tools.planner.time_model import TimeModel
 from padfree.train.data_rows import SourceShare
 
 OTHER_CONTEXTS = (2, 4, 8)
-"""The page compares layouts of a long pack for these numbers of context ranks, whatever --cp is."""
+"""The page compares layouts of a long pack for these numbers of context ranks, independent of --cp."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -46,10 +46,10 @@ LINK_EFFICIENCY = 0.8
 """The fraction of the nominal bandwidth that large collectives reach."""
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 1e-6, 5e-6
-"""Seconds of latency that each device adds to a ring, and that each host adds."""
+"""Latency in seconds that each device adds to a ring, and latency that each host adds."""
 
 PLANNED_STEPS, CONTEXT_PACKS = 2, 16
-"""Number of steps planned for each number of devices, and of packs per micro-batch whose context traffic is counted."""
+"""Number of steps planned for each number of devices; number of packs per micro-batch whose traffic is counted."""
 
 WORTHWHILE_SPEEDUP = 1.5
 """Doubling the devices is worthwhile if it makes steps at least this many times as fast."""

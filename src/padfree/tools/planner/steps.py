@@ -49,7 +49,7 @@ from padfree.train.training_data import groups_of, make_batcher
 Lengths = NDArray[np.int64]
 
 MOST_COMPARED = 50_000
-"""The number of data rows whose samples are compared to estimate how many tokens they share."""
+"""At most this many data rows are examined to estimate how many tokens the samples of a row share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

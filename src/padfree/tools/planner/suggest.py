@@ -29,7 +29,7 @@ SAME_FACTOR = 1.01
 """Times and imbalances within this factor count as equal."""
 
 FASTER_FACTOR = 1.05
-"""More context ranks than the longest sample needs are suggested only if steps are faster by this factor."""
+"""More context ranks than the longest sample needs are suggested only if they make steps this many times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from padfree.estimate.flops import model_cost, peak_tflops
 from padfree.packing import CostModel
 
 PEAK_FRACTION = 0.4
-"""The assumed fraction of a GPU's peak; training a dense model usually reaches it without tuning."""
+"""The fraction of a GPU's peak that is assumed. Training of a dense model usually reaches it without tuning."""
 
 IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Entries of a config that do not change what a model computes."""

@@ -47,7 +47,7 @@ METRICS = "metrics"
 FLOAT32, FLOAT64 = 4, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""Approximate number of statistics of a step that are summed over all processes, without one for each process."""
+"""Approximate number of statistics of a step that are summed over all processes, not counting per-process entries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

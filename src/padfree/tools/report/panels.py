@@ -105,7 +105,7 @@ PARTS = (
     "old_logprobs",
     "update",
 )
-"""Parts of a step, in the order in which they are stacked."""
+"""Parts of a step's time, in the order in which the bars are stacked."""
 
 TOGETHER = re.compile(
     r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"

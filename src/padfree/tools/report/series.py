@@ -17,7 +17,7 @@ SMOOTH_ABOVE = 200
 """A series of more values than this gets a running mean."""
 
 MOST_POINTS = 1000
-"""The most points of one series on the page."""
+"""Maximum number of points of one series on the page."""
 
 
 def thinned(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int64]:

@@ -24,10 +24,10 @@ from torch import Tensor
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 BLOCK = 64
-"""Number of keys per iteration. Large heads use half as many."""
+"""Number of keys that a program reads per iteration. Large heads use half as many."""
 
 SHARED_MEMORY = 96 << 10
-"""Maximum bytes of shared memory of a program. Smaller GPUs also have this much."""
+"""Maximum bytes of shared memory of a program, chosen so that small GPUs also have enough."""
 
 SPAN = 512
 """Number of keys per split. With fewer than FEW_PROGRAMS programs, it is half as many."""

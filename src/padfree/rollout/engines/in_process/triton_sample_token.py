@@ -26,7 +26,7 @@ from padfree.rollout.engines.in_process.sampled_tokens import SampledTokens
 from padfree.rollout.sampling_rng import GREEDY
 
 BLOCK = 2048
-"""Tokens of the vocabulary per program."""
+"""Number of tokens of the vocabulary that one program handles."""
 
 _INCREMENT, _FIRST, _SECOND = (tl.constexpr(number) for number in SPLITMIX64)
 GREEDY_KEY = tl.constexpr(GREEDY)

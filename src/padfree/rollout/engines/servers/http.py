@@ -23,7 +23,7 @@ from padfree.errors import UserError
 from padfree.rollout.engines.servers.server_api import FailedError, LateError, ServerApi
 
 _BROKEN = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
-"""Exceptions of a connection that broke, or whose peer does not speak HTTP."""
+"""Exceptions that a connection raises if it breaks, or if its peer does not speak HTTP."""
 
 
 class HttpServer(ServerApi):

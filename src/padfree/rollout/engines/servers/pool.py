@@ -41,7 +41,7 @@ POLL, WAIT = 0.2, 1.0
 
 Respond = Callable[[ServerApi, SamplingRequest], Awaitable[Response]]
 Probe = Callable[[ServerApi], Awaitable[None]]
-"""Raises an error if the server does not work."""
+"""Function that checks a server, and raises an error if it does not work."""
 
 
 class SupersededError(Exception):
