@@ -152,7 +152,7 @@ class _Chat:
 
 @contextmanager
 def _on_interrupt(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Context manager that handles Ctrl-C with `handler`."""
+    """Context manager that installs `handler` as the signal handler for Ctrl-C."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield

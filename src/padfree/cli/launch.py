@@ -342,7 +342,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def gather_answers(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
-    """Wait for the answer of every host, and return the answers by host. Raise the error of a host that reports one."""
+    """Wait for the answer of every host, and return the answers by host. Raise an error if a host reports one."""
     answers: dict[str, dict[str, Any]] = {}
     by_name = {connection.host: connection for connection in connections}
     while len(answers) < len(connections):

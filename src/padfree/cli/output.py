@@ -32,7 +32,7 @@ FLUSH_SECONDS, LAST_SECONDS = 0.2, 5.0
 
 
 class SurvivingStream(io.TextIOBase):
-    """A text stream that passes its text to a thread, which writes it to another stream."""
+    """A text stream that never blocks or fails: a thread writes its text to another stream."""
 
     def __init__(self, stream: TextIO, on_failure: Callable[[OSError | ValueError], None]) -> None:
         self.stream = stream

@@ -81,7 +81,7 @@ def _arguments(text: str | None) -> dict[str, Any] | None:
 
 
 class Output:
-    """Standard output. On a terminal, control characters are printed as escapes."""
+    """Writes text to standard output. On a terminal, control characters are printed as escapes."""
 
     def __init__(self) -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -18,7 +18,7 @@ from padfree.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processes:
-    """The rank of this process and the number of processes."""
+    """The rank of this process and the number of processes, over all hosts and on this host."""
 
     rank: int = 0
     world: int = 1

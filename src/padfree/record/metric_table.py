@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, or a family of metrics with a word in capitals in the name."""
+    """One metric, or a family of metrics: a part of its name in capitals, e.g. NAME, stands for any name."""
 
     name: str
     unit: str

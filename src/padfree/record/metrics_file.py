@@ -18,7 +18,7 @@ from padfree.record.file_names import METRICS
 
 
 class MetricsFile:
-    """`metrics.jsonl` in the run folder, or a similar file. Only rank 0 writes."""
+    """A file with one JSON line per step, such as `metrics.jsonl` in the run folder. Only rank 0 writes."""
 
     def __init__(self, folder: Path, *, rank: int, step: int = 0, name: str = METRICS) -> None:
         """Open the file `name` in the folder, and drop its lines for step `step` and later steps."""

@@ -56,7 +56,7 @@ LOCK_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The run that a folder belongs to."""
+    """The content of `run.json`: which run the folder belongs to."""
 
     run: str
     padfree: str
@@ -66,7 +66,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """The process that writes to a folder."""
+    """The content of `run.holder.json`: the process that writes to the folder."""
 
     pid: int
     host: str

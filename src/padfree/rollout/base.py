@@ -46,7 +46,7 @@ OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingRequest:
-    """One response to sample: at most `max_new_tokens` tokens after `tokens`, with the random numbers of `key`."""
+    """A request for one response: at most `max_new_tokens` tokens after `tokens`, with random numbers from `key`."""
 
     tokens: NDArray[np.integer[Any]]  # [n] the prompt
     max_new_tokens: int

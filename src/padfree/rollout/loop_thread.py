@@ -42,7 +42,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class LoopThread:
-    """The event loop. It starts when it is first used. `name`: the name of its thread."""
+    """An asyncio event loop in its own thread. It starts when it is first used. `name`: the name of the thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name

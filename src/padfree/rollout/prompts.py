@@ -68,7 +68,10 @@ def read_prompts(
     *,
     max_new_tokens: int,
 ) -> Prompts:
-    """Read prompts from files, folders of files, or a data set of the Hub. `max_new_tokens`: of each response."""
+    """Read prompts from files, folders of files, or a data set of the Hub.
+
+    `max_new_tokens`: the maximum number of tokens of a response.
+    """
     settings = settings or RolloutDataSettings()
     check_mapping(settings.columns, PROMPT_SCHEMA)
     reader = _Reader(tokenizer, settings)

@@ -71,7 +71,7 @@ class _Location:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A part that is still needed."""
+    """A part of the log that is still needed."""
 
     weights: str
     highest: int = 0  # the last batch whose responses this part may contain
@@ -79,7 +79,7 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """The file that is being written."""
+    """The file of the log that is being written."""
 
     origin: Origin
     path: Path

@@ -85,8 +85,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)
 
-    The largest sum is above -log(CANDIDATES), and so belongs to a candidate, except once in exp(CANDIDATES), about 5e8,
-    samples. In that case all V tokens are compared. The result is always exact.
+    If the largest sum is above -log(CANDIDATES), it therefore belongs to a candidate. Only once in exp(CANDIDATES),
+    about 5e8, samples it is not above that bound; then all V tokens are compared. The result is always exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:

@@ -104,14 +104,14 @@ class DaemonPool:
         self._closed = False
 
     def submit(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call the function in a thread. It must not raise."""
+        """Call the function in a thread of the pool. The function must not raise an exception."""
         self._calls.put((function, args))
         if self._num_threads < self._max_threads:
             self._num_threads += 1
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Drop calls that have not started."""
+        """Close the pool: drop calls that have not started."""
         self._closed = True
         for _ in range(self._num_threads):
             self._calls.put((lambda: None, ()))

@@ -31,7 +31,7 @@ from padfree.tasks.reading import TrainingData
 
 
 class DistillationMicroBatchLoss:
-    """The divergence between student and teacher, weighted by token."""
+    """The loss of a pack: the divergence between student and teacher at each prediction, times its token weight."""
 
     keeps_groups: ClassVar[bool] = False
 

@@ -48,7 +48,7 @@ class MicroBatchLoss(Protocol):
 
     @property
     def teacher(self) -> PreTrainedModel | None:
-        """The frozen model that the loss uses, or None."""
+        """The frozen teacher model that the loss uses; None if it uses none."""
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Return the loss of `batch`, with `token_losses` [T/cp].

@@ -51,7 +51,7 @@ PACK_KERNELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """One line of the table of architectures."""
+    """One line of the table of architectures: a model class, and whether padfree can train it packed."""
 
     model_type: str
     class_name: str

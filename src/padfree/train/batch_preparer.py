@@ -70,7 +70,7 @@ class BatchPreparer:
     def no_signal_note(self) -> str | None:
         """Return a note for the user if nothing was learned since this start; otherwise None.
 
-        That is the case if every advantage was 0 and no other loss term changed the weights.
+        Nothing is learned if every advantage is 0 and no other loss term changes the weights.
         """
         loss = self.config.loss
         if not self.groups or self.groups_without_signal < self.groups:
@@ -83,7 +83,7 @@ class BatchPreparer:
         )
 
     def cursor(self) -> dict[str, Any]:
-        """Return the position in the data after the most recent batch, in the form that a checkpoint stores."""
+        """Return the position in the data after the most recent batch, as a dict that a checkpoint stores."""
         return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
 
     @property
@@ -110,7 +110,7 @@ class BatchPreparer:
             check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores in its `extra` dict, except the cursor. Collective."""
+        """Return what a checkpoint stores in its `extra` dict, except the position in the data. Collective."""
         found = {} if self.rollouts is None else self.rollouts.state()
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 

@@ -95,7 +95,10 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
 
 
 def explained_variance(samples: Sequence[Sample]) -> float:
-    """Explained variance of the returns over all scored tokens: 1 for a perfect critic, 0 for a constant one."""
+    """Return the share of the returns' variance that the critic's values explain, over all scored tokens.
+
+    It is 1 for a perfect critic, and 0 for a constant one.
+    """
     scored = [sample.scored for sample in samples]
     values, returns = (
         np.concatenate([getattr(sample, name)[mask] for sample, mask in zip(samples, scored, strict=True)]).astype(

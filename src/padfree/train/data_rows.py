@@ -42,7 +42,10 @@ def row_starts(config: Config, samples: Any) -> Indices:
 
 
 def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
-    """Return the number of rows in each part of the samples. `starts`: see `row_starts`; `parts`: samples per part."""
+    """Return the number of data rows of each source of a mixture.
+
+    `starts`: the result of `row_starts`. `parts`: the number of samples of each source; empty if there is no mixture.
+    """
     ends = np.searchsorted(starts, np.cumsum(parts or starts[-1:]))
     counts: list[int] = np.diff(ends, prepend=0).tolist()
     return counts

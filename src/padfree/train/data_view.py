@@ -111,7 +111,7 @@ def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
 
 
 def _row_of(place: str) -> str:
-    """Remove the turn number from `place`, the place that a sample comes from; return its file and line."""
+    """Return the file and line of a sample. `place`: the same text, which may end with a turn number."""
     before, turn, number = place.rpartition(" turn ")
     return before if turn and number.isdigit() else place
 

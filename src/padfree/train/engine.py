@@ -106,7 +106,7 @@ class PreparedStep:
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Sums over the micro-batches of this rank."""
+    """Sums of losses, labels and statistics over the micro-batches of this rank."""
 
     loss: Tensor
     statistics: Statistics
@@ -115,7 +115,7 @@ class _Sums:
 
 
 class Engine:
-    """Trains a scorer's model with an optimizer and a loss."""
+    """Makes the optimizer steps of a training. The scorer holds the model."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Engine:
         return self.begin(self.prepare(samples), lr_factor=lr_factor, step=step).finish()
 
     def prepare(self, samples: Sequence[Sample], *, eager: bool = True) -> PreparedStep:
-        """Plan and pack a global batch. With `eager=False`, each pack is built when the step reaches it."""
+        """Plan and pack a global batch. With `eager=False`, a pack is built only when the step reaches it."""
         plan = self.packer.plan(samples, keep_groups=self.micro_batch_loss.keeps_groups)
         settings = self.settings
         grouped = settings.aggregation == "group-mean"

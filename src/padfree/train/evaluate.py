@@ -237,7 +237,7 @@ def _measure(
 
 @contextmanager
 def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Disable gradients and dropout within the block, and restore the random state after it."""
+    """Context manager that disables gradients and dropout, and restores the random state at its end."""
     state, training = random_state(), model.training
     model.train(False)
     try:

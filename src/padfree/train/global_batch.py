@@ -62,11 +62,11 @@ class GlobalBatch:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next update."""
+        """The index of the pass over the batch to which the next update belongs."""
         return self.done * self.epochs // len(self.parts)
 
     def advance(self) -> None:
-        """Count an update as made."""
+        """Increase the number of updates made by one."""
         self.done += 1
 
     def samples_of(self, update: int) -> list[Sample]:
@@ -158,5 +158,5 @@ def _split(values: Tensor, lengths: Sequence[int]) -> list[Any]:
 
 
 def _plain_id(name: Any) -> str | int | None:
-    """Convert numpy integers to int."""
+    """Return an id in a form that JSON can store: numpy integers become int."""
     return name if name is None or isinstance(name, str) else int(name)

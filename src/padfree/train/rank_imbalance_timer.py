@@ -24,7 +24,7 @@ from padfree.model.structure import layers_of
 
 
 class RankImbalanceTimer:
-    """Times the layers of a model on every rank."""
+    """Measures the forward time of a model's layers on every rank, without the time spent waiting for weights."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         self._mesh, self._on_cuda = mesh, mesh.device.type == "cuda"

@@ -36,7 +36,7 @@ from padfree.train.microbatch import MicroBatch
 
 
 class RouterBalance:
-    """The routers of a model, and the number of choices of each expert in a step."""
+    """Balances the load of experts: counts how often a model's routers choose each expert, and corrects them."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh, *, coefficient: float, bias_rate: float) -> None:
         self.mesh, self.coefficient, self.bias_rate = mesh, coefficient, bias_rate
@@ -58,7 +58,10 @@ class RouterBalance:
         self._own = self._zeros()
 
     def begin(self, model: PreTrainedModel, packs: Sequence[tuple[MicroBatch, object]]) -> None:
-        """Call this before the micro-batches of a step. If a rank has several, count their choices in an extra pass."""
+        """Prepare a step. If it has several micro-batches per rank, count the routers' choices in an extra pass.
+
+        Call this before the micro-batches of the step.
+        """
         self._counts, self._own = None, self._zeros()
         if self.coefficient and len(packs) > 1:
             self.recorder.record(True)

@@ -186,7 +186,7 @@ def _restore(
     batches: BatchPreparer,
     changed: Mapping[str, Any],
 ) -> tuple[RunPosition, bool]:
-    """Load a checkpoint. Return the run's position, and whether its step was evaluated before the save.
+    """Load a checkpoint. Return the position of the run, and whether it was evaluated at that step before the save.
 
     `changed`: the settings that differ from the checkpoint's.
     """

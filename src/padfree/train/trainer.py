@@ -72,7 +72,7 @@ COMPILING = "compiling the layers: up to a minute the first time, a few seconds 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation so far, by `checkpoint.best`."""
+    """The best evaluation so far, by the metric that `checkpoint.best` names."""
 
     metric: str
     value: float
@@ -81,7 +81,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunPosition:
-    """The position at which a start begins: step 0, or a checkpoint."""
+    """The point at which this start of the run begins: step 0, or a checkpoint."""
 
     step: int = 0
     saved: Path | None = None  # the checkpoint
@@ -317,7 +317,7 @@ class Trainer:
     # Checkpoints
 
     def save(self) -> None:
-        """Save a checkpoint. Must be called between two updates."""
+        """Save a checkpoint. Call this only between two updates."""
         self.updates.finish()
         self._report_activity("saving a checkpoint")
         check_weights(self.engine.model, self.step)

@@ -31,7 +31,7 @@ REWARD_THREADS = 64
 
 
 class ResponseWriter:
-    """Samples responses and computes their rewards. Has the same methods as `EpisodeRunner`."""
+    """Samples responses and computes their rewards. It has the same methods as `EpisodeRunner`."""
 
     def __init__(
         self, sampler: Sampler, chat_tokenizer: ChatTokenizer, reward_workers: RewardWorkers, settings: RunnerSettings

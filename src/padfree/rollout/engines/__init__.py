@@ -62,7 +62,7 @@ def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer
 def make_async_sampler(
     config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
 ) -> AsyncSampler:
-    """Like `make_sampler`, for `rollout.staleness` above 0."""
+    """Make the sampler named by `rollout.engine`, for `rollout.staleness` above 0. Arguments: see `make_sampler`."""
     sampler: AsyncSampler = _make(ASYNC_METHODS, "AsyncSampler", config, mesh, trained, tokenizer, score)
     return sampler
 

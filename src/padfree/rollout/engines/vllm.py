@@ -113,7 +113,7 @@ class VllmServer(HttpServer):
             await self.resume()
 
     async def _check_vocabulary(self, name: str, vocabulary: int) -> None:
-        """Check that the server accepts the last token of the vocabulary and rejects the next one."""
+        """Raise an error unless the server accepts the last token id of the vocabulary and rejects the next one."""
         for token, expected in ((vocabulary - 1, True), (vocabulary, False)):
             try:
                 async with self.connected() as connection:

@@ -37,7 +37,7 @@ LARGEST_OUTPUT, LAST_ERRORS = 16 << 20, 64 << 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """A program that has ended."""
+    """The exit code and the output of a program that has ended."""
 
     code: int
     output: str

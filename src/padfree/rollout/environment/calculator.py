@@ -57,7 +57,9 @@ async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def calculate(question: str) -> str | None:
-    """Evaluate an expression of decimal numbers and `+ - * / ( )`, rounded to DIGITS places; None if it is invalid.
+    """Return the value of an expression of decimal numbers and `+ - * / ( )`, rounded to DIGITS places.
+
+    Return None if the expression is invalid.
 
     48/2 -> 24      1/3 -> 0.333333      1,000*2.5 -> 2500      2**9 -> None
     """

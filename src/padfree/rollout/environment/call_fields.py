@@ -228,7 +228,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Convert messages for a chat template: the content becomes a string, and null keys are removed."""
+    """Convert the messages of a call for a chat template: content becomes a string, and null keys are removed."""
     converted = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"

@@ -101,7 +101,7 @@ class ChatTokenizer:
 
 
 class Host(Protocol):
-    """The runner of an episode, as seen by its policies."""
+    """What the policies of an episode need from its runner: sampling, tokenisation and the API for programs."""
 
     chat_tokenizer: ChatTokenizer
     key: int
@@ -114,7 +114,7 @@ class Host(Protocol):
 
 
 class Policy:
-    """The policy as one branch of an episode sees it: it samples tokens, adds text to the branch, and forks it."""
+    """One branch of an episode, through which the episode samples tokens, adds its own text and makes new branches."""
 
     def __init__(self, tree: Tree, branch: Branch, host: Host) -> None:
         self.tree, self._branch, self._host = tree, branch, host
@@ -127,12 +127,12 @@ class Policy:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """[n] tokens of this branch, including the prompt."""
+        """[n]: token ids of this branch, including the prompt."""
         return np.array(self._branch.ids, dtype=np.int64)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """[n] whether each token was sampled. Only sampled tokens are trained on."""
+        """[n]: whether each token was sampled. Only sampled tokens are trained on."""
         return np.array(self._branch.sampled, dtype=np.bool_)
 
     @property

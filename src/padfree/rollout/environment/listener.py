@@ -31,7 +31,7 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListenerLimits:
-    """Maximum sizes in bytes, times in seconds, and numbers of connections."""
+    """Limits of the HTTP server: maximum sizes in bytes, times in seconds, and numbers of connections."""
 
     head: int = 16 << 10
     headers: int = 100
@@ -80,7 +80,7 @@ Admit = Callable[[str, str], Answer]
 
 
 class _EndedError(Exception):
-    """The client is gone or too slow: close the connection without an answer."""
+    """The client is gone or too slow, so that the connection is closed without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _Head:
 
 
 class Listener:
-    """The server. It runs on one event loop."""
+    """A small HTTP server on the loopback address. It runs on one event loop."""
 
     def __init__(self, admit: Admit, limits: ListenerLimits | None = None) -> None:
         self._admit, self._limits = admit, limits or ListenerLimits()
@@ -260,7 +260,7 @@ class Listener:
 
 
 class _Budget:
-    """A memory budget in bytes that requests share."""
+    """The bytes of memory that the bodies of all requests share."""
 
     def __init__(self, size: int) -> None:
         self._left = size

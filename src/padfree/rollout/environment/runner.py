@@ -186,7 +186,7 @@ class EpisodeRunner:
 
 
 class _Session:
-    """One running episode: the `Host` of its policies."""
+    """One running episode. It is the `Host` through which the episode's policies sample tokens."""
 
     def __init__(self, runner: EpisodeRunner, play: Play, source: TokenSource, free: Callable[[], None]) -> None:
         self._runner, self._play, self._source, self._free = runner, play, source, free

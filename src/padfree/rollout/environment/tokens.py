@@ -51,7 +51,7 @@ class TokenSource(Protocol):
 
 
 class Rounds:
-    """Collects requests and samples them together."""
+    """Token source that collects the requests of all waiting episodes and samples them together, in rounds."""
 
     def __init__(self, sampler: Sampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout
@@ -148,7 +148,7 @@ class Rounds:
 
 
 class Streams:
-    """Sends each request to an `AsyncSampler` at once."""
+    """Token source that sends each request to an `AsyncSampler` at once."""
 
     def __init__(self, sampler: AsyncSampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout

@@ -44,7 +44,7 @@ class Branch:
 
     @property
     def tokens(self) -> NDArray[np.integer[Any]]:
-        """[n] token ids. Branches with the same tokens return the same array object."""
+        """[n]: token ids. Branches with the same tokens return the same array object."""
         if len(self._array) != len(self.ids):
             self._array = np.array(self.ids, dtype=np.int64)
         return self._array

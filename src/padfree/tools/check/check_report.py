@@ -25,7 +25,7 @@ MAIN = "packed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """The result of one comparison."""
+    """The result of one comparison between packed training and the reference."""
 
     check: str  # packed, leak, pad, or the name of a layout
     quantity: str  # one of log-probabilities, loss, normaliser, gradients
@@ -58,7 +58,7 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """A variation that could not run, and the reason."""
+    """A variation of the check that could not run, and the reason."""
 
     check: str
     reason: str
@@ -96,7 +96,7 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """The verdict in one line."""
+        """One line of text that says whether the check passed and, if not, which comparisons failed."""
         if self.passed:
             return "passed: packed training gives the same results as one sample at a time"
         found = {

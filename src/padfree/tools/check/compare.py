@@ -52,7 +52,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """Differences that always pass."""
+    """For each quantity, the difference up to which a comparison always passes."""
 
     logprobs: float
     loss: float
@@ -101,7 +101,7 @@ def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Seque
 
 
 def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
-    """Compare two gradients of one parameter. A gradient that is None counts as zeros."""
+    """Compare two gradients of one parameter, and return the largest difference. None counts as a zero gradient."""
     if actual is None or expected is None:
         only = actual if expected is None else expected
         size = 0.0 if only is None or not only.numel() else float(only.detach().abs().max())
@@ -115,7 +115,7 @@ def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
 def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
     """Return the largest relative gradient difference in each part of the model, in the order of the parts.
 
-    `extents`: of each parameter. `parts`: the part of each parameter.
+    `extents`: the difference of each parameter's gradient. `parts`: the part of the model of each parameter.
     """
     largest: dict[str, float] = {}
     for name, part in parts.items():

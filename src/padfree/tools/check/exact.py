@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 
 
 class float64_throughout(TorchFunctionMode):  # noqa: N801  used as a block
-    """Context manager: operations on float64 tensors stay in float64."""
+    """Context manager in which an operation on float64 tensors stays in float64, even if it asks for float32."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -61,7 +61,7 @@ def make_float64(model: PreTrainedModel) -> None:
 def float64_bytes(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
     """Return the estimated bytes of the float64 reference, in addition to the float32 model.
 
-    They are those of weights, gradients, and the activations of the longest sample.
+    They are the bytes of weights, gradients, and the activations of the longest sample.
     """
     sizes, longest = ModelSizes.of(model.config), max(len(sample) for sample in samples)
     weights = sum(tensor.numel() for tensor in named_tensors(model).values()) * (4 + 8 + 8)

@@ -266,7 +266,7 @@ def _reference(
 
 
 class _Check:
-    """Runs the packed path in all its variations. Collective; only rank 0 collects results."""
+    """Runs packed training in all its variations, and compares it. Collective; only rank 0 collects results."""
 
     def __init__(
         self, path: PackedPath, reference: _Reference, vocabulary: int, tolerance: Tolerance, say: Say

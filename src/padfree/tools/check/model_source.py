@@ -41,7 +41,7 @@ FEW_LAYERS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """The model to check. `source` is the argument of `load_model`."""
+    """The model to check. `source`: the argument with which `load_model` loads it."""
 
     source: str | Path | PreTrainedConfig
     config: PreTrainedConfig  # the config with the kept layers only

@@ -104,7 +104,7 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
 
 
 class PackedPath:
-    """An engine built as in training, and its results for a list of samples. All methods are collective."""
+    """Computes the results of packed training for samples, with a training engine. All methods are collective."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class PackedPath:
     # With a pad after every pack
 
     def padded_logprobs(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> Logprobs:
-        """Like `logprobs`, with the tokens `fill(length)` after every pack."""
+        """Return the same as `logprobs`, computed with padding tokens `fill(length)` after every pack."""
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         scores = partial(self.scorer._scores, self.scorer.temperature)
@@ -195,7 +195,7 @@ class PackedPath:
         return [host[start:end] for start, end in pairwise(starts)]
 
     def padded_loss(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> float:
-        """Like `loss`, with the tokens `fill(length)` after every pack."""
+        """Return the same as `loss`, computed with padding tokens `fill(length)` after every pack."""
         return self._loss(self._padded(samples, fill))
 
     def _padded(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> PreparedStep:

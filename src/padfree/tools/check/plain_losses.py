@@ -94,7 +94,7 @@ def plain_loss(
     teacher: PreTrainedModel | None = None,
     padded: bool = False,
 ) -> CheckOutcome:
-    """Return the loss and its gradients by plain transformers code.
+    """Compute the loss and its gradients by plain transformers code, and return them.
 
     `padded`: run two samples per call of the model, with HF's eager attention.
     """

@@ -108,9 +108,10 @@ def spread(lengths: Any, count: int) -> list[int]:
 
 
 def random_samples(vocabulary: int, count: int, *, longest: int = LONGEST, seed: int = 0) -> list[Sample]:
-    """Return `count` samples of random tokens. Lengths are geometrically spaced from `SHORTEST` to `longest`, shuffled.
+    """Return `count` samples of random tokens, in random order of length.
 
-    The first third of each sample is not trained. The last two samples share a prefix.
+    Lengths are geometrically spaced from `SHORTEST` to `longest`. The first third of each sample is not trained. The
+    last two samples share a prefix.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.permutation(np.geomspace(min(SHORTEST, longest), longest, count).round().astype(np.int64))

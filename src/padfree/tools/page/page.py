@@ -62,7 +62,7 @@ def refuse_foreign(path: Path, setting: str = "output") -> None:
 
 
 class Page:
-    """Texts, tables and figures, shown in the order in which they are added."""
+    """A page of texts, tables and figures, which are shown in the order in which they are added."""
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self.title, self.subtitle = title, subtitle
@@ -115,7 +115,7 @@ class Page:
         self._blocks.append({"kind": "details", "summary": summary, "text": text})
 
     def add_marked(self, caption: str, pieces: Sequence[tuple[str, bool]]) -> None:
-        """Add preformatted text in pieces (text, whether it is highlighted)."""
+        """Add preformatted text. `pieces`: pairs of a text and whether it is highlighted."""
         shown = [{"text": text, "marked": marked} for text, marked in pieces]
         self._blocks.append({"kind": "marked", "caption": caption, "pieces": shown})
 

@@ -70,7 +70,7 @@ OnMeasurement = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One micro-batch: its seconds with all layers, and the seconds that the fitted model predicts."""
+    """A measured micro-batch: its seconds with all layers, and the seconds that the fitted cost model predicts."""
 
     lengths: tuple[int, ...]
     seconds: float
@@ -79,7 +79,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Calibration:
-    """A measured cost model."""
+    """A measured cost model, with the measurements and the file that stores it."""
 
     cost: CostModel  # its units are seconds
     device: str
@@ -92,7 +92,10 @@ class Calibration:
 def calibrate(
     model_config: Any, config: Config, *, max_tokens: int | None = None, progress: OnMeasurement | None = None
 ) -> Calibration:
-    """Measure on `run.device` and store the cost model at `cost_path`. No setting may be "auto"."""
+    """Measure the cost model on `run.device`, store it at `cost_path`, and return it. No setting may be "auto".
+
+    `max_tokens`: limit for the tokens of a measured micro-batch.
+    """
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device", "'cuda', but torch finds no GPU on this machine", "remove it or set it to cpu")
     if config.lora.rank:

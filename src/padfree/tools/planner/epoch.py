@@ -98,7 +98,7 @@ class EpochPlan:
 
     @property
     def imbalance(self) -> float:
-        """Cost of the planned steps, divided by their cost if no data rank ever waited for another rank."""
+        """The cost of the planned steps, divided by their cost if no data rank ever waited for another."""
         mean = sum(float(plan.cost.sum()) / plan.ranks for plan in self.plans)
         return sum(plan.step_cost for plan in self.plans) / mean if mean else 1.0
 

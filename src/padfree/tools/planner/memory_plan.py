@@ -26,7 +26,10 @@ TOKEN_STEP = 256
 
 
 class DeviceMemory:
-    """Memory estimates of one run for any number of devices and micro-batch size. `model` is a skeleton."""
+    """Estimates the memory of a run for any number of devices and micro-batch size.
+
+    `model`: the model without weights (a skeleton).
+    """
 
     def __init__(self, config: Config, model: PreTrainedModel) -> None:
         if config.lora.rank:

@@ -26,7 +26,7 @@ USUAL_SIZE = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
-    """An epoch in padded micro-batches of `size` samples."""
+    """The cost of an epoch in padded micro-batches of `size` samples."""
 
     size: int
     grouped: bool  # samples are sorted by length inside each step

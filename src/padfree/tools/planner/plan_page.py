@@ -30,7 +30,7 @@ def write_page(
     suggestion: Suggestion | None = None,
     scaling: Scaling | None = None,
 ) -> None:
-    """Write the page to `path`."""
+    """Write a plan as an HTML page to `path`."""
     page = Page(title, f"{len(plan.lengths):,} samples, {plan.shape.ranks} ranks, {len(plan.epoch.steps):,} steps")
     page.add_heading("Summary")
     page.add_table("The plan", ["what", "result"], [_split(line) for line in plan.lines()])

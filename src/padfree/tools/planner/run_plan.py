@@ -52,7 +52,7 @@ class RunPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in one pass over the data."""
+        """The number of tokens in one pass over the data."""
         return int(self.lengths.sum())
 
     @property
@@ -67,7 +67,10 @@ class RunPlan:
 
     @property
     def context_imbalance(self) -> float:
-        """Cost of the slowest context rank / mean cost, with the layout of this plan. It is 1 for one context rank."""
+        """The cost of the slowest context rank divided by the mean cost, with the layout of this plan.
+
+        It is 1 for one context rank.
+        """
         return next((each.mean for each in self.balances if each.kind == self.layout), 1.0)
 
     @property

@@ -91,7 +91,7 @@ def _speed(flag: str, given: str, named: dict[str, float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Average seconds of a step on `ranks` devices, by part."""
+    """The average seconds of a step on `ranks` devices, divided into parts such as compute and communication."""
 
     ranks: int
     hosts: int
@@ -121,7 +121,10 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scaling:
-    """The same steps on growing numbers of devices: weights sharded over all ranks, or replicated on each host."""
+    """Estimated step times for growing numbers of devices.
+
+    They are estimated twice: with weights sharded over all ranks, and with a replica of the weights on each host.
+    """
 
     links: Links
     compute: TimeModel

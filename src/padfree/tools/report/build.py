@@ -190,7 +190,7 @@ def _constant(run: Run, name: str) -> Cell:
 
 
 def _add_responses(page: Page, runs: Sequence[Run]) -> None:
-    """Add responses and failed episodes, at most `MOST_ROWS`."""
+    """Add tables of responses and of failed episodes to the page, with at most `MOST_ROWS` lines in all."""
     parts = [
         (run, what, file, found)
         for run in runs

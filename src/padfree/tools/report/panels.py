@@ -273,7 +273,7 @@ def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
 
 
 def shortened(name: str) -> str:
-    """Return a name; if it is long, without its middle."""
+    """Return a name, with its middle cut out if it is long."""
     if len(name) <= LEGEND_LETTERS:
         return name
     half = (LEGEND_LETTERS - 1) // 2

@@ -46,7 +46,7 @@ class Responses:
 
 
 def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
-    """Read at most `most` lines of an existing file."""
+    """Read at most `most` lines of an existing `rollouts.jsonl` or `failures.jsonl`."""
     with path.open("rb") as file:
         count = sum(1 for line in file if line.strip())
     chosen = set(shown_lines(count, most).tolist())

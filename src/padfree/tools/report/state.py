@@ -31,7 +31,10 @@ REASON_LETTERS = 300
 
 
 def state_of(folder: Path, events: Sequence[Mapping[str, Any]], *, has_nonfinite: bool) -> str:
-    """Return the state of the last process of the run, as text. `has_nonfinite`: whether a step was not finite."""
+    """Return the state of the last process of the run, as text.
+
+    `has_nonfinite`: whether a step had a non-finite loss or gradient.
+    """
     marks = [event for event in events if event.get("kind") in ("start", *ENDS)]
     held = is_held(folder)
     if marks and marks[-1]["kind"] != "start":

@@ -16,7 +16,7 @@ from padfree.tools.talk.speaker import Answer, OnText, Speaker, messages_of
 
 
 class ChatSession:
-    """The messages so far and their token ids."""
+    """A chat of several turns. It holds the messages so far and their token ids."""
 
     def __init__(self, speaker: Speaker, system: str | None = None) -> None:
         self._speaker = speaker

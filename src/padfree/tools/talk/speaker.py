@@ -52,7 +52,7 @@ class FullContextError(UserError):
 
 
 class StopAnswer(Exception):  # noqa: N818  not an error
-    """Raised by `OnText` to stop generating all answers."""
+    """An `OnText` callback raises this to stop the generation of all answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ class Answer:
 
 
 class Speaker:
-    """Generates answers to prompts."""
+    """A loaded model and its tokenizer. Generates answers to prompts."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Speaker:
         device: torch.device,
         decodes: bool | None = None,
     ) -> None:
-        """`decodes`: see `InProcessSampler`."""
+        """`chat` renders the chat template; None: prompts are plain text. `decodes`: see `InProcessSampler`."""
         check_sampling(temperature, seed)
         self.limits = ModelLimits.of(model)
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, self.limits.vocabulary)

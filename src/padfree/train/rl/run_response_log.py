@@ -87,7 +87,7 @@ class RunResponseLog:
             self._response_log.turn(origin, after=after, highest=last_batch)
 
     def drop(self) -> None:
-        """Delete the parts that the last complete checkpoint covers."""
+        """Delete the parts of the log that the last complete checkpoint makes unnecessary."""
         latest = self._checkpointer.latest() if self._axis.rank == 0 else None
         if latest is not None:
             self._response_log.drop(step_of(latest))

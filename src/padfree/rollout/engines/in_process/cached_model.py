@@ -60,7 +60,7 @@ class _ShapeOfLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Context:
-    """The context passed through the forward pass of the model; `of_layer` returns the context of one layer."""
+    """The attention context that is passed through the model's forward; `of_layer` returns that of one layer."""
 
     of_layer: Callable[[int], _DecodeLayer | _PrefillLayer | _ShapeOfLayer]
 
@@ -203,7 +203,7 @@ def _cached_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with padfree's KV cache behind the HF attention interface: returns [1, T, H, dv] and no weights.
+    """Attention with padfree's KV cache, called through HF's attention interface. Return [1, T, H, dv] and None.
 
     Unsupported arguments are rejected by `padfree.model.interface.attention` during prefill. Decode steps call the same
     layers with the same arguments, so they need no check.

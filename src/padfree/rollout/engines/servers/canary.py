@@ -89,7 +89,7 @@ class CanaryScores:
 
 
 class Canary:
-    """Compares servers with the trainer. Keeps the scores of the last weight sync."""
+    """Compares the log-probabilities of servers and trainer. It keeps those of the last weight sync."""
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
         self.limit, self._api = limit, api

@@ -27,7 +27,7 @@ _BROKEN = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
 
 
 class HttpServer(ServerApi):
-    """A server whose calls are independent: each opens its own connection."""
+    """A server that speaks JSON over HTTP. Each call opens its own connection."""
 
     fix_route: ClassVar[str]  # the advice in the error for a server that lacks a route
 

@@ -116,7 +116,10 @@ class Pool:
         self.changed = asyncio.Event()
 
     def reset(self, usable: Sequence[ServerApi]) -> None:
-        """After a weight sync: use only the servers in `usable`, which received the weights, until the next sync."""
+        """Use only the servers in `usable` until the next weight sync. Call this after a weight sync.
+
+        `usable`: the servers that received the weights.
+        """
         for state in self.states:
             state.restarted = state.server not in usable
             state.down, state.failures = False, 0

@@ -50,7 +50,7 @@ REFUSALS = 3
 
 @dataclass(slots=True)
 class _TokenCount:
-    """Number of tokens sampled since the time `since`."""
+    """The number of tokens sampled since the time `since`."""
 
     tokens: int = 0
     since: float = field(default_factory=time.perf_counter)
@@ -112,9 +112,9 @@ class ServerSampler:
             self.loop.call(gate.open)
 
     def _send_weights(self) -> None:
-        """Send the current weights to every server that can load them and verify the result. One server must succeed.
+        """Send the current weights to every server that can load them, and verify the result. Collective.
 
-        Collective.
+        Raise an error unless at least one server succeeds.
         """
         group = self.mesh.loss.group
         deadline = time.monotonic() + self.timeout

@@ -51,7 +51,7 @@ class RestartedError(ServerLostError):
 
 
 class VersionError(UserError):
-    """The weights of a server have another policy version than the request."""
+    """The weights of a server have another policy version than the request asks for."""
 
 
 class IncompleteError(Exception):
@@ -60,7 +60,7 @@ class IncompleteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How tokens are sampled: the same for all requests of a run."""
+    """How tokens are sampled. All requests of a run have the same settings."""
 
     temperature: float
     stops: Sequence[int]
@@ -87,7 +87,7 @@ class ServedModel:
 
     @property
     def random(self) -> bool:
-        """Whether `path` has no weights. All weights of the server then come from the trainer."""
+        """Whether `path` has no weights. If so, all weights of the server come from the trainer."""
         return self.model.init == "random" or Path(self.model.path).is_file()
 
 
@@ -101,7 +101,7 @@ class Completion:
 
 
 class ServerApi(ABC):
-    """One server at a URL."""
+    """One inference server at a URL: the interface that each engine implements."""
 
     # Whether the engine implements `load_adapters`. If not, adapters are merged into the weights.
     takes_adapters: ClassVar[bool] = False
@@ -127,7 +127,7 @@ class ServerApi(ABC):
     async def check(self, served: ServedModel) -> str:
         """Return the name under which the server serves the model. Raise an error if the server does not fit the run.
 
-        Also ends a weight sync that a killed run left unfinished.
+        If a killed run left a weight sync unfinished, end it.
         """
 
     @abstractmethod
@@ -174,7 +174,7 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def bucket(self, form: BucketForm) -> None:
-        """Receive and load one bucket with `Receiver.tensors` in each worker."""
+        """Receive one bucket (a group of weight tensors) with `Receiver.tensors` in each worker, and load it."""
 
     @abstractmethod
     async def finish(self, version: int) -> None:

@@ -79,7 +79,7 @@ class LaunchedServer:
         return None
 
     def begin_end(self) -> None:
-        """Tell the watchdog to end the server, without waiting for it."""
+        """Tell the watchdog to end the server, and return without waiting."""
         if self._watchdog is not None:
             assert self._watchdog.stdin is not None
             self._watchdog.stdin.close()

@@ -117,7 +117,7 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
 
 
 async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> str:
-    """Return the name under which the servers serve the model. Raise a UserError if a server does not fit the run."""
+    """Return the name under which the servers serve the model. Raise a `UserError` if a server does not fit the run."""
     try:
         names = {await server.check(served) for server in servers}
     except LateError as error:

@@ -48,7 +48,7 @@ Named = tuple[str, Tensor]
 
 
 class WeightStream:
-    """The tensors of a model with the names, shapes and dtypes of an HF checkpoint in `dtype`."""
+    """Produces the tensors of a model with the names, shapes and dtypes of an HF checkpoint in `dtype`."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self._empty = empty_copy(model, dtype)
@@ -105,7 +105,7 @@ def packed(bucket: Sequence[Named], form: BucketForm, device: torch.device) -> T
 
 
 class GroupTransport:
-    """Sends buckets by broadcast. `FilesTransport` has the same methods."""
+    """Sends buckets of weights to servers by broadcast. `FilesTransport` has the same methods."""
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self._backend = "nccl" if device.type == "cuda" else "gloo"
@@ -183,7 +183,7 @@ async def call_during(server: ServerApi, call: Awaitable[None], function: Callab
 
 
 class FilesTransport:
-    """Writes buckets as safetensors files to a folder that the servers see under the same path."""
+    """Writes buckets of weights as safetensors files to a folder that the servers see under the same path."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
