@@ -1,4 +1,4 @@
-"""The response log: responses sampled since the last checkpoint, on disk. A killed run does not sample them again.
+"""The response log: responses sampled since the last checkpoint, on disk. After a kill, they are not sampled again.
 
     checkpoint       10                                20
     training         |  11   12   13 ...               |  21 ...

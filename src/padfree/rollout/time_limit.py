@@ -1,6 +1,6 @@
 """Time limits for calls of user functions. A late call raises a UserError.
 
-    main thread       SIGALRM interrupts the function: sleeping, computing in Python, matching a regular expression
+    main thread       SIGALRM interrupts the function, e.g. while it sleeps or matches a regular expression
     other threads     a separate daemon thread runs the function, and is abandoned if it is late
 
 A reward function that is called in the main thread runs there, because libraries that grade answers set alarms

@@ -1,4 +1,4 @@
-"""Import the packages of the first GPU step in a thread while the data is read.
+"""Import the packages that the first GPU step needs, in a thread, while the data is read.
 
     main thread   mesh | settings, model and data are checked, `auto` is resolved |        | engine, first step
     thread             | triton, compiler, flash-attn-4, quack-kernels                 |

@@ -1,4 +1,4 @@
-"""Log-probabilities of samples under a model, without gradients. The old policy and the reference are scored so.
+"""Log-probabilities of samples under a model, without gradients. Used for the old policy and for the reference.
 
     samples of the global batch   3 samples, 9 tokens        every rank knows their lengths
     packs of this rank            score -> [T/cp] -> [T]     packed as in a training step

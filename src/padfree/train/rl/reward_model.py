@@ -6,8 +6,8 @@
     result                                   <-  one score per response, on the rank that asked for it
 
 The policy's token ids cannot be used, because the two models may have different tokenizers. The reward model scores the
-text without the token that ended the response. The text ends like the reward model's training texts, whether the policy
-ended it or it was cut off.
+text without the token that ended the response. Its text therefore ends like the reward model's training texts, whether
+the policy ended the response or the response was cut off.
 """
 
 from __future__ import annotations
