@@ -51,7 +51,7 @@ class ResolvedAuto:
     reasons: dict[str, str]  # the reason for each resolved setting, by name
 
     def fields(self) -> dict[str, str]:
-        """Return two entries for each resolved setting: its value under its name, and its reason under `NAME because`."""
+        """Return two entries per resolved setting: its value under its name, and the reason under `NAME because`."""
         found: dict[str, str] = {}
         for name, reason in self.reasons.items():
             found |= {name: _shown(self.config, name), f"{name} because": reason}
