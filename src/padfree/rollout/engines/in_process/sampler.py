@@ -4,8 +4,8 @@
     on the CPU, or if `decode` does     `hf_cache`: the attention and cache of transformers
     not support the model
 
-Every rank has a whole model and samples its share of the requests. It shares its weights with the trained model if
-possible (`policy_model`). Both implementations sample the same tokens, up to rounding of the logits.
+Every rank has a whole model and samples its share of the requests. This model shares its weights with the trained model
+if possible (`policy_model`). Both implementations sample the same tokens, up to rounding of the logits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from padfree.warning import PadfreeWarning
 def make_in_process_sampler(
     config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
 ) -> InProcessSampler:
-    """Make a sampler for the class of model of `trained`. `score` is not used: weights are copied in memory."""
+    """Make a sampler for a model like `trained`. Arguments: see `make_sampler`.
+
+    `score` is not used, because weights that are copied in memory need no check.
+    """
     return InProcessSampler(
         PolicyModel(trained, getattr(torch, config.model.dtype), mesh.device),
         stops=stop_tokens(tokenizer, trained),
@@ -62,7 +65,10 @@ class InProcessSampler:
         compiled: bool = False,
         decodes: bool | None = None,
     ) -> None:
-        """`decodes`: whether to use padfree's `Decoder`. None: use it on a GPU if it supports the model."""
+        """`stops`: token ids that end a response. `cache_bytes`: size of the KV cache; None chooses it.
+
+        `decodes`: whether to use padfree's `Decoder`; None uses it on a GPU if it supports the model.
+        """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled
         self._decodes = _decodes(policy) if decodes is None else decodes
@@ -94,7 +100,7 @@ class InProcessSampler:
             decoder = self._decoder = self._decoder or self._made_decoder()
             responses = decoder.sample(requests, version=self._version, on_progress=on_progress, on_tokens=on_tokens)
             if on_finished is not None:
-                on_finished(list(enumerate(responses)))  # all at once, because they stay on the device until the end
+                on_finished(list(enumerate(responses)))  # all at once: responses stay on the device until the end
         else:
             responses = write_responses(
                 self.policy.model,
@@ -146,7 +152,10 @@ def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version
 
 
 def _hf_attention(model: PreTrainedModel) -> str:
-    """An attention implementation of transformers. Some versions silently ignore the soft cap in sdpa."""
+    """Return the name of an attention implementation of transformers that gives correct results for this model.
+
+    Some versions of transformers silently ignore the soft cap in sdpa.
+    """
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
@@ -164,7 +173,7 @@ def _cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _decodes(policy: PolicyModel) -> bool:
-    """Whether to use the `Decoder`. Warns if a model on a GPU is not supported."""
+    """Whether to use padfree's `Decoder`. Warn if the model is on a GPU and not supported."""
     if policy.device.type != "cuda":
         return False
     reason = policy.state_obstacle or unsupported_reason(policy.model)
