@@ -31,7 +31,9 @@ from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
 
 PIECE_QUERIES = 128
-"""The greatest number of queries in a piece. A causal segment is cut evenly into pieces of at most this many queries.
+"""The greatest number of queries in a piece.
+
+A causal segment is cut evenly into pieces of at most this many queries.
 """
 
 WHOLE_KEYS = 2048

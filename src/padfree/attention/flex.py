@@ -113,8 +113,7 @@ def _cached_mask(key: _MaskKey) -> Any:
 
 
 def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, device: torch.device) -> Any:
-    """The `BlockMask` for flex attention in which each query sees exactly the keys that `spec` allows in its segment.
-    """
+    """The `BlockMask` for flex attention in which each query sees the keys that `spec` allows in its segment."""
     from torch.nn.attention.flex_attention import BlockMask
 
     first, end = key_ranges(segments_q, segments_k, spec)

@@ -170,8 +170,7 @@ numbers at once.
 
 
 def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
-    """Concatenate the arrays as int32 into one tensor and copy it to the device, without synchronising with the device.
-    """
+    """Concatenate the arrays as int32 into one tensor on the device, without synchronising with the device."""
     starts = _array_starts([len(array) for array in arrays])
     numbers: NDArray[np.int32] = np.zeros(starts[-1], dtype=np.int32)
     for array, start in zip(arrays, starts[:-1], strict=True):

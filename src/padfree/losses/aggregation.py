@@ -221,7 +221,7 @@ def _sample_weights(
 def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray[np.int64]:
     """The groups as numbers [B], in the order of first appearance. The names of groups may have any hashable type."""
     if groups is None or len(groups) != num_samples:
-        given = "None" if groups is None else f"{len(groups)} entries"
+        given = "is None" if groups is None else f"has {len(groups)} entries"
         raise UserError(
             "groups", f"{given} for {num_samples} samples", "give the group of each sample for weights 'group-mean'"
         )

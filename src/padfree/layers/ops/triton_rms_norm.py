@@ -33,12 +33,12 @@ class LaunchConfiguration(NamedTuple):
 
     rows: int = 1  # tokens that a program holds in registers at a time
     warps: int = 2
-    stages: int = 1  # pipeline depth of the loads; 1: a program's loads overlap only with the work of other programs
+    stages: int = 1  # pipeline depth of the loads; with 1, loads overlap only with the work of other programs
     resident: int = 4  # programs per multiprocessor
 
     @property
     def chunk(self) -> int:
-        """Columns of a token that are loaded at once: 8 per thread."""
+        """The number of columns of a token that are loaded at once: 8 per thread."""
         return 8 * 32 * self.warps // self.rows
 
 
@@ -69,7 +69,10 @@ def choose(width: int, itemsize: int = 2) -> Choice:
 def forward(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: LaunchConfiguration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [.., D], x + added [.., D], and 1 / rms [..] of each token. The sum is empty if `added` is None."""
+    """Return y [.., D], the sum x + added [.., D], and 1 / rms [..] of each token.
+
+    If `added` is None, the sum is an empty tensor.
+    """
     configuration = configuration or choose(x.shape[-1], x.itemsize).forward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -138,8 +141,10 @@ def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
-    """Reduce `dys` to three tensors, because the kernel takes three. Further tensors are added to the third, in float32
-    as in the kernel."""
+    """Reduce `dys` to at most three tensors, because the kernel takes three.
+
+    Further tensors are added to the third, in float32 as in the kernel.
+    """
     if len(dys) <= 3:
         return dys
     last = dys[2].float()
@@ -266,7 +271,7 @@ def _backward_kernel(
         dys = ()
         values = ()
         residuals = ()
-        for c in tl.static_range(CHUNKS):  # all loads first, so that they are all in flight
+        for c in tl.static_range(CHUNKS):  # start all loads first, so that they run at the same time
             dy = _read(dy0, first, c, num_rows, D, CHUNK, ROWS).to(tl.float32)
             if NUM_DY > 1:
                 dy += _read(dy1, first, c, num_rows, D, CHUNK, ROWS).to(tl.float32)

@@ -4,7 +4,8 @@ Before autograd, `qk_norm_rope_pass`, for heads [1, T, H, d] and angles [1, T, d
 
     RMSNorm -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin     becomes   qk_norm_rope -> transpose
 
-if the intermediate results have no other user. A QK-norm without this rotation is left to the compiler.
+This is done only if the intermediate results have no other user. A QK-norm without this rotation is left to the
+compiler. T is the number of tokens, H the number of heads, d the head size, and t the normalised heads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Rope(NamedTuple):
 
 
 def qk_norm_rope_pass(graph: fx.Graph) -> int:
-    """Replace each QK-norm and the RoPE after it by qk_norm_rope."""
+    """Replace each QK-norm and the RoPE after it by qk_norm_rope. Returns the number of replacements."""
     count = 0
     for node in list(graph.nodes):
         norm = match_rms_norm(node)
