@@ -8,16 +8,16 @@
     )
     run.metrics[-1]["loss"], run.steps, run.model       # the last loss, the number of steps, the exported folder
 
-The keywords are the sections of a recipe, with the same names and values. `recipe=` names a recipe that the keywords
-change. A section may be given as its main setting alone: the `path` of model, data, reference, teacher, critic and
-eval, and the `folder` of run. Functions (a reward, an environment, a loss) may be passed directly if they are defined
-at the top level of a module or of a notebook.
+The keywords are the sections of a recipe, with the same names and values. If `recipe=` names a recipe file, the
+keywords change its settings. A section may be given as its main setting alone: the `path` of model, data, reference,
+teacher, critic and eval, and the `folder` of run. Functions (a reward, an environment, a loss) may be passed directly
+if they are defined at the top level of a module or of a notebook.
 
 Each call runs in this process and returns when the run has ended. Without `progress=True` it prints nothing to stdout.
 It restores signal handlers and random state, and leaves no process group behind. Ctrl-C, or the interrupt of a
-notebook, ends the run after the current step with a checkpoint; the same call then resumes it. A mistake raises
-`padfree.UserError`. Any other exception either comes from `on_step` or `on_note`, or is a bug in padfree; in the latter
-case its message says so. Under torchrun, every process makes the same call.
+notebook, ends the run after the current step with a checkpoint. The same call then resumes the run. A mistake of the
+user raises `padfree.UserError`. Any other exception either comes from `on_step` or `on_note`, or is a bug in padfree.
+The message of a bug says that it is one. Under torchrun, every process makes the same call.
 """
 
 from __future__ import annotations
@@ -51,17 +51,25 @@ MAIN_SETTING = {
     "eval": "path",
     "run": "folder",
 }
-"""By section: the setting that a single value sets if the section is given as this value instead of a dictionary."""
+"""For each section, its main setting. If a section is given as a single value and not as a dictionary, the value sets
+the main setting.
+"""
 
 OF_CALLER = "_padfree_of_caller"
-"""The attribute that marks an exception raised by a function of the caller."""
+"""The name of the attribute that marks an exception as raised by a function of the caller (`on_step`, `on_note`)."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
-"""Defaults of `batch.samples` and `batch.max_tokens` for a call without a recipe, as in recipes/."""
+"""The defaults of `batch.samples` and `batch.max_tokens` for a call without a recipe.
+
+They are the values in recipes/.
+"""
 
 
 class Sections(TypedDict, total=False):
-    """The keywords of every call: the sections of a recipe, each a dictionary or its main setting."""
+    """The keywords of every call: the sections of a recipe.
+
+    Each is a dictionary of settings, or its main setting alone.
+    """
 
     model: Any
     data: Any
@@ -83,12 +91,12 @@ class Sections(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedRun:
-    """A run that has ended."""
+    """The results of a run that has ended."""
 
     folder: Path  # everything that the run wrote
-    model: Path | None  # the exported model; None: the run was stopped, or checkpoint.export is false
-    best_model: Path | None  # the export of the best evaluation, with checkpoint.best
-    steps: int  # optimizer steps, including the steps before a resume
+    model: Path | None  # folder of the exported model; None if the run was stopped or checkpoint.export is false
+    best_model: Path | None  # export of the model with the best evaluation, if checkpoint.best is set
+    steps: int  # number of optimizer steps, including the steps before a resume
     stopped: bool  # whether a signal stopped the run; the same call then resumes it
     metrics: list[dict[str, Any]]  # one entry per step, as in metrics.jsonl
     evaluations: list[dict[str, Any]]  # one entry per evaluation, as in evaluation.jsonl
@@ -96,7 +104,7 @@ class TrainedRun:
 
 
 class TrainCall:
-    """A function such as `padfree.sft` or `padfree.rl`: calling it trains a model by one task and returns the run.
+    """The type of `padfree.sft`, `padfree.rl` and so on: calling it trains a model by one task and returns the run.
 
     It is a class so that the calls of all tasks share one signature; `command` is the name of the task.
     """
@@ -207,7 +215,7 @@ def _trained(
 
 @contextmanager
 def _undisturbed(config: Config) -> Iterator[None]:
-    """A block after which the random state is restored. Exceptions of the block that are bugs are marked as such."""
+    """A block after which the random state is restored. Exceptions that are bugs in padfree get a note that says so."""
     from padfree.train.determinism import random_state, restore_random_state
     from padfree.train.failures import one_line_failures
 
@@ -224,7 +232,7 @@ def _undisturbed(config: Config) -> Iterator[None]:
 
 
 def _called(function: Callable[[Any], None], argument: Any) -> None:
-    """Call a function of the caller, and mark its exceptions: they are not bugs in padfree."""
+    """Call a function of the caller, and mark its exceptions, because they are not bugs in padfree."""
     try:
         function(argument)
     except Exception as error:
@@ -236,7 +244,7 @@ def _called(function: Callable[[Any], None], argument: Any) -> None:
 
 
 def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as plain values, changed by the keywords of a call."""
+    """The settings of a recipe as plain values, changed by the keywords of a call."""
     changes = {}
     for name, given in sections.items():
         value = _plain(given, name)
@@ -245,12 +253,12 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
     values = changes if recipe is None else changed_recipe(recipe, changes)
     for name, value in values.items():
         if name in Sections.__annotations__ and not isinstance(value, dict):
-            raise UserError(name, "is not a table", f"give {name}={{...}} with its settings", value=value)
+            raise UserError(name, "is not a dict of settings", f"give {name}={{...}} with its settings", value=value)
     return values
 
 
 def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
-    """Add the defaults of a call without a recipe."""
+    """Add the default settings of a call without a recipe."""
     batch = values.setdefault("batch", {})
     if batch.get("tokens") is None:
         batch.setdefault("samples", SAMPLES)

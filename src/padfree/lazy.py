@@ -1,4 +1,4 @@
-"""Packages that import their names on first use, so that a light command does not wait for torch.
+"""Let a package import its names on first use, so that a light command does not wait for the import of torch.
 
 __getattr__, __dir__ = load_when_used(__name__, {"load_sft": "padfree.data.prepare"}, parts=("prepare",))
 """

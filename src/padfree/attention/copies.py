@@ -23,8 +23,9 @@ from padfree.batch import Copies
 
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
-    """The `Copies` of a gather from `count` elements, on `device`. Copy j is taken from element `index[j]`; `index` is
-    [m].
+    """The `Copies` of a gather from `count` elements, on `device`.
+
+    Copy j is taken from element `index[j]`; `index` is [m].
     """
     return copies_to_device(device, index, *group_copies(index, count))
 

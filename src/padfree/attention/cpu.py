@@ -86,8 +86,9 @@ def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> li
 
 
 def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[_Shape, int, int]]:
-    """Cut one segment into pieces. Returns (shape, first query, first key) of each piece, relative to the segment's
-    start.
+    """Cut one segment into pieces.
+
+    Returns (shape, first query, first key) of each piece, relative to the segment's start.
     """
     if not num_queries or not num_keys:
         return []

@@ -96,12 +96,11 @@ torch.library.define(
 def prepare_prefix_keys(
     segments: Segments, long_prefixes: Indices | None = None, *, paged: bool | None = None
 ) -> PrefixKeys | None:
-    """The keys that each node of a pack's prefix tree sees, on the device of `segments`. None if the samples share
-    nothing.
+    """The keys that each node of a pack's prefix tree sees, on the device of `segments`.
 
-    `long_prefixes` are the indices of at most `MOST_LONG_PREFIXES` nodes, ascending. If it is None,
-    `choose_long_prefixes` chooses them. `paged` says whether to prepare pages for kernels that read them. If it is
-    None, pages are prepared if they save enough copies of keys.
+    None if the samples share nothing. `long_prefixes` are the indices of at most `MOST_LONG_PREFIXES` nodes, ascending.
+    If it is None, `choose_long_prefixes` chooses them. `paged` says whether to prepare pages for kernels that read
+    them. If it is None, pages are prepared if they save enough copies of keys.
     """
     if segments.parents is None:
         return None

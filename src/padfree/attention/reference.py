@@ -1,5 +1,6 @@
-"""The reference implementation: a loop over segments with every step written out. It computes in float32, or in float64
-if its inputs are float64.
+"""The reference implementation: a loop over segments with every step written out.
+
+It computes in float32, or in float64 if its inputs are float64.
 
     scores [H, Lq, Lk] = scale · q·k, soft-capped, -inf where the key is not visible
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
@@ -32,10 +33,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def visible_keys(
     num_queries: int, num_keys: int, spec: AttentionSpec, device: torch.device, *, diagonal: int | None = None
 ) -> Tensor:
-    """A mask [num_queries, num_keys] that is True where the query sees the key. The first query is aligned with key
-    `diagonal`.
+    """A mask [num_queries, num_keys] that is True where the query sees the key.
 
-    If `diagonal` is None, the last query is aligned with the last key.
+    The first query is aligned with key `diagonal`. If `diagonal` is None, the last query is aligned with the last key.
     """
     if not spec.causal:
         return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -131,15 +131,17 @@ def block_backward(
 
 
 def _per_query_head(keys: Tensor, q: Tensor) -> Tensor:
-    """Repeat the key heads: [Lk, Hkv, d] -> [Lk, H, d] in the compute dtype. Query head h reads key head h // (H /
-    Hkv).
+    """Repeat the key heads: [Lk, Hkv, d] -> [Lk, H, d] in the compute dtype.
+
+    Query head h reads key head h // (H / Hkv).
     """
     return keys.to(compute_dtype(q.dtype)).repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
 
 
 def _sum_over_group(gradient: Tensor, keys: Tensor) -> Tensor:
-    """Sum a gradient over the query heads of each key head: [Lk, H, d] -> [Lk, Hkv, d]. The transpose of
-    `_per_query_head`.
+    """Sum a gradient over the query heads of each key head: [Lk, H, d] -> [Lk, Hkv, d].
+
+    The transpose of `_per_query_head`.
     """
     grouped = gradient.reshape(*keys.shape[:2], gradient.shape[1] // keys.shape[1], keys.shape[2])
     return grouped.sum(dim=2).to(keys.dtype)

@@ -104,8 +104,9 @@ def _choose(
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
-    """The reason why `auto` does not choose this backend although the backend supports the call. None if `auto` may
-    choose it.
+    """The reason why `auto` does not choose this backend although the backend supports the call.
+
+    None if `auto` may choose it.
     """
     return None if dtype in backend.capabilities.auto_dtypes else f"auto does not choose it for {dtype}"
 

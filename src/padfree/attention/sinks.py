@@ -17,10 +17,10 @@ from padfree.errors import UserError
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Include the sinks [H] in the softmax. `out` [Tq, H, dv] and `lse` [Tq, H] are the results of attention over the
-    keys.
+    """Include the sinks [H] in the softmax.
 
-    Returns the new out and lse, in the same shapes.
+    `out` [Tq, H, dv] and `lse` [Tq, H] are the results of attention over the keys. Returns the new out and lse, in the
+    same shapes.
     """
     _need_floats(out=out, lse=lse, sinks=sinks)
     if sinks.shape != out.shape[1:2] or lse.shape != out.shape[:2]:

@@ -62,12 +62,11 @@ def local_attention(
     window: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of one rank's queries q [T/world, H, d] to its pool of N keys; differentiable. Returns [T/world, H,
-    dv].
+    """Attention of one rank's queries q [T/world, H, d] to its pool of N keys; differentiable.
 
-    The pool holds the rank's own keys and the keys it received: `k_pool` [N, Hkv, d] and `v_pool` [N, Hkv, dv]. Each
-    may also be a tuple of two tensors, own keys and received keys. `options` are those of `varlen_attention`: scale,
-    softcap, sinks, backend.
+    Returns [T/world, H, dv]. The pool holds the rank's own keys and the keys it received: `k_pool` [N, Hkv, d] and
+    `v_pool` [N, Hkv, dv]. Each may also be a tuple of two tensors, own keys and received keys. `options` are those of
+    `varlen_attention`: scale, softcap, sinks, backend.
     """
     keys = prepare_keys(plan, causal=causal, window=window)
     k, v = (_selected(keys, pool) for pool in (k_pool, v_pool))
@@ -84,8 +83,9 @@ def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _SelectKeys(torch.autograd.Function):
-    """Select the K keys that the pieces read from a pool: [N, ...] -> [K, ...]. The pool is one tensor or given in two
-    parts.
+    """Select the K keys that the pieces read from a pool: [N, ...] -> [K, ...].
+
+    The pool is one tensor or given in two parts.
     """
 
     @staticmethod

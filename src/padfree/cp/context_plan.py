@@ -85,10 +85,10 @@ class ContextPlan:
         return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """The permutation between the two orders of the T tokens, as two index arrays [T]. None if both orders are
-        equal.
+        """The permutation between the two orders of the T tokens, as two index arrays [T].
 
-        The first array holds the token at each index of the rank order, the second the rank-order index of each token.
+        None if both orders are equal. The first array holds the token at each index of the rank order, the second the
+        rank-order index of each token.
         """
         tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
         if (tokens == np.arange(len(tokens))).all():

@@ -106,8 +106,9 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
 
 
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
-    """The keys that each piece reads, as ranges of the pack. The ranges of its ancestors come first, if any, then its
-    own.
+    """The keys that each piece reads, as ranges of the pack.
+
+    The ranges of its ancestors come first, if any, then its own.
     """
     every = np.arange(len(pieces.start))
     if not causal:

@@ -42,8 +42,9 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
 
 
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
-    """The keys that each node of the pack's prefix tree sees, computed once per micro-batch. None if samples share
-    nothing.
+    """The keys that each node of the pack's prefix tree sees, computed once per micro-batch.
+
+    None if samples share nothing.
     """
     return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 
@@ -82,8 +83,9 @@ def attend_ulysses(
 
 
 class _RepeatHeads(torch.autograd.Function):
-    """Repeat each head `copies` times: [n, h, d] -> [n, h * copies, d]. The gradients of the copies are summed in
-    float32.
+    """Repeat each head `copies` times: [n, h, d] -> [n, h * copies, d].
+
+    The gradients of the copies are summed in float32.
     """
 
     @staticmethod

@@ -77,8 +77,9 @@ def block_columns(vocabulary: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The size of the largest tile of logits that is stored in full precision. `columns` is a multiple of the block
-    size.
+    """The size of the largest tile of logits that is stored in full precision.
+
+    `columns` is a multiple of the block size.
     """
 
     rows: int

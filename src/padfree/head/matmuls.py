@@ -55,8 +55,9 @@ OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
 def choose(head: BlockedHead) -> MatmulConfiguration:
-    """The configuration for this head that was fastest on an H200. A head with a bias or a soft cap needs a smaller
-    one.
+    """The configuration for this head that was fastest on an H200.
+
+    A head with a bias or a soft cap needs a smaller one.
     """
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 

@@ -96,8 +96,9 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """Return an `LmHead`. `weight` is already an `LmHead`, or the weight alone; then the other arguments complete the
-    head.
+    """Return an `LmHead`.
+
+    `weight` is already an `LmHead`, or the weight alone; then the other arguments complete the head.
     """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
@@ -307,10 +308,10 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
 
 
 def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the indices [M] of the labelled tokens, and a scalar "poison". The indices are None if all tokens have a
-    label.
+    """Return the indices [M] of the labelled tokens, and a scalar "poison".
 
-    The poison is added to every score. It is 0, or NaN if `num_labels` is wrong, or None if `num_labels` is None.
+    The indices are None if all tokens have a label. The poison is added to every score. It is 0, or NaN if `num_labels`
+    is wrong, or None if `num_labels` is None.
     """
     labelled = labels != IGNORE
     if num_labels is None:

@@ -62,8 +62,9 @@ class ScoringTask:
         return self.index is not None or self.hidden.dtype != self.operand_dtype
 
     def hidden_rows(self, start: int, end: int) -> Tensor:
-        """The hidden states of the labelled tokens [start, end), as [end - start, D]. `start` and `end` count labelled
-        tokens.
+        """The hidden states of the labelled tokens [start, end), as [end - start, D].
+
+        `start` and `end` count labelled tokens.
         """
         part = self.hidden[start:end] if self.index is None else self.hidden[self.index[start:end]]
         return part.to(self.operand_dtype)
@@ -223,8 +224,9 @@ def tiled_gradients(
 
 
 def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
-    """Scatter values [M, ...] of the labelled tokens to all tokens [N, ...], in the dtype of hidden. Other tokens get
-    0.
+    """Scatter values [M, ...] of the labelled tokens to all tokens [N, ...], in the dtype of hidden.
+
+    Other tokens get 0.
     """
     values = values.to(task.hidden.dtype)
     if task.index is None:

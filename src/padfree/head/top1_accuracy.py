@@ -31,8 +31,9 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
 
 
 def _products(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T, [c, V]. On a GPU the result is float32: rounded to bfloat16, different logits could become
-    equal.
+    """hidden @ weight.T, [c, V].
+
+    On a GPU the result is float32: rounded to bfloat16, different logits could become equal.
     """
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)

@@ -11,8 +11,9 @@ from torch._dynamo.callback import callback_handler
 
 
 class CompilerWatch:
-    """A context manager that counts compilations. `on_start` is called when the compilation of a forward or backward
-    begins.
+    """A context manager that counts compilations.
+
+    `on_start` is called when the compilation of a forward or backward begins.
     """
 
     def __init__(self, on_start: Callable[[], None] | None = None) -> None:

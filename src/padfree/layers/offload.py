@@ -59,8 +59,9 @@ class ActivationOffload:
         self.streams: tuple[Any, Any] | None = None  # one stream for copies to the host, one for copies to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """Return a function that calls layer `number`. If it is one of the first layers, its saved tensors are
-        offloaded.
+        """Return a function that calls layer `number`.
+
+        If it is one of the first layers, its saved tensors are offloaded.
         """
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -76,8 +77,9 @@ class ActivationOffload:
         return called
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]], *, to_host: bool) -> Any:
-        """Copy (target, source) pairs on a copy stream, after the work queued so far. Returns an event for the end of
-        the copy.
+        """Copy (target, source) pairs on a copy stream, after the work queued so far.
+
+        Returns an event for the end of the copy.
         """
         if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:

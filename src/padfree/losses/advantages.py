@@ -132,11 +132,11 @@ def gae(
 def whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """Scale the values [T] to standard deviation 1 over all scored tokens. If `shift_mean` is True, shift them to mean
-    0.
+    """Scale the values [T] to standard deviation 1 over all scored tokens.
 
-    `reduce` sums over all ranks, so that the mean and the standard deviation (divisor n - 1) are those of the global
-    batch. A rank may have no tokens. If the global batch has fewer than two scored tokens, values are only shifted.
+    If `shift_mean` is True, shift them to mean 0. `reduce` sums over all ranks, so that the mean and the standard
+    deviation (divisor n - 1) are those of the global batch. A rank may have no tokens. If the global batch has fewer
+    than two scored tokens, values are only shifted.
     """
     mask = checks.mask("mask", mask)
     checks.same_length("tokens in mask", len(mask), values=checks.quantity("values", values))

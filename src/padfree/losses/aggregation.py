@@ -118,11 +118,10 @@ def weight_divisor(
     groups: Sequence[Hashable] | None = None,
     constant: float | None = None,
 ) -> float:
-    """The divisor of the weights of the whole global batch. `counts` [B] holds the number of scored tokens of each
-    sample.
+    """The divisor of the weights of the whole global batch.
 
-    If the divisor is a count, it is at least 1, so that a batch without scored tokens has weights of 0 instead of a
-    division by 0.
+    `counts` [B] holds the number of scored tokens of each sample. If the divisor is a count, it is at least 1, so that
+    a batch without scored tokens has weights of 0 instead of a division by 0.
     """
     _check_mode(mode)
     counts = _checked_counts(counts)
@@ -145,15 +144,17 @@ def weight_divisor(
 
 
 def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
-    """The number of scored tokens of each of B samples, [B]. Scored tokens are the trained tokens except the first
-    token.
+    """The number of scored tokens of each of B samples, [B].
+
+    Scored tokens are the trained tokens except the first token.
     """
     return _counts(*_scored(masks))
 
 
 def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
-    """For each of B samples, the number of scored tokens in its whole group, [B]. `counts` [B] are those of the
-    samples.
+    """For each of B samples, the number of scored tokens in its whole group, [B].
+
+    `counts` [B] are those of the samples.
     """
     counts = _checked_counts(counts)
     group = _group_index(groups, len(counts))

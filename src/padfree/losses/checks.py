@@ -69,8 +69,9 @@ def mask(name: str, values: Tensor) -> Tensor:
 
 
 def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
-    """Raise `UserError` unless every tensor has shape [length]. `reference` names what the length counts, for the
-    message.
+    """Raise `UserError` unless every tensor has shape [length].
+
+    `reference` names what the length counts, for the message.
     """
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):

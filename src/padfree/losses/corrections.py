@@ -97,8 +97,9 @@ def sequence_factor(
 
 
 def _sequence_ratio(inputs: LossInputs, difference: Tensor, *, mean: bool, reduce: Reduce) -> Tensor:
-    """The importance ratio of each of B sequences, [B] in float64. `difference` [T] holds differences of
-    log-probabilities.
+    """The importance ratio of each of B sequences, [B] in float64.
+
+    `difference` [T] holds differences of log-probabilities.
     """
     if mean:
         return _ratio(segment_mean(difference, inputs.mask, inputs.sample_index, inputs.num_samples, reduce))

@@ -60,8 +60,9 @@ def needs_old_logprobs(settings: PolicySettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
-    """What the loss of a token depends on, apart from its log-probability and entropy. Each field is [T], without
-    gradient.
+    """What the loss of a token depends on, apart from its log-probability and entropy.
+
+    Each field is [T], without gradient.
     """
 
     weights: Tensor

@@ -126,8 +126,9 @@ def reward_model_loss(
 
 
 def sample_ends(position_ids: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
-    """For each of T tokens, whether it is the last token of its sample, as bools [T]. `lengths` [B] are the sample
-    lengths.
+    """For each of T tokens, whether it is the last token of its sample, as bools [T].
+
+    `lengths` [B] are the sample lengths.
     """
     lengths = checks.index("lengths", lengths)
     return checks.index("position_ids", position_ids) == spread(lengths, sample_index) - 1

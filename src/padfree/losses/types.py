@@ -94,12 +94,11 @@ class LossInputs:
         return replace(self, logprobs=logprobs, entropy=entropy)
 
     def need(self, name: str, why: str) -> Tensor:
-        """The field `name`, which the loss requires. `why` names the part of the loss that requires it, for the error
-        message.
+        """The field `name`, which the loss requires.
 
-        Values at positions without a label become 0, because they may be arbitrary, even NaN (for example a prompt's
-        log-probabilities). The result has a gradient only if it comes from the model being trained: old and reference
-        values are constants.
+        `why` names the part of the loss that requires it, for the error message. Values at positions without a label
+        become 0, because they may be arbitrary, even NaN (for example a prompt's log-probabilities). The result has a
+        gradient only if it comes from the model being trained: old and reference values are constants.
         """
         values: Tensor | None = getattr(self, name)
         if values is None:

@@ -1,4 +1,4 @@
-"""Optimizers.
+"""Optimizers: update rules, parameter groups, learning-rate schedules and master weights.
 
 optimizer_settings   the sections `[optimizer]` and `[schedule]`, without torch
 optimizer            parameter groups by role, each with its update rule, base learning rate and options

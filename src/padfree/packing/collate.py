@@ -55,15 +55,14 @@ def pack(
     cost: Cost | None = None,
     weights: Sequence[NDArray[Any]] | None = None,
 ) -> list[PackedBatch]:
-    """Lay samples end to end in as few packs as possible. If `num_packs` is given, make this many packs of nearly equal
-    cost.
+    """Lay samples end to end in as few packs as possible.
 
-    `max_tokens` is a hard cap on the tokens of a pack, including its pad; a longer sample raises `UserError`. If
-    `num_packs` and `cost` (a `CostModel`, or any function of lengths) are given, the packs are balanced by cost,
-    otherwise by tokens. Each pack is padded to a multiple of `multiple_of` tokens. `weights` holds one array [n] per
-    sample of n tokens; element t is the weight of the prediction of token t + 1 (see `token_weights`). Without
-    `weights`, every scored token has the same weight, and the weights of all packs sum to 1. For an empty list of
-    samples, the result is an empty list.
+    If `num_packs` is given, make this many packs of nearly equal cost. `max_tokens` is a hard cap on the tokens of a
+    pack, including its pad; a longer sample raises `UserError`. If `num_packs` and `cost` (a `CostModel`, or any
+    function of lengths) are given, the packs are balanced by cost, otherwise by tokens. Each pack is padded to a
+    multiple of `multiple_of` tokens. `weights` holds one array [n] per sample of n tokens; element t is the weight of
+    the prediction of token t + 1 (see `token_weights`). Without `weights`, every scored token has the same weight, and
+    the weights of all packs sum to 1. For an empty list of samples, the result is an empty list.
     """
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
         raise UserError("samples", f"got a {type(samples).__name__}", "give a list of padfree.Sample")

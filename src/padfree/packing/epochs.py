@@ -225,10 +225,10 @@ class EpochReader(Generic[T]):
 
 
 def shuffled(length: int, seed: int, epoch: int) -> Indices:
-    """An order of `length` samples that depends only on seed and epoch. Samples are sorted by a hash of (seed, epoch,
-    index).
+    """An order of `length` samples that depends only on seed and epoch.
 
-    A resumed run gets the same order, whatever the library versions.
+    Samples are sorted by a hash of (seed, epoch, index). A resumed run gets the same order, whatever the library
+    versions.
     """
     hashes = np.arange(length, dtype=np.uint64)
     for part in (epoch, seed):

@@ -56,8 +56,9 @@ FREE = SharingCost(key=0.0, node=0.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefixTree:
-    """The prefix tree of a pack: N nodes in preorder, and the node where each of B samples ends. Made by
-    `find_prefixes`.
+    """The prefix tree of a pack: N nodes in preorder, and the node where each of B samples ends.
+
+    Made by `find_prefixes`.
     """
 
     parents: Indices  # [N] the parent of each node, -1 for a root
@@ -88,8 +89,9 @@ class PrefixTree:
 
     @property
     def roots(self) -> Indices:
-        """The root of the path of each of B samples, [B]; -1 for an empty sample. Samples with different roots share
-        nothing.
+        """The root of the path of each of B samples, [B]; -1 for an empty sample.
+
+        Samples with different roots share nothing.
         """
         root = np.arange(len(self.parents))
         for node in np.flatnonzero(self.parents >= 0).tolist():
@@ -140,11 +142,10 @@ def find_prefixes(
     overhead: SharingCost | None = None,
     across_groups: bool = False,
 ) -> PrefixTree:
-    """Find the prefix tree of samples with these `tokens`, one array [n] per sample. Only samples of one group are
-    compared.
+    """Find the prefix tree of samples with these `tokens`, one array [n] per sample.
 
-    A sample whose group is None is not compared with others. If `across_groups` is True, all samples are compared.
-    `cost` and `overhead` decide which prefixes are worth sharing.
+    Only samples of one group are compared. A sample whose group is None is not compared with others. If `across_groups`
+    is True, all samples are compared. `cost` and `overhead` decide which prefixes are worth sharing.
     """
     model, overhead = cost or CostModel.tokens(), overhead or SharingCost()
     families: dict[Hashable, list[int]] = {}

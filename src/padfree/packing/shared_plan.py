@@ -39,13 +39,12 @@ def plan_shared_step(
     groups: Sequence[Hashable] | None = None,
     contexts: Sequence[int] = (1,),
 ) -> StepPlan:
-    """Plan one step over n samples with these `lengths` [n] that share `prefixes`. Returns the plan, as `plan_step`
-    does.
+    """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
 
-    No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are given, the samples of a group are never
-    divided. `contexts` are the numbers of ranks that may share a pack. If there are several, a part of a family has at
-    most `max_tokens` tokens, which one rank holds. A longer sample shares nothing, and its pack is divided over as many
-    ranks as it needs.
+    Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are
+    given, the samples of a group are never divided. `contexts` are the numbers of ranks that may share a pack. If there
+    are several, a part of a family has at most `max_tokens` tokens, which one rank holds. A longer sample shares
+    nothing, and its pack is divided over as many ranks as it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]

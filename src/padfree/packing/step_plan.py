@@ -100,10 +100,10 @@ class StepPlan:
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
     def padded_tokens(self, context: int = 1) -> int:
-        """The number of tokens of all packs, including padding. All ranks of a pack hold the same number of tokens, at
-        least one.
+        """The number of tokens of all packs, including padding.
 
-        If the plan has no `widths`, `context` ranks share each pack.
+        All ranks of a pack hold the same number of tokens, at least one. If the plan has no `widths`, `context` ranks
+        share each pack.
         """
         width = np.full_like(self.computed_tokens, context) if self.widths is None else self.widths
         return int((np.maximum(-(-self.computed_tokens // width), 1) * width)[self.is_first].sum())
@@ -131,8 +131,9 @@ class StepPlan:
 
     @property
     def fill(self) -> float:
-        """The number of tokens divided by the capacity of the micro-batches. An overlong sample counts up to
-        max_tokens.
+        """The number of tokens divided by the capacity of the micro-batches.
+
+        An overlong sample counts up to max_tokens.
         """
         held = np.minimum(self.computed_tokens, self.max_tokens * (1 if self.widths is None else self.widths))
         return float(held.sum() / (held.size * self.max_tokens)) if held.size else 0.0
@@ -230,10 +231,10 @@ def _plan(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan n samples of `length` [n]. The array `length` is changed in place: it gets the length that remains of each
-    sample.
+    """Plan n samples of `length` [n].
 
-    `cost` is a function that maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
+    The array `length` is changed in place: it gets the length that remains of each sample. `cost` is a function that
+    maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
     """
     limit = max_tokens * contexts[-1]
     too_long = np.flatnonzero(length > limit)

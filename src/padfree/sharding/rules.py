@@ -21,7 +21,7 @@ from padfree.model.roles import Role, roles_of
 
 
 class ParameterInfo(NamedTuple):
-    """A parameter with its module and role: the input of a rule."""
+    """The input of a rule: a parameter with its module and its role in the model."""
 
     module: nn.Module
     name: str  # within its module
@@ -30,7 +30,7 @@ class ParameterInfo(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Parameters for which `applies` is true are sharded over `mesh` along their dimension `dim`."""
+    """A sharding rule. Parameters for which `applies` is true are sharded over `mesh` along their dimension `dim`."""
 
     name: str
     applies: Callable[[ParameterInfo], bool]
@@ -39,7 +39,7 @@ class Rule(NamedTuple):
 
 
 def shard_everything(mesh: DeviceMesh) -> Rule:
-    """The last rule: shard dimension 0 over all ranks of `mesh`."""
+    """The last rule: shard dimension 0 of every parameter over all ranks of `mesh`."""
     return Rule("fsdp", lambda _: True, mesh)
 
 
