@@ -39,7 +39,7 @@ def functions(device: torch.device) -> dict[str, Callable[..., Any]] | str:
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """All floating dtypes; first the usual one on this device."""
+    """The supported dtypes: all floating dtypes, the usual one on this device first."""
     first = torch.bfloat16 if device.type == "cuda" else torch.float32
     return first, torch.bfloat16, torch.float16, torch.float32, torch.float64
 
