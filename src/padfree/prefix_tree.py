@@ -40,7 +40,9 @@ def check_parents(parents: NDArray[Any], count: int) -> Indices:
     """Check the parents [S] of S = `count` nodes in preorder, and return them as int64."""
     array = np.asarray(parents, dtype=np.int64)
     if array.shape != (count,):
-        raise UserError("parents", f"has shape {array.shape} for {count} nodes", "give one parent per node, -1 for a root")
+        raise UserError(
+            "parents", f"has shape {array.shape} for {count} nodes", "give one parent per node, -1 for a root"
+        )
     path: list[int] = []
     for node, parent in enumerate(array.tolist()):
         while path and path[-1] != parent:

@@ -280,13 +280,19 @@ def test_autocast_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden": torch.zeros(4, 5)}, r"hidden, weight: have shapes \(4, 5\) and \(10, 8\); give \[N, D\] and \[V, D\]"),
+        (
+            {"hidden": torch.zeros(4, 5)},
+            r"hidden, weight: have shapes \(4, 5\) and \(10, 8\); give \[N, D\] and \[V, D\]",
+        ),
         (
             {"hidden": torch.zeros(4, 8, dtype=torch.float16)},
             "hidden: torch.float16 is not supported; give bfloat16, float32",
         ),
         ({"weight": torch.zeros(10, 8).bfloat16()}, "weight: is torch.bfloat16, but hidden is torch.float32"),
-        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"labels: is torch.int64 of shape \(5,\), but there are 4 tokens"),
+        (
+            {"labels": torch.zeros(5, dtype=torch.int64)},
+            r"labels: is torch.int64 of shape \(5,\), but there are 4 tokens",
+        ),
         ({"labels": torch.zeros(4)}, "labels: torch.float32"),
         (
             {"labels": torch.tensor([1, -100, 10, 2])},

@@ -184,7 +184,9 @@ def varlen_backward(
         need_tensor(argument, tensor)
         if tensor.shape != shape:
             raise UserError(
-                argument, f"has the wrong shape {tuple(tensor.shape)}", f"give shape {tuple(shape)}, as varlen_forward returns"
+                argument,
+                f"has the wrong shape {tuple(tensor.shape)}",
+                f"give shape {tuple(shape)}, as varlen_forward returns",
             )
     if dout.dtype != q.dtype:
         raise UserError("dout", f"is {dout.dtype} but q is {q.dtype}", "cast dout to the dtype of q")
@@ -240,7 +242,9 @@ def _checked_spec(
             "give q a number of heads that is a multiple of the key heads",
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise UserError("q, k, v", f"have different dtypes: {q.dtype}, {k.dtype}, {v.dtype}", "cast all three to one dtype")
+        raise UserError(
+            "q, k, v", f"have different dtypes: {q.dtype}, {k.dtype}, {v.dtype}", "cast all three to one dtype"
+        )
     if segments_q.num_segments != segments_k.num_segments:
         raise UserError(
             "segments_q, segments_k",
@@ -250,7 +254,9 @@ def _checked_spec(
     for name, segments, tokens in (("segments_q", segments_q, len(q)), ("segments_k", segments_k, len(k))):
         if segments.num_tokens != tokens:
             raise UserError(
-                name, f"has {segments.num_tokens} tokens, but the tensor has {tokens}", "give segments whose lengths add up to the tensor's length"
+                name,
+                f"has {segments.num_tokens} tokens, but the tensor has {tokens}",
+                "give segments whose lengths add up to the tensor's length",
             )
         if segments.cu_seqlens.device != q.device:
             raise UserError(

@@ -33,7 +33,9 @@ def register_backend(backend: AttentionBackend) -> None:
     `auto` chooses it for calls that no other backend supports.
     """
     if backend.name == "auto" or backend.name in BACKENDS:
-        raise UserError("name", "is already in use", f"choose a name other than auto, {', '.join(BACKENDS)}", value=backend.name)
+        raise UserError(
+            "name", "is already in use", f"choose a name other than auto, {', '.join(BACKENDS)}", value=backend.name
+        )
     BACKENDS[backend.name] = backend
     _choose.cache_clear()
 
@@ -88,7 +90,9 @@ def _choose(
                 return name
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise UserError(
-            "backend", f"'auto' found no backend for this call ({listed})", "change the call, or set backend='reference'"
+            "backend",
+            f"'auto' found no backend for this call ({listed})",
+            "change the call, or set backend='reference'",
         )
     if requested not in BACKENDS:
         raise UserError("backend", "is unknown", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)

@@ -87,7 +87,9 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise UserError(
-                "checkpoint", f"{key} has dtype {tensor.dtype}, which cannot be saved", f"convert it to one of {', '.join(DTYPES.values())}"
+                "checkpoint",
+                f"{key} has dtype {tensor.dtype}, which cannot be saved",
+                f"convert it to one of {', '.join(DTYPES.values())}",
             )
     return tensors
 

@@ -65,7 +65,9 @@ def attend(
         need_tensor(name, tensor)
         if tensor.shape[:1] != (expected,):
             raise UserError(
-                name, f"has shape {tuple(tensor.shape)}, but this rank has {expected} tokens", "give one element per token"
+                name,
+                f"has shape {tuple(tensor.shape)}, but this rank has {expected} tokens",
+                "give one element per token",
             )
     if window is not None:
         need_whole("window", window, 1, "give 1 or more and causal=True, or window=None")

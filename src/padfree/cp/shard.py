@@ -60,7 +60,9 @@ def shard(
     need_whole("world", world, 1, "give 1 or more ranks")
     need_whole("rank", rank, 0, f"give a rank from 0 to {world - 1}")
     if not rank < world:
-        raise UserError("rank", f"{rank} is out of range for {world} context ranks", f"give a rank from 0 to {world - 1}")
+        raise UserError(
+            "rank", f"{rank} is out of range for {world} context ranks", f"give a rank from 0 to {world - 1}"
+        )
     if group is not None and (group.size(), group.rank()) != (world, rank):
         raise UserError(
             "group",
@@ -139,7 +141,9 @@ def gather_tokens(
     expected = context.segments.num_tokens // context.world
     if values.shape[:1] != (expected,):
         raise UserError(
-            "values", f"has shape {tuple(values.shape)}, but this rank has {expected} tokens", "give one value per token"
+            "values",
+            f"has shape {tuple(values.shape)}, but this rank has {expected} tokens",
+            "give one value per token",
         )
     if context.layout is None:
         return values

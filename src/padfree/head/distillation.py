@@ -296,7 +296,7 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
     if rows != (len(hidden), *width):
         raise UserError(
             "teacher_hidden",
-            f"has shape {tuple(teacher_hidden.shape)} for {len(hidden)} tokens and a weight of {tuple(teacher.weight.shape)}",
+            f"has shape {tuple(teacher_hidden.shape)} for {len(hidden)} tokens, weight {tuple(teacher.weight.shape)}",
             "give shapes [N, E] and [V, E]",
         )
     if len(teacher.weight) != len(student.weight):
@@ -319,7 +319,7 @@ def _weights_of_labelled(weights: Tensor | None, call: Call, hidden: Tensor) -> 
     if weights.shape != hidden.shape[:1] or weights.device != hidden.device:
         raise UserError(
             "weights",
-            f"has shape {tuple(weights.shape)} on {weights.device}, but there are {len(hidden)} tokens on {hidden.device}",
+            f"has shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} tokens on {hidden.device}",
             "give one number per token on this device",
         )
     return picked(weights.detach().to(scale.dtype), call.index)

@@ -299,7 +299,7 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
     if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
         raise UserError(
             "temperature",
-            f"has shape {tuple(temperature.shape)} and requires_grad={temperature.requires_grad} for {len(hidden)} tokens",
+            f"has shape {tuple(temperature.shape)}, requires_grad={temperature.requires_grad} for {len(hidden)} tokens",
             "give one number, or one per token that requires no gradient",
         )
     if temperature.device.type == "cpu" and not (temperature > 0).all():

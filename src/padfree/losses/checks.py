@@ -75,4 +75,6 @@ def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
     """
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):
-            raise UserError(name, f"has shape {tuple(values.shape)}, but there are {length} {reference}", "give one value for each")
+            raise UserError(
+                name, f"has shape {tuple(values.shape)}, but there are {length} {reference}", "give one value for each"
+            )

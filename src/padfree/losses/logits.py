@@ -40,7 +40,9 @@ def score_logits(
     labels = checks.index("labels", labels, logits.shape[-1] if logits.dim() else 0)
     if labels.shape != logits.shape[:-1]:
         raise UserError(
-            "labels", f"has shape {tuple(labels.shape)}, but logits has shape {tuple(logits.shape)}", "give one label per token"
+            "labels",
+            f"has shape {tuple(labels.shape)}, but logits has shape {tuple(logits.shape)}",
+            "give one label per token",
         )
     need_number("temperature", temperature, sys.float_info.min, sys.float_info.max, "give a positive number")
     logprobs, entropies = _ScoreLogits.apply(logits, labels, 1.0 / temperature, entropy)  # type: ignore[no-untyped-call]

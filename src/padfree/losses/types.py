@@ -108,7 +108,9 @@ class LossInputs:
         values = checks.loss_input(name, values)
         if values.shape != self.mask.shape:
             raise UserError(
-                name, f"has shape {tuple(values.shape)}, but there are {len(self.mask)} tokens", "give one value per token"
+                name,
+                f"has shape {tuple(values.shape)}, but there are {len(self.mask)} tokens",
+                "give one value per token",
             )
         values = torch.where(self.mask, values, 0.0)
         return values if name in TRAINED else values.detach()

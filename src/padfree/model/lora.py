@@ -72,7 +72,9 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
     If the model is on the meta device, `load_model` initialises the adapters later.
     """
     if importlib.util.find_spec("peft") is None:
-        raise UserError("lora.rank", f"is {settings.rank}, but peft is not installed", "install it with pip install 'padfree[lora]'")
+        raise UserError(
+            "lora.rank", f"is {settings.rank}, but peft is not installed", "install it with pip install 'padfree[lora]'"
+        )
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -151,7 +153,9 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     if ALL_LINEAR in targets:
         if len(targets) > 1:
             raise UserError(
-                "lora.targets", f"{targets} mixes {ALL_LINEAR!r} with names of modules", f"give either {ALL_LINEAR!r} or names of modules"
+                "lora.targets",
+                f"{targets} mixes {ALL_LINEAR!r} with names of modules",
+                f"give either {ALL_LINEAR!r} or names of modules",
             )
         unfit = {name.rpartition(".")[2] for name in modules.keys() - fit}
         return sorted(fit) if unfit & set(last) else last

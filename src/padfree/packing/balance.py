@@ -58,7 +58,11 @@ def balance(
     cost = _checked_costs(costs)
     need_whole("k", k, 1, "give 1 or more parts")
     if equal_count and k > len(cost):
-        raise UserError("k", f"{k} parts of equal count need at least {k} samples, but there are {len(cost)}", f"give at most {len(cost)}")
+        raise UserError(
+            "k",
+            f"{k} parts of equal count need at least {k} samples, but there are {len(cost)}",
+            f"give at most {len(cost)}",
+        )
     length = np.zeros(len(cost), np.int64)
     if lengths is not None:
         length = checked_lengths(lengths)
