@@ -39,7 +39,7 @@ class TextSettings:
     - `prompt_template`: a text that composes the prompt from several columns.
     - `append_eos`: append the end-of-sequence token to text that no chat template ends.
     - `split`, `subset`: the part of a Hub data set to read.
-    - `overlong`: samples of more than `max_length` tokens raise an `error`, or are cut (`truncate`) or skipped (`drop`).
+    - `overlong`: samples of more than `max_length` tokens raise an `error`, are cut (`truncate`) or skipped (`drop`).
     - `on_bad_row`: a row that cannot be used raises an `error`, or is skipped (`skip`).
     """
 
