@@ -152,7 +152,7 @@ def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
     """
     lengths = np.diff(offsets)
     key_ends = np.cumsum(first_positions(parents, lengths) + lengths)
-    own_start = key_ends - lengths  # start of the node's own tokens in each path
+    own_start = key_ends - lengths  # for each node, where its own tokens start in the concatenated paths
     first = first_positions(parents, lengths)
     counts = np.repeat(subtree_ends(parents) - np.arange(len(parents)), lengths)
     places: list[Indices] = []

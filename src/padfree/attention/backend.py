@@ -76,7 +76,8 @@ class Capabilities:
     majors: range = range(100)  # supported major compute capabilities of CUDA devices
     lengths_on_host: bool = False  # whether the backend also reads the segment offsets on the host
     package: str = ""  # the command that installs the package that the backend needs
-    auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES  # dtypes for which `auto` may choose this backend; (): never
+    # dtypes for which `auto` may choose this backend; empty if `auto` never does
+    auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
         """The reason why a backend with these capabilities cannot run a call with these needs. None if it can."""

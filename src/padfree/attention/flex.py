@@ -57,7 +57,7 @@ class Flex(AttentionBackend):
             scale=spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
-            # otherwise the decoding kernel would be compiled as well
+            # Never use the decoding kernel, which would have to be compiled as well.
             kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )
         return out[0].transpose(0, 1), auxiliary.lse[0].T

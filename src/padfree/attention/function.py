@@ -206,8 +206,7 @@ def _chosen(
         raw_backward=raw_backward,
         requested=requested,
     )
-    # Kernels differ in how they handle tensors of zero tokens. In the reference, a loop over zero segments runs
-    # nothing.
+    # Use the reference for empty tensors, because kernels differ in how they handle zero tokens.
     return BACKENDS[name if len(q) and len(k) else "reference"]
 
 

@@ -119,7 +119,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
     dout = dout.contiguous()
-    if not call.backend.capabilities.raw_backward:  # no raw backward: run the forward pass again under autograd
+    # A backend without a raw backward runs its forward pass again under autograd.
+    if not call.backend.capabilities.raw_backward:
         dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, call=call), dout, q, k, v, sinks)
     else:
         dq, dk, dv = call.backend.backward(dout, q, k, v, out, lse.T, call.segments, call.segments, call.spec)

@@ -110,7 +110,8 @@ def prepare_prefix_keys(
     whole, longest = _key_arrays(parents, offsets)
     below, longest_below = _key_arrays(parents, offsets, long_prefixes.tolist()) if len(long_prefixes) else ([], 0)
     ends = subtree_ends(parents)[long_prefixes]
-    ranges = np.zeros((MOST_LONG_PREFIXES, 4), dtype=np.int64)  # for each long prefix: first query, end, first key, end
+    # for each long prefix: first query, end of the queries, first key, end of the keys
+    ranges = np.zeros((MOST_LONG_PREFIXES, 4), dtype=np.int64)
     ranges[: len(long_prefixes)] = np.stack(
         [offsets[long_prefixes + 1], offsets[ends], offsets[long_prefixes], offsets[long_prefixes + 1]], axis=1
     )
@@ -324,7 +325,8 @@ def _backward(
         q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=True
     )  # fmt: skip
     dout, lse = dout.contiguous(), lse.T
-    if not pack.backend.capabilities.raw_backward:  # no raw backward: run the forward pass again under autograd
+    # A backend without a raw backward runs its forward pass again under autograd.
+    if not pack.backend.capabilities.raw_backward:
         dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, pack=pack), dout, q, k, v, sinks)
     else:
         taken = pack.take(k, v)

@@ -53,7 +53,8 @@ class ReferenceAttention(AttentionBackend):
         dtypes=FLOAT_TYPES,
         any_value_dim=True,
         lengths_on_host=True,
-        auto_dtypes=(torch.float64,),  # `auto` chooses it only for float64: it is too slow to train with
+        # `auto` chooses the reference only for float64, because it is too slow to train with
+        auto_dtypes=(torch.float64,),
     )
 
     def forward(

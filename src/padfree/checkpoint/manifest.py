@@ -72,7 +72,7 @@ def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | No
     """
     if base is None:
         return None
-    config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types it as a tensor or a module
+    config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types attributes as tensors or modules
     return {"scale": config.lora_alpha / config.r, "base": base}
 
 

@@ -40,7 +40,7 @@ class KeyPlan:
     send: tuple[int, ...]  # [world] number of keys sent to each rank
     receive: tuple[int, ...]  # [world] number of keys received from each rank
     leaving: tuple[tuple[tuple[int, int], ...], ...]  # [world] own keys sent to each rank: ranges (start, length)
-    read_elsewhere: Tensor  # own keys that other ranks also read: part of their gradient comes from there
+    read_elsewhere: Tensor  # own keys that other ranks also read; these ranks send a part of the gradient
     returning: tuple[Tensor, ...]  # [world] indices into `read_elsewhere` of the gradients received from each rank
 
     @property
@@ -125,7 +125,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
         above: list[tuple[int, int, int]] = []
         for ancestor in reversed(pieces.ancestors[node]):
             first, last = int(pieces.offsets[ancestor]), int(pieces.offsets[ancestor + 1])
-            if outside is not None:  # start of the window, relative to the end of this ancestor
+            if outside is not None:  # `outside` is the start of the window, relative to the end of this ancestor
                 above.append((number, max(first, last + min(outside, 0)), last))
                 outside += last - first
             else:
@@ -189,7 +189,7 @@ def _needs(pieces: Pieces, ranges: PathRanges) -> _Needs:
     num_tokens = int(pieces.offsets[-1])
     covered = (
         np.maximum.accumulate(end + readers * num_tokens)[:-1] - readers[1:] * num_tokens
-    )  # negative for the first range of each reader
+    )  # `covered` is negative for the first range of each reader
     begin[1:] = np.clip(covered, begin[1:], end[1:])
     number, piece, begin, end = _cut(pieces, begin, end)
     reader, owner = readers[number], pieces.rank[piece]

@@ -254,7 +254,7 @@ def ring_backward(
         if number == 0:
             gradients = tuple(torch.zeros_like(tensor, dtype=wide) for tensor in block)
         else:
-            gradients = gradient_ring.collect()  # the sum over the ranks that had this block before
+            gradients = gradient_ring.collect()  # the gradient of this block, summed over the ranks that had it before
         if step is not None:
             gradients = tuple(step.keys.add_to(total, part) for total, part in zip(gradients, added, strict=True))
         gradient_ring.post(*gradients)

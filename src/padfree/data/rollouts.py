@@ -95,7 +95,7 @@ class RolloutData:
     """The samples of rollout files in the order of their rows, and a report about all rows."""
 
     samples: Sequence[Sample]
-    lines: Sequence[int]  # line of each sample in its file (`Sample.source`)
+    lines: Sequence[int]  # the line number of each sample in its file, which is `Sample.source`
     report: DataReport
     notes: tuple[str, ...] = ()  # how the files are read
 

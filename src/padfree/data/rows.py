@@ -410,7 +410,7 @@ def _common_words(one: str, other: str) -> int:
     """
     most = min(len(one), len(other)) - 1
     end = next((index for index in range(most) if one[index] != other[index]), most)
-    if end > 0 and not one[end - 1].isascii():  # for example in Chinese, which has no spaces between words
+    if end > 0 and not one[end - 1].isascii():  # cut at any character of a script such as Chinese, which has no spaces
         return end
     # The white space after the prefix belongs to the answers, because tokenizers put the space before a word into the
     # token of the word.

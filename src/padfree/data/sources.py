@@ -322,7 +322,7 @@ def _file_source(path: Path, name: str) -> FileSource:
         )
     if path.suffix == ".parquet":
         return ParquetFile(path, name)
-    lines = JsonLinesFile(path, name)  # also checks that the path is a readable regular file
+    lines = JsonLinesFile(path, name)  # the constructor also checks that the path is a readable regular file
     if path.suffix == ".json":
         with open(path, "rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()

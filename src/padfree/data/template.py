@@ -248,7 +248,7 @@ def _check_product(name: str, values: Iterable[Any]) -> None:
     product = 1
     for value in values:
         product *= max(_size(value), 1)
-        if isinstance(value, dict):  # `translate` can replace each character with a text
+        if isinstance(value, dict):  # `str.translate` can replace each character with a whole text
             product *= max((_size(one) for one in value.values()), default=1)
         if product > MAX_VALUE:
             raise TemplateBoundError(f"{name} can make a text of more than {MAX_VALUE} characters")

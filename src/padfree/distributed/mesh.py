@@ -76,7 +76,7 @@ class Mesh:
     """The process groups that this process belongs to, by purpose."""
 
     device: torch.device
-    devices: DeviceMesh  # all processes, with the dimensions DIMENSIONS
+    devices: DeviceMesh  # the mesh of all processes, with the dimensions in `DIMENSIONS`
     data: Axis
     context: Axis
     loss: Axis
@@ -154,7 +154,7 @@ def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
     host, _, port = processes.address.rpartition(":")
     try:
         socket.getaddrinfo(host, None)
-    except OSError as error:  # checked first, because the rendezvous store would retry until the timeout
+    except OSError as error:  # check the host name first, because the rendezvous store would retry until the timeout
         raise UserError(
             "MASTER_ADDR", f"cannot be resolved on this host ({error.strerror})", "give the host of rank 0", value=host
         ) from None

@@ -178,7 +178,8 @@ class _Listener(threading.Thread):
         self._key, self._count = key, 0
         self._main = store
         self._store = store.clone()  # a separate connection, because that of the main thread may be blocked
-        self._polls_per_count = 1 + self._world // 512  # limits the load on the store if there are very many ranks
+        # with very many ranks, count less often, to limit the load on the store
+        self._polls_per_count = 1 + self._world // 512
         self._publish_count(0)
 
     def _publish_count(self, count: int | str) -> None:
@@ -192,7 +193,7 @@ class _Listener(threading.Thread):
     def leave(self) -> None:
         self.left.set()
         self.closed.set()
-        self.join(LINGER)  # a store that cannot be reached answers late or never
+        self.join(LINGER)  # do not wait longer, because a store that cannot be reached never answers
 
     def run(self) -> None:
         try:

@@ -261,9 +261,10 @@ def _working(
         backward += layer
     if context > 1:  # each rank also holds the keys and values of the whole pack, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * context
-    copied = 2 * size * (sizes.key + sizes.value) * copies  # copied keys and values, and their gradients
+    # keys and values that are copied for shared prefixes, and their gradients
+    copied = 2 * size * (sizes.key + sizes.value) * copies
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None:  # a scalar head computes one number per token
+    if head is None:  # a scalar head computes one number per token and needs no memory for logits
         return tokens * backward + int(tokens * copied)
     return max(
         tokens * backward + int(tokens * copied),

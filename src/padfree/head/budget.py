@@ -145,8 +145,8 @@ def plan_fused(
     def plan(kept: int) -> tuple[float, FusedPlan]:
         shared = min(kept, fitting) if own_sums else kept
         again = vocabulary - kept
-        # If columns are recomputed, the gradient of hidden is a sum over chunks and these columns, which is held in
-        # memory.
+        # If columns are recomputed, the gradient of hidden is a sum over chunks and recomputed columns. The sum needs
+        # more bytes than the returned gradient.
         held = num_rows * hidden * (sum_bytes - gradient_bytes) if again else 0
         chunk_rows = max(1, (budget - held) // (kept * logit_bytes + row_bytes))
         if chunk_rows < num_rows:

@@ -88,7 +88,7 @@ def chunked_gradients(
             bias_sums += gradient.sum(0, dtype=task.sum_dtype)
         softmaxes.append(softmax)
         upstreams.append(upstream)
-        del sums  # free this memory before the sums of the next chunk are allocated
+        del sums  # free these sums before the sums of the next chunk are allocated
     del store, stored, gradients, gradient, matmuls
     softmax = Softmax.join(softmaxes)
     if weight_sums is not None:

@@ -80,7 +80,7 @@ class TokenDivergence:
     """For each of R tokens: its divergence, and the numbers over all columns that the gradient of its logits needs."""
 
     value: Tensor  # [R] the divergence
-    mean: Tensor  # [R] subtracted from every log-ratio, so that the gradient sums to 0
+    mean: Tensor  # [R] number that is subtracted from every log-ratio, so that the gradient sums to 0
     rest: Tensor | None  # [R] the factor c in the gradient s_j · c of an entry j of the rest
     threshold: Tensor | None  # [R] an entry belongs to the rest if the teacher's y - peak is below this threshold
 
@@ -120,7 +120,7 @@ def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | Non
     rest = None
     beta = settings.beta
     if threshold is not None:
-        tiny = torch.finfo(sums.dtype).tiny  # so that an empty rest adds 0 and causes no division by 0
+        tiny = torch.finfo(sums.dtype).tiny  # a lower bound, so that an empty rest adds 0 and causes no division by 0
         s, t = student_rest.clamp(min=tiny), teacher_rest.clamp(min=tiny)
         if settings.kind == "forward-kl":
             first = first + t * (t / s).log()

@@ -42,7 +42,7 @@ class FusedLoss:
 
     loss: Tensor  # [] the sum of all tokens' losses
     logprobs: Tensor  # [N] float32, 0 for tokens without a label
-    entropy: Tensor | None  # [N] float32, 0 for tokens without a label; None if not requested
+    entropy: Tensor | None  # [N] float32, 0 for tokens without a label; None if the entropy was not requested
 
 
 def fused_loss(

@@ -121,7 +121,7 @@ class Call:
     entropy: bool
     budget: int  # bytes
     elementwise: Elementwise | None  # None: the reference
-    poison: Tensor | None  # [] added to every score: 0, or NaN if `num_labels` is wrong
+    poison: Tensor | None  # a scalar that is added to every score: 0, or NaN if `num_labels` is wrong
 
     def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ScoringTask:
         """The `ScoringTask` of this call for the given hidden states, weight and bias, which are differentiated."""

@@ -202,7 +202,8 @@ def tiled_gradients(
     hidden = task.hidden_rows(0, num_rows)
     matmuls = task.matmuls(num_rows)
     held = task.tile_bytes(num_rows) + (num_bytes(hidden) if task.copies_rows else 0)
-    if grad_hidden is not None:  # its sums need more bytes than the returned gradient: count the difference
+    # The sums of the gradient of hidden need more bytes than the returned gradient. Count the difference.
+    if grad_hidden is not None:
         held += grad_hidden.numel() * (task.sum_dtype.itemsize - task.hidden.dtype.itemsize)
     width = choose_width(
         num_rows,

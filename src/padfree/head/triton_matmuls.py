@@ -103,7 +103,7 @@ def _reduce_part(
     tl.store(totals + place, tl.sum(exponentials, axis=1), mask=row_inside)
     if HAS_MOMENT:
         tl.store(moments + place, tl.sum(exponentials * below, axis=1), mask=row_inside)
-    if HAS_STORED:  # noqa: SIM102 (known when compiled: without it `stored` is no descriptor)
+    if HAS_STORED:  # noqa: SIM102 (a compile-time constant; if it is False, `stored` is not a descriptor)
         if first < kept:
             _store(
                 stored, stored_pointer, stored_stride, below.to(stored.dtype), first_row, first, num_rows, kept,
@@ -141,7 +141,7 @@ def _gradient_part(
     peak = tl.load(peaks + row, mask=row_inside, other=0.0)
     log_total = tl.load(log_totals + row, mask=row_inside, other=0.0)
     log_p = (logits - peak[:, None]) - log_total[:, None]
-    # The gradients g and h are multiplied here by the factor between raw logits and logits.
+    # Multiply the upstream gradients by the factor between raw logits and logits, once per token.
     pull_logprob = tl.load(pull_logprobs + row, mask=row_inside, other=0.0) * (scale * logit_scale)
     pull_entropy = pull_logprob
     entropy = pull_logprob
@@ -224,7 +224,7 @@ def reduce_kernel(
     tile = tl.program_id(0) - tl.num_programs(0)
     row_tile = 0
     column_tile = 0
-    done = tile  # a separate counter for finished tiles, because loads are ahead of them
+    done = tile  # counts finished tiles, while `tile` counts loaded tiles, which are ahead
     raw_logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     # One loop instead of two nested ones, so that the loads continue from one tile to the next.
     for _ in range(steps * tl.cdiv(row_tiles * column_tiles - tl.program_id(0), tl.num_programs(0))):

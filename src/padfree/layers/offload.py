@@ -125,13 +125,14 @@ class _LayerCall:
     ) -> None:
         self.offload, self.layer, self.previous, self.is_offloaded = offload, layer, previous, is_offloaded
         self.weights: set[int] | None = None
-        self.copied: dict[tuple[int, int], _OffloadedTensor] = {}  # (address, bytes) -> tensor still on the device
+        # offloaded tensors that are still on the device, by (address, bytes)
+        self.copied: dict[tuple[int, int], _OffloadedTensor] = {}
         self.on_host: list[_OffloadedTensor] = []  # tensors whose device memory is freed
         self.event: Any = None  # end of the last copy
 
     def pack(self, tensor: Tensor) -> _SavedTensor:
         """Called when autograd saves a tensor. If the tensor is to be offloaded, start its copy to the host."""
-        # the tensor belongs to `vmap`, which flex attention uses for its masks
+        # Tensors of `vmap`, which flex attention uses for its masks, are not offloaded.
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return _SavedTensor(self, tensor)
         key = (tensor.data_ptr(), tensor.nbytes)

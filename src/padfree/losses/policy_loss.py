@@ -67,7 +67,7 @@ class PolicyTerms:
 
     weights: Tensor
     advantages: Tensor
-    old: Tensor | None  # None if the current policy is the old one, or if the loss does not need it
+    old: Tensor | None  # old log-probabilities; None if the current policy is the old one, or if not needed
     sampler: Tensor | None
     ref: Tensor | None
     factor: Tensor | None  # sequence-level corrections

@@ -123,7 +123,8 @@ class LossOutput:
     loss: Tensor  # scalar
     token_losses: Tensor | None = None  # [T] weighted losses, without gradient; None if the losses belong to pairs
     statistics: Statistics = field(default_factory=dict)
-    pair_statistics: dict[str, Tensor] | None = None  # [P] float64: this rank's share of each pair, and `count`
+    # [P] float64 for P pairs, by name: this rank's shares, and their `count`
+    pair_statistics: dict[str, Tensor] | None = None
 
 
 def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, Tensor]) -> LossOutput:

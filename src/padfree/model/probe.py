@@ -209,7 +209,7 @@ def undisturbed() -> Iterator[None]:
             torch.autocast("cpu", enabled=False),
         ):
             warnings.simplefilter("ignore")
-            torch.default_generator.manual_seed(0)  # not torch.manual_seed, which would reseed the GPUs as well
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would reseed the GPUs as well
             yield
     finally:
         torch.set_default_dtype(dtype)

@@ -74,7 +74,8 @@ class RouterRecorder:
 
     def __init__(self, routers: list[Router]) -> None:
         self.on = False
-        self.calls: list[tuple[int, Tensor, Tensor]] = []  # index of the router, logits [T, E], choices [T, k]
+        # (index of the router, logits [T, E], choices [T, k]) of each call
+        self.calls: list[tuple[int, Tensor, Tensor]] = []
         for number, router in enumerate(routers):
             router.module.register_forward_hook(self._hook(number, router.num_experts))
 

@@ -56,7 +56,7 @@ def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     text.name_or_path = config.name_or_path
     if (
         getattr(config, "tie_word_embeddings", None) is not None
-    ):  # the multimodal model owns the head, so its config decides
+    ):  # the head belongs to the multimodal model, so its config says whether the head is tied
         text.tie_word_embeddings = config.tie_word_embeddings
     return text
 

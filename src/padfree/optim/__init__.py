@@ -12,4 +12,4 @@ master_weights       float32 master weights with bfloat16 compute copies, in a s
 An update rule is one file: a class with `step` and `state_bytes` (`padfree.optim.rule`).
 """
 
-import padfree.config  # noqa: F401  it is made of the settings of the parts, so that its import must come first
+import padfree.config  # noqa: F401  must be imported first, because it imports the settings of this package

@@ -113,7 +113,7 @@ class _Unit:
         for master, copy in zip(self.master_weights, self.copies, strict=True):
             if copy.grad is None:
                 continue
-            if master.grad is None:  # the first gradients are copied, all in one call
+            if master.grad is None:  # copy the first gradients, all in one call below
                 master.grad = torch.empty_like(master)
                 sums.append(master.grad)
                 terms.append(copy.grad)

@@ -162,7 +162,8 @@ def rms_norm_backward_pass(graph: fx.Graph) -> int:
     for node in nodes:
         _fold_summands(graph, node)
         _fold_residual(graph, node)
-        # The compiler takes the strides of each argument from these examples, and drops arguments without an example.
+        # The compiler takes the strides of each argument from `eager_input_vals`, and drops arguments without a value
+        # there.
         node.meta["eager_input_vals"] = (fx.map_arg(node.args, lambda arg: arg.meta["val"]), {})
     return len(nodes)
 

@@ -72,9 +72,9 @@ class ObjectiveInputs:
     advantages: Tensor
     weights: Tensor  # padfree multiplies the losses by these weights, which include the global normaliser
     old_logprobs: Tensor | None  # log-probabilities under `loss.old_policy`; None only if `needs_no_old_logprobs`
-    rollout_logprobs: Tensor | None = None  # reported by the sampler, if available
-    ref_logprobs: Tensor | None = None  # of the reference, if available
-    entropy: Tensor | None = None  # with gradient; None if `loss.entropy_coefficient` is 0
+    rollout_logprobs: Tensor | None = None  # log-probabilities that the sampler reported, if available
+    ref_logprobs: Tensor | None = None  # log-probabilities under the reference model, if available
+    entropy: Tensor | None = None  # entropy at each token, with gradient; None if `loss.entropy_coefficient` is 0
     pack: LossInputs | None = None  # the pack that these tokens come from; None for an elementwise objective
     reduce: Reduce = no_reduce
 
@@ -99,4 +99,5 @@ class ObjectiveOutput:
     losses: Tensor  # [N]
     log_ratio: Tensor | None = None  # [N] shown as `ratio` and `approx_kl`
     clipped: Tensor | None = None  # [N] bool, shown as `clip_fraction`
-    statistics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each; the metrics are means over scored tokens
+    # further values, [N] each; the metrics show their means over scored tokens
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
