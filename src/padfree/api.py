@@ -124,9 +124,9 @@ class TrainCall:
     ) -> TrainedRun:
         """Run the task and return when the run has ended.
 
-        `recipe` is the path of a recipe file; the keywords in `sections` are the sections of a recipe and change its
+        `recipe` is the path of a recipe file. The keywords in `sections` are the sections of a recipe and change its
         settings. `on_step` is called with the metrics of each step, and `on_note` with the text of each message that
-        the run reports. With `progress`, one line is printed for each step and each message.
+        the run reports. If `progress` is True, one line is printed for each step and each message.
         """
         return _trained(self.__name__, recipe, sections, on_step, on_note, progress)
 

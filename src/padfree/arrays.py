@@ -133,7 +133,7 @@ def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> No
 
 
 SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""The increment of splitmix64 and its two multipliers."""
+"""The constants of the random number generator splitmix64: its increment and its two multipliers."""
 
 
 def splitmix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""The choices of every setting with a fixed list of values. Other parts of padfree import them from here."""
+"""The allowed values of every setting that has a fixed list of values. Other parts of padfree import them from here."""
 
 from __future__ import annotations
 

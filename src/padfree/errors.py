@@ -33,7 +33,7 @@ class UserError(ValueError):
     """A mistake that the user can fix.
 
     `setting` is the name of a setting, flag, argument, column or variable, and `fix` says what to do. If a `value` is
-    given, it is shown before the `problem`, which may then be empty; `...` means that there is no value.
+    given, it is shown before the `problem`, which may then be empty. The default `...` means that there is no value.
 
     A subclass of `ValueError`, so code that catches `ValueError` continues to work.
     """
@@ -100,7 +100,7 @@ def shown_value(value: object) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """The first line of an exception's message, preceded by its class unless it is a `UserError`."""
+    """The first line of an exception's message. It is preceded by the exception's class, unless this is `UserError`."""
     return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
 
 

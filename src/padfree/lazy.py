@@ -16,7 +16,7 @@ def load_when_used(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the functions `__getattr__` and `__dir__` of a package.
 
-    `names` maps each exported name to the module that defines it; `parts` are the submodules of the package.
+    `names` maps each exported name to the module that defines it. `parts` are the submodules of the package.
     """
 
     def find(name: str) -> Any:

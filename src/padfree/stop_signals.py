@@ -45,7 +45,7 @@ _exit = os._exit  # kept because a run replaces `os._exit`
 
 
 class StopRequested(KeyboardInterrupt):
-    """Raised when a signal arrives outside of `StopSignals.deferred`, where there is nothing to save."""
+    """Raised when a signal requests a stop outside of `StopSignals.deferred`. There, nothing needs to be saved."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")

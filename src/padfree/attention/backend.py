@@ -65,7 +65,7 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """The features that a backend supports."""
+    """The features, devices and dtypes that an attention backend supports."""
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -102,13 +102,13 @@ class Capabilities:
 
 
 class AttentionBackend(Protocol):
-    """Base class of the backends. A subclass sets `name` and `capabilities`."""
+    """Base class of the attention backends. A subclass sets `name` and `capabilities`."""
 
     name: str
     capabilities: Capabilities
 
     def is_installed(self) -> bool:
-        """Whether `capabilities.package` is installed."""
+        """Whether the package that the backend needs, `capabilities.package`, is installed."""
         return True
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:

@@ -240,7 +240,7 @@ class _PieceTensors:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Return n pieces of each tensor as [Hkv · n, group, length, ...]; a view if n is 1."""
+        """Return n pieces of each tensor as [Hkv · n, group, length, ...]. The result is a view if n is 1."""
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
         index, n = _token_index(starts, length), len(starts)

@@ -38,7 +38,7 @@ for the sizes 16, 40 and 80.
 PAGED_HEAD_DIMS = (64, 96, 128)
 """The head sizes for which a tile of keys on Hopper has exactly `PAGE_SIZE` tokens, so that one load reads a page."""
 UNPACKED_FROM = 1024
-"""Query heads are not packed if segments have at least this many queries on average."""
+"""Query heads are not packed into one tile if segments have at least this many queries on average."""
 
 
 class FlashAttention4(AttentionBackend):

@@ -64,13 +64,16 @@ PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"
 
 COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
-"""The cost of treating a node as a long prefix, in the unit "copies of a key", by device type. The first number is the
-cost per query below the node, whose dq becomes a sum of two terms. The second is the cost of the separate call."""
+"""The cost of treating a node as a long prefix, by device type. The unit is the cost of copying one key. The first
+number is the cost per query below the node, because the gradient dq of these queries becomes a sum of two terms. The
+second number is the cost of the separate kernel call.
+"""
 MOST_LONG_PREFIXES = 8
 
 PAGES_PAY = 16_384
-"""Pages are used if they save at least this many copies of keys. On an H200 these copies take 0.03 ms in a layer with 8
-key heads of size 128."""
+"""Pages are used if they save at least this many copies of keys. On an H200, this many copies take 0.03 ms in a layer
+with 8 key heads of size 128.
+"""
 
 # Where each group of arrays begins in `PrefixKeys`. WHOLE: the four arrays cu_seqlens, index, copy_index and offsets
 # for the keys of whole paths. BELOW: the same four arrays for paths without their long prefixes. LONG_PREFIXES:

@@ -38,7 +38,7 @@ DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class CheckpointError(UserError):
-    """A checkpoint could not be written or read."""
+    """Raised if a checkpoint cannot be written or read."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
@@ -98,7 +98,10 @@ class Reader:
         assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
     def with_prefix(self, prefix: str) -> Reader:
-        """A reader of the tensors whose keys start with `prefix`. Its keys do not include the prefix."""
+        """A reader of the tensors whose keys start with `prefix`.
+
+        The keys of the new reader do not include the prefix.
+        """
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 

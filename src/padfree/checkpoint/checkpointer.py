@@ -101,7 +101,7 @@ class _Job:
 
 
 class Checkpointer:
-    """Saves to and loads from one folder. All methods are collective."""
+    """Saves checkpoints to one folder, and loads them. All methods are collective."""
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, asynchronous: bool = False) -> None:
         if keep_last < 1:
@@ -306,7 +306,7 @@ class Checkpointer:
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
-        """Return the `extra` that was saved in a checkpoint, without its tensors. Nothing is loaded into a model."""
+        """Return the values of `extra` that were passed to `save`, without tensors. Nothing is loaded into a model."""
         path, content = Path(path), {}
         cure = self._fix(path)
         with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
@@ -406,7 +406,10 @@ class Checkpointer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[list[CheckpointError]]:
-        """A block that collects errors in a list. At its end, all ranks raise an error if any rank has one."""
+        """A block that yields a list for errors.
+
+        At its end, all ranks raise an error if the list of any rank is not empty.
+        """
         errors: list[CheckpointError] = []
         yield errors
         for gathered in self._gather(errors):

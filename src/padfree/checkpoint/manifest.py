@@ -35,7 +35,7 @@ from padfree.model.lora import ADAPTER, is_adapter, is_trained_with_adapters
 FORMAT = 1
 MANIFEST = "manifest.json"
 CRITIC = "critic/"
-"""Prefix of the keys of a critic's tensors."""
+"""The prefix of the keys of a critic's tensors."""
 
 
 # Contents
@@ -95,14 +95,14 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
 
 
 class TrainedModel(NamedTuple):
-    """A model and its optimizer."""
+    """A model that is trained, and its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer
 
 
 def critic_tensors(critic: TrainedModel) -> dict[str, Tensor]:
-    """The tensors of a critic and its optimizer, by key."""
+    """The tensors of a critic and its optimizer, by their keys in the checkpoint."""
     return {f"{CRITIC}{key}": tensor for key, tensor in state_tensors(*critic).items()}
 
 

@@ -19,7 +19,7 @@ from padfree.errors import UserError
 from padfree.model.load import local_part, local_region, named_tensors
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Options that select an optimizer's implementation. A resumed run ignores their values in the checkpoint."""
+"""The options that select how an optimizer is implemented. A resumed run ignores their values in the checkpoint."""
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

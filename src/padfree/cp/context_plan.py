@@ -75,12 +75,12 @@ class ContextPlan:
         return self.layout.world
 
     def to_pack_order(self, gathered: Tensor) -> Tensor:
-        """Reorder the tokens of [T, ...] from rank order to pack order."""
+        """Reorder the tokens of a tensor [T, ...] from rank order (rank 0's tokens first) to the order of the pack."""
         order = self.prepared("order", self._order)
         return gathered if order is None else gathered.index_select(0, order[1])
 
     def to_rank_order(self, values: Tensor) -> Tensor:
-        """Reorder the tokens of [T, ...] from pack order to rank order."""
+        """Reorder the tokens of a tensor [T, ...] from the order of the pack to rank order (rank 0's tokens first)."""
         order = self.prepared("order", self._order)
         return values if order is None else values.index_select(0, order[0])
 

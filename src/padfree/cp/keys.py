@@ -30,7 +30,7 @@ from padfree.prefix_tree import PathRanges
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPlan:
-    """The keys that one rank's pieces read, and how they are assembled."""
+    """The keys that the pieces of one rank read, which ranks they come from, and how they are assembled."""
 
     # the ranges of the pool, (starts, ends) in the pack: its own, then those from rank 0, rank 1, ...
     pool: tuple[Indices, Indices]

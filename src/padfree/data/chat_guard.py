@@ -37,7 +37,7 @@ class Shown:
     """The rendered text of the first `stop` messages of a conversation, as a training sample or as a `prompt`.
 
     `again(other)` renders another conversation in the same way. `alone(i)` renders the messages up to and including
-    message i. Both return None if the template raises.
+    message i. Both return None if the template raises an error.
     """
 
     text: str

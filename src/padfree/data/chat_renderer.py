@@ -106,7 +106,7 @@ class _Plan:
 
 
 class _RaisedError(RowError):
-    """The chat template raised an exception."""
+    """Raised if the chat template raises an exception."""
 
 
 class ChatRenderer:
@@ -140,7 +140,7 @@ class ChatRenderer:
 
     @cached_property
     def depends_on_day(self) -> bool:
-        """Whether the rendered text depends on `day`: the template reads the date and no argument supplies one."""
+        """Whether the rendered text depends on `day`: the template reads the date, and no argument supplies it."""
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         tool = {"type": "function", "function": {"name": "c", "description": "d", "parameters": {}}}
         conversations = [

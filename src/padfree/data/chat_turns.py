@@ -38,7 +38,7 @@ _OTHER_ANSWER = "\u00a4"
 
 
 class UnstableError(RowError):
-    """The template renders earlier turns differently once other messages follow."""
+    """Raised if the template renders earlier turns differently once other messages follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

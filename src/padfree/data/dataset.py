@@ -327,7 +327,7 @@ class MixedDataset(StoredSamples):
 
 
 def of_source(name: str, sample: Sample) -> Sample:
-    """The same sample, labelled as a sample of the source `name` of a mixture."""
+    """A copy of the sample, labelled as a sample of the source `name` of a mixture."""
     return replace(
         sample,
         uid=None if sample.uid is None else labelled(name, sample.uid),

@@ -35,7 +35,7 @@ MOST_CHOICES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """The required and optional fields of a format."""
+    """A format of rows: its required and its optional fields."""
 
     kind: str
     needs: tuple[str, ...]
@@ -353,7 +353,7 @@ def _likely(first: Mapping[str, Any], schema: Schema) -> dict[str, str] | None:
 
 
 def _hinted(name: str, first: Mapping[str, Any], schema: Schema) -> str | None:
-    """The column that probably holds this field."""
+    """The column that probably holds the field `name`. None if there is no likely column."""
     names = (*schema.names_of(name), *schema.hints.get(name, ()))
     columns = {column.lower(): column for column in reversed(list(first))}
     found = (columns[each] for each in names if each in columns)

@@ -48,7 +48,7 @@ GUARDED = {
     "chat_template_kwargs": "which sets template arguments per row; padfree supports data.template_arguments only",
     **dict.fromkeys(("system", "system_prompt", "tools", "history"), _CHAT),
 }
-"""Columns that change the meaning of a row, each with the reason."""
+"""The columns that change the meaning of a row, each with the reason for the error message."""
 
 _PAIRS = frozenset(("chosen", "rejected")), "use padfree dpo or padfree reward for preference pairs"
 _UNPAIRED = (

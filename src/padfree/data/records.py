@@ -82,7 +82,7 @@ class DataReport:
 
     @staticmethod
     def merged(reports: Mapping[str, DataReport]) -> DataReport:
-        """One report for several named sources. File names get the name of their source in front."""
+        """Merge the reports of several named sources into one. File names get the name of their source in front."""
         each = list(reports.items())
 
         def rows(field: str) -> tuple[SkippedRow, ...]:

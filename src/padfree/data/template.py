@@ -79,11 +79,11 @@ _UNUSABLE_GLOBALS = ("lipsum",)
 
 
 class TemplateBoundError(TemplateError):
-    """A template exceeds a limit on memory or time."""
+    """Raised if a template exceeds a limit on memory or time."""
 
 
 class TemplateReprError(TemplateError):
-    """A template prints a value that is not text."""
+    """Raised if a template prints a value that is not text."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):

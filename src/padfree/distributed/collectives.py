@@ -71,7 +71,7 @@ def gather_objects(own: Any, group: ProcessGroup, what: str) -> list[Any]:
 
 
 class Ring:
-    """Sends tensors to the next rank while tensors from the previous rank arrive.
+    """Sends tensors to the next rank of a group while tensors from the previous rank arrive.
 
         ring.post(block)          # starts both transfers and returns
         ...                       # compute with `block`, which must not change meanwhile

@@ -149,7 +149,7 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
 
 @contextmanager
 def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
-    """Turn a failed rendezvous into a one-line error that names the environment variable to correct."""
+    """A block that turns a failed rendezvous into a one-line error, which names the environment variable to correct."""
     assert processes.address is not None
     host, _, port = processes.address.rpartition(":")
     try:

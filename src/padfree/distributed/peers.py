@@ -46,7 +46,7 @@ _SIGNS_OF_LOSS = ("by peer", "timed out", "timeout", "broken pipe", "connection 
 
 
 class PeerLostError(RuntimeError):
-    """Another process of the group exited, or did not respond within the timeout of the group."""
+    """Raised if another process of the group exited, or did not respond within the timeout of the group."""
 
     searched = False
     """Whether the lost ranks have already been searched for. If they were found, the message names them."""
@@ -186,7 +186,7 @@ class _Listener(threading.Thread):
         self._store.set(f"{self._key}/count/{self._rank}", str(count))
 
     def publish_cause(self, line: str) -> None:
-        """Write the message that ends all ranks, unless there is one already."""
+        """Write the error message that ends all ranks into the store, unless there is one already."""
         with suppress(RuntimeError):  # the store is gone
             self._main.compare_set(f"{self._key}/cause", "", line)
 

@@ -147,7 +147,9 @@ class _Terms:
         return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
 
     def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the loss [], and the log-probabilities and entropies scattered to all tokens [N]."""
+        """Return the loss as a scalar, and the log-probabilities and entropies of the labelled tokens, scattered to
+        [N].
+        """
         call = self.call
         loss = torch.cat(self.losses).sum()
         if call.poison is not None:

@@ -141,9 +141,8 @@ def gradient_columns(
 ) -> None:
     """Write the gradient with respect to the raw logits `hidden` [R, D] @ `weight` [W, D].T to `out` [R, W].
 
-    `weight` holds W columns of the vocabulary, beginning with column `first`.
-
-    The matrix rows of `out` must be aligned to 16 bytes.
+    There are R tokens. `weight` holds W columns of the vocabulary, beginning with column `first`. The matrix rows of
+    `out` must be aligned to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -194,7 +193,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Whether matrix rows end inside the 16 bytes that a descriptor writes at a time."""
+    """Whether the matrix rows of `written` do not end at a multiple of 16 bytes, as a descriptor needs."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

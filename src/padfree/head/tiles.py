@@ -48,7 +48,7 @@ class ScoringTask:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype of logits and sums."""
+        """The dtype of logits and of sums over them."""
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
     @property
@@ -149,7 +149,7 @@ class TiledMatmuls:
     ) -> None:
         """Write the gradient with respect to the raw logits `hidden` [R, D] @ `weight` [W, D].T to `out` [R, W].
 
-        `weight` holds W columns of the vocabulary, beginning with column `first`.
+        There are R tokens. `weight` holds W columns of the vocabulary, beginning with column `first`.
         """
         tile_rows, tile_columns = self.memory.shape
         for row, last_row in parts_of(len(hidden), tile_rows):

@@ -1,4 +1,4 @@
-"""Top-1 accuracy without storing the logits: for evaluation, without gradients.
+"""Compute top-1 accuracy without storing all logits, for evaluation and without gradients.
 
     hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0; 0 without a label
 

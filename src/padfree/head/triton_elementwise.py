@@ -26,7 +26,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter, which is decided when this module is imported."""
+    """Whether these kernels run in Triton's interpreter. This is decided when the module is imported."""
     return not isinstance(_reduce_kernel, triton.JITFunction)
 
 

@@ -50,7 +50,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
     """Compile each layer separately, in place.
 
     `kept` says which activations are saved for backward. If `operators` is True, the operators of `padfree.layers.ops`
-    are used in layers where they pay off.
+    are used in layers in which they save time.
     """
     layers = list(layers)
     offload = ActivationOffload(len(layers)) if kept == "host" else None
@@ -69,7 +69,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
 
 
 def _for_any_length(call: Any) -> Callable[..., Any]:
-    """Wrap a layer's `call`: the wrapper marks the sizes that vary between batches as dynamic before each call."""
+    """Wrap the function `call` of a layer. Before each call, sizes that vary between batches are marked as dynamic."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         _mark_variable(args)

@@ -32,7 +32,9 @@ but not those of more layers.
 """
 
 LAYERS_PER_COPY = 1.6
-"""The number of layers computed while the tensors of one layer are copied. Measured with a 4B model on an H200."""
+"""The number of layers that are computed while the tensors of one layer are copied. Measured with a 4B model on an
+H200.
+"""
 
 MIN_OFFLOADED_BYTES = 8 << 20
 """Tensors with fewer bytes than this stay on the device."""
@@ -166,7 +168,10 @@ class _LayerCall:
         self.on_host = []
 
     def begin_backward(self) -> None:
-        """Called when backward reaches this layer: wait for its tensors, and prefetch the previous layer's tensors."""
+        """Called when the backward pass reaches this layer.
+
+        Waits for its tensors, and prefetches those of the previous layer.
+        """
         self.prefetch()
         self._wait()
         self.copied = {}

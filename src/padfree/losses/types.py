@@ -5,8 +5,8 @@
                   token_losses  [T] the summands, to find the sample that makes a loss non-finite
                   statistics    name -> (sum, count), so that the parts can be added up and divided once
 
-The weights already include the global normaliser (`aggregation.py`), so losses of micro-batches and of ranks add up.
-Nothing here synchronises with the device: statistics stay tensors.
+There are T tokens. The weights already include the global normaliser (`aggregation.py`), so the losses of micro-batches
+and of ranks can be added. Nothing here synchronises with the device: statistics stay tensors.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, T
 
 
 def merge_statistics(first: Statistics, second: Statistics) -> Statistics:
-    """Add the statistics of two parts. A name that only one part has is kept unchanged."""
+    """Add the statistics of two parts of a batch. A name that only one part has is kept unchanged."""
     merged = dict(first)
     for name, (total, count) in second.items():
         if name in merged:

@@ -122,7 +122,9 @@ LAYER_TYPES = (
     "mlp",
     "moe",
 )
-"""The layer types of HF configs that padfree supports. For other types, a small copy may not represent the model."""
+"""The layer types in Hugging Face configs that padfree supports. For other types, the probe's small copy may not
+represent the model.
+"""
 
 HARMLESS_FIELDS = (
     "sliding_window",  # passed to every layer that has one

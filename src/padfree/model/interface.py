@@ -211,9 +211,10 @@ def counts_positions(module: nn.Module) -> bool:
 def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, layer_positions: Tensor | None) -> Tensor:
     """Correct queries [T, H, d] that a layer has scaled by a wrong position.
 
-    Layers such as Llama 4's multiply each query by a factor that depends on its position, but count positions along the
-    whole pack. This function divides by that factor and multiplies by the factor for the token's position in its own
-    sample. `layer_positions` [T] are the positions that the layer counted; None means 0, 1, 2, ...
+    Some layers, such as those of Llama 4, multiply each query by a factor that depends on its position, but count
+    positions along the whole pack. This function divides by that factor and multiplies by the factor for the position
+    of the token in its own sample. `layer_positions` [T] are the positions that the layer counted; None means 0, 1, 2,
+    ...
     """
     here = torch.arange(len(q), device=q.device)
     tokens = here if context.plan is None else context.plan.own

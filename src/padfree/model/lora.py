@@ -55,7 +55,7 @@ _ADAPTER_NAME = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this is the name of an adapter's parameter."""
+    """Whether `name` is the name of a parameter of an adapter."""
     return _ADAPTER_NAME.search(name) is not None
 
 

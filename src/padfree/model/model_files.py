@@ -134,7 +134,10 @@ def weight_files(folder: Path) -> dict[str, Path] | None:
 
 
 def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
-    """The file of each tensor according to the index, checked against the files."""
+    """The file of each tensor according to the index file.
+
+    Raises `UserError` if the index and the files do not match.
+    """
     mapping, partial = _read_index(folder / INDEX)
     named = sorted(set(mapping.values()))
     for file in named:
@@ -167,7 +170,10 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], bool]:
-    """The file of each tensor, and whether the files may hold tensors that the index omits."""
+    """Read the index file.
+
+    Returns the file of each tensor, and whether the files may hold tensors that the index omits.
+    """
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         mapping, metadata = index["weight_map"], index.get("metadata")

@@ -3,8 +3,9 @@
     hidden_states(model, local)   [T/cp, D]                    the base model only; logits [T, V] are never computed
     lm_head_of(model)             LmHead                       weight [V, D], bias, soft cap and scale
 
-Some models scale their logits in ways that only their code shows. `LmHead` is therefore compared with the logits of a
-small copy (`padfree.model.probe`). If it does not reproduce the logits, `lm_head_of` raises an error.
+A pack of T tokens is divided over `cp` context ranks, D is the hidden size and V the size of the vocabulary. Some
+models scale their logits in ways that only their code shows. `LmHead` is therefore compared with the logits of a small
+copy (`padfree.model.probe`). If it does not reproduce the logits, `lm_head_of` raises an error.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ from padfree.model.shrink import VOCABULARY, shrink
 PROBE = f"{NAME}_probe"
 LENGTHS_PROBE = f"{NAME}_lengths_probe"
 MASKED = ("eager", "sdpa", "flex_attention")
-"""transformers' attention functions that take a mask, which transformers creates from position ids."""
+"""The attention implementations of transformers that take a mask. transformers creates the mask from position ids."""
 
 LENGTHS = (13, 1, 9, 9)
 PAD = 3

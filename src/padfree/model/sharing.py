@@ -14,13 +14,13 @@ from padfree.model.interface import counts_positions
 from padfree.model.mixers import installed
 
 ATTENTION = ("full_attention", "sliding_attention", "attention", "mlp", "moe")
-"""Layer types with attention to earlier tokens, or without interaction between tokens."""
+"""The layer types in which tokens interact only through attention, or not at all."""
 
 DROPOUTS = ("pdrop", "dropout", "dropout_prob")
 """Suffixes of the names of dropout fields in configs."""
 
 OF_OTHER_HEADS = ("classifier", "summary")
-"""Prefixes of dropout fields for heads that a language model does not have."""
+"""Prefixes of config fields with the dropout of heads that a language model does not have."""
 
 
 def state_obstacle(model: PreTrainedModel) -> str | None:

@@ -110,7 +110,7 @@ SIZES = {
 }
 
 DROPPED = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
-"""Entries of a config that belong to a checkpoint, not to the architecture."""
+"""The entries of a config that describe a checkpoint and not the architecture. They are dropped."""
 
 LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_layers")
 """The config fields that are lists of layer indices."""
@@ -182,7 +182,10 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a value is a positive integer. None, False and 0 mean that the architecture does not have the feature."""
+    """Whether a value is a positive integer, and therefore a size.
+
+    None, False and 0 mean that the architecture does not have the feature.
+    """
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

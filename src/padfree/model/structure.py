@@ -39,7 +39,7 @@ def skeleton(
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of the model's layers."""
+    """The list of the model's decoder layers. Raises `UserError` if it cannot be found."""
     wanted = int(model.config.num_hidden_layers)
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:

@@ -59,7 +59,7 @@ class MasterWeights:
                     unit.leave()
 
     def collect_gradients(self) -> None:
-        """Add the gradients of the copies to the gradients of the masters."""
+        """Add the gradients of all copies to the gradients of the master weights."""
         for unit in self._units:
             unit.collect()
 

@@ -35,8 +35,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
 MOST_NUMBERS = 1 << 25
-"""The maximum number of elements in this rank's shard of a batch. A batch has at least one matrix; if matrices are
-sharded, it has at least one per rank."""
+"""The maximum number of elements in this rank's shard of a batch of matrices. A batch always has at least one matrix.
+If matrices are sharded, it has at least one matrix per rank.
+"""
 
 
 class Muon:
@@ -90,7 +91,7 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """This rank's shards [n, a, b] of matrices of one shape. The tensors are views of the parameters' memory."""
+    """This rank's shards [n, a, b] of n matrices of the same shape. The tensors are views of the parameters' memory."""
 
     shape: torch.Size  # [A, B] of a whole matrix
     split: MatrixSplit | None

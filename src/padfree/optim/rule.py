@@ -38,7 +38,7 @@ class UpdateRule(Protocol):
         ...
 
     def state_bytes(self, numbers: int) -> int:
-        """Bytes of the state of a float32 parameter, or of a shard, with this number of elements."""
+        """The bytes of optimizer state for a float32 parameter, or a shard of one, with this number of elements."""
         ...
 
 

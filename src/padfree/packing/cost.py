@@ -29,7 +29,9 @@ from padfree.sizes import ModelSizes
 Floats = NDArray[np.float64]
 
 FORWARD_AND_BACKWARD = 3
-"""The backward pass costs twice the forward pass: one matmul for the input's gradient, one for the weight's."""
+"""The cost of forward and backward, relative to forward. The backward pass costs twice the forward pass: it has one
+matmul for the gradient of the input and one for the gradient of the weight.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +82,10 @@ class CostModel:
 
     @staticmethod
     def fit(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> CostModel:
-        """Fit the model to measured times, by least squares of the relative error, with coefficients of at least 0.
+        """Fit a cost model to measured times, by least squares of the relative error. Coefficients are at least 0.
 
         `lengths[i]` holds the lengths of all samples of micro-batch i, or the length of its only sample. `seconds[i]`
-        is the time of micro-batch i.
+        is the measured time of micro-batch i.
         """
         time = number_array(seconds, "seconds").astype(np.float64)
         if time.ndim != 1 or len(time) != len(lengths) or not len(time):

@@ -126,7 +126,7 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """The cost of the step divided by its cost if no rank ever waited; 1 is perfect."""
+        """The cost of the step divided by its cost if no rank ever waited for another. A perfect plan has 1."""
         return _imbalance(self.cost)
 
     @property
@@ -193,7 +193,7 @@ def _plan_groups(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan whole groups like samples: the length and cost of a group are the sums over its samples."""
+    """Plan whole groups in place of samples. The length and cost of a group are the sums over its samples."""
     if len(groups) != len(length):
         raise UserError("groups", f"has {len(groups)} entries for {len(length)} samples", "give one group per sample")
     if overlong == "truncate":

@@ -158,7 +158,7 @@ class TokenBudgetBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called, with the same settings and the same data."""
+        """Continue exactly where `state_dict` was called. The settings and the data must be the same."""
         _check_settings(state, self._settings())
         samples = self._reader.restore(state["position"], state["buffer"])
         admitted = [self._admitted(position, sample, again=True) for position, sample in samples]
@@ -236,7 +236,7 @@ class FixedSizeBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called, with the same settings and the same data."""
+        """Continue exactly where `state_dict` was called. The settings and the data must be the same."""
         _check_settings(state, self._settings())
         self._reader.restore(state["position"], [])
         self._batch, self.indices = [], []
@@ -261,7 +261,7 @@ def _num_tokens(sample: Any) -> int:
 
 
 def _cut(sample: T, length: int) -> T:
-    """The first `length` tokens: `sample.truncated(length)` if the sample has this method, else a slice."""
+    """Cut a sample to its first `length` tokens, with its method `truncated` if it has one, else with a slice."""
     truncated = getattr(sample, "truncated", None)
     cut: T = truncated(length) if truncated is not None else sample[:length]  # type: ignore[index]
     return cut

@@ -1,4 +1,4 @@
-"""The gradient norm of parameters that are distributed over ranks, each on its own mesh.
+"""Compute the gradient norm of parameters that are distributed over ranks, each on its own mesh.
 
     placement of a gradient          contents of the ranks along that mesh dimension
     Shard                            different parts: their squares are summed over ranks

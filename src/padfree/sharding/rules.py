@@ -5,8 +5,8 @@
 
 A rule places a parameter on a mesh with one dimension (sharded over it) or two (replicated over the first, sharded over
 the second). `dim` is the tensor dimension that is sharded. FSDP2 gathers the parameters of a module together. Therefore
-a module becomes an FSDP2 unit of its own if none of its parameters matches the last rule, and it raises an error if its
-parameters match rules with different meshes.
+a module becomes a separate FSDP2 unit if none of its parameters matches the last rule. If the parameters of a module
+match rules with different meshes, an error is raised.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def shard_everything(mesh: DeviceMesh) -> Rule:
 
 
 def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, Rule]:
-    """The rule that applies to each module that directly holds parameters."""
+    """For each module that directly holds parameters: the rule that applies to them."""
     roles, found = roles_of(model), dict[nn.Module, Rule]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

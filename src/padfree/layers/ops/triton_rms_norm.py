@@ -25,11 +25,11 @@ from torch import Tensor
 SUMMED_ROWS = 64
 SUMMED_COLUMNS = 32
 SHARED_MEMORY = 96 << 10
-"""The maximum bytes of shared memory that a program uses, chosen so that kernels also run on smaller GPUs."""
+"""The maximum shared memory in bytes that a program uses. It is chosen so that kernels also run on smaller GPUs."""
 
 
 class LaunchConfiguration(NamedTuple):
-    """The launch parameters of a kernel, found by measurement (`bench/rms_norm.py`)."""
+    """The launch parameters of a Triton kernel, found by measurement (`bench/rms_norm.py`)."""
 
     rows: int = 1  # tokens that a program holds in registers at a time
     warps: int = 2
@@ -50,8 +50,8 @@ class Choice(NamedTuple):
 def choose(width: int, itemsize: int = 2) -> Choice:
     """Choose the launch parameters for tokens of `width` elements.
 
-    A thread holds at most 40 elements of a token in forward and 32 in backward. The backward kernel also loads the next
-    two tokens of all its tensors ahead, if they fit into shared memory.
+    A thread holds at most 40 elements of a token in forward and 32 in backward. The backward kernel also prefetches the
+    next two tokens of all its tensors, if they fit into shared memory.
     """
     warps = 1
     while 32 * 40 * warps < width and warps < 16:
@@ -104,7 +104,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [.., D] and the weight's gradient [D], which is an empty tensor if `weight_gradient` is False."""
+    """Return dx [.., D] and the weight's gradient [D]. The latter is empty if `weight_gradient` is False."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).backward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -154,7 +154,7 @@ def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
 
 
 def programs(num_rows: int, device: torch.device, configuration: LaunchConfiguration) -> int:
-    """The number of programs to launch: as many as the device can hold at once, or fewer if there are fewer tokens."""
+    """The number of Triton programs to launch: as many as the device can run at once, or fewer for few tokens."""
     held = 3  # if the kernels run in Triton's interpreter
     if device.type == "cuda":
         held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
@@ -216,7 +216,7 @@ def _per_row(pointer, first, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _weights(weight, D: tl.constexpr, CHUNK: tl.constexpr):
-    """The chunks [1, CHUNK] of the weight."""
+    """The weight as chunks [1, CHUNK]."""
     chunks = ()
     for c in tl.static_range((D + CHUNK - 1) // CHUNK):
         chunks += (_read(weight, 0, c, 1, D, CHUNK, 1),)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""SwiGLU as Triton kernels: a program computes `BLOCK` elements, 8 per thread."""
+"""SwiGLU as Triton kernels. A program computes `BLOCK` elements, 8 per thread."""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
 
 
 def only_user(node: Any) -> Any:
-    """The only user of a node, or None if it has none or several."""
+    """The only user of a node. None if the node has no user or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def example(node: Any) -> Tensor | None:
-    """The fake tensor of a node before autograd; None if its result is not a tensor."""
+    """The fake tensor of a node in a graph before autograd. None if the node's result is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
@@ -66,7 +66,7 @@ def is_plain_add(node: fx.Node) -> bool:
 
 
 def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Make `new` replace `old` for all users, and erase nodes that then have no user."""
+    """Replace the node `old` by `new` for all its users, and erase nodes that then have no user."""
     old.replace_all_uses_with(new)
     erase(graph, old)
 

@@ -43,9 +43,9 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 
 
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
-    """The RoPE applied to the transposed result [1, H, T, d] of a norm of `heads` [1, T, H, d].
+    """Find the RoPE that is applied to the transposed result [1, H, T, d] of a norm of `heads` [1, T, H, d].
 
-    Returns None if the norm's result has any other use.
+    Returns None if there is none, or if the norm's result has any other use.
     """
     turned_heads: Any = only_user(norm.result)
     if not is_call(turned_heads, "transpose", users=3) or turned_heads.args[1:] != (1, 2):

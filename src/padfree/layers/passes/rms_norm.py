@@ -37,7 +37,7 @@ from padfree.layers.passes.graph_nodes import (
 
 RESHAPES = ("view", "reshape", "flatten")
 MAX_SUMMANDS = 3
-"""The maximum number of gradients of y that the kernel adds."""
+"""The maximum number of gradients of y that the kernel of rms_norm_backward adds."""
 
 
 # Before autograd
@@ -68,7 +68,7 @@ def rms_norm_pass(graph: fx.Graph) -> int:
 
 
 def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
-    """The RMSNorm that the node `rsqrt` belongs to; None if the nodes around it are not an RMSNorm."""
+    """Find the RMSNorm that the node `rsqrt` belongs to. None if the nodes around it do not form an RMSNorm."""
     if not is_call(rsqrt, torch.rsqrt):
         return None
     shifted: Any = rsqrt.args[0]
@@ -90,7 +90,10 @@ def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
 
 
 def _match_weight(x: fx.Node, scaled: fx.Node, eps: float) -> RMSNorm | None:
-    """Match the multiplication by the weight, with the rounding to the dtype of x before or after it."""
+    """Match the multiplication of the normalised x by the weight.
+
+    Rounding to the dtype of x may come before or after it.
+    """
     (second,) = scaled.users
     rounded_first = is_call(second, "to")
     if not rounded_first and not is_call(second, operator.mul):

@@ -2,7 +2,7 @@
 
     S_t = λ · S_{t-1} + k_t v_tᵀ        o_t = S_tᵀ q_t        S is [d, d] per head
 
-transformers computes it in blocks, in plain PyTorch.
+λ is the decay. transformers computes the recurrence in blocks, in plain PyTorch.
 """
 
 from __future__ import annotations

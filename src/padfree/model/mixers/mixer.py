@@ -1,8 +1,8 @@
 """`Mixer`: how the modules of a class are called. `MixerKind`: how a kind is recognised and what it costs.
 
 A mixer is a module that mixes tokens without softmax attention: a recurrence, a convolution, a shift.
-`padfree.model.mixers.find_mixers` finds it by its behaviour on the small copy of the probe. Its kind follows from its
-parameters and determines its cost. A mixer of an unknown kind runs segment by segment.
+`padfree.model.mixers.find_mixers` finds the mixers of a model by their behaviour on the probe's small copy. The kind of
+a mixer follows from its parameters and determines its cost. A mixer of an unknown kind runs segment by segment.
 """
 
 from __future__ import annotations

@@ -95,7 +95,10 @@ def tested_kernel(
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Whether the kernels that transformers finds for the module's own forward pass the test, segment by segment."""
+    """Whether the kernels that transformers chooses for the module's own forward pass the test.
+
+    The kernels are tested segment by segment.
+    """
     if device.type == "cpu" or reference_forward(type(module)) is None:  # type: ignore[arg-type]
         return False
 
@@ -119,7 +122,7 @@ _TRIALS: dict[tuple[str, str, str, torch.device], str | None] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """A test of one implementation of a mixer, on a copy of it with random weights."""
+    """A test of one implementation of a mixer. It runs on a copy of the mixer with random weights."""
 
     name: str  # of the implementation
     call: Function  # a function of (module, hidden states [T, D], Segments) that returns [T, D]
