@@ -23,7 +23,7 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The tensors of the optimizer state, by `<kind of state>/<parameter name>`."""
+    """The tensors of the optimizer state, by the key `<kind of state>/<parameter name>`."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_tensors(model).items():
         for kind, value in optimizer.state.get(parameter, {}).items():

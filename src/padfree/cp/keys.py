@@ -175,7 +175,7 @@ class _Needs(NamedTuple):
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """The index of each of these keys after all needed ranges are concatenated."""
+        """The index of each of these keys in the concatenation of all needed ranges."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]

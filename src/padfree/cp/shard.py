@@ -111,7 +111,9 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
 
 
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
-    """The entries of the pack whose token is predicted from a token on this rank."""
+    """The entries of the pack that belong to this rank: an entry is a token to score, predicted from a token on this
+    rank.
+    """
     assert batch.entries is not None
     positions, device = batch.entries.positions, batch.input_ids.device
     if context.layout is None:

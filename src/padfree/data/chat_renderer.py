@@ -1,16 +1,11 @@
 """Render a conversation as text, and find the characters that the assistant wrote.
 
-    <|im_start|>user
-Hi<|im_end|>
-<|im_start|>assistant
-Hello<|im_end|>
-
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                            [------------)          the span of the assistant's turn
 
 To find a turn, the template renders the earlier messages with the generation prompt: the turn begins where this text
 ends. The turn ends where the text of the messages up to and including the turn ends. White space after the closing
-special token of a turn (`<|im_end|>
-`) is not part of the turn, because the model stops at the special token. If the
+special token of a turn (`<|im_end|>\\n`) is not part of the turn, because the model stops at the special token. If the
 template has `{% generation %}` markers, they decide which part of a turn is trained.
 
 A conversation is one sample, unless the template renders earlier turns differently once other messages follow. Qwen3's
@@ -20,7 +15,7 @@ each trained turn becomes a sample:
     sample 1    user, assistant                         trains the first answer
     sample 2    user, assistant, user, assistant        trains the second answer; the first is context
 
-In this case, messages after the last trained turn are in no sample.
+Messages after the last trained turn are then in no sample.
 
 How a template renders a conversation depends on its shape (`chat_shape`). Spans (`chat_turns`) and checks
 (`chat_guard`) are therefore computed once per shape, on its twin, a conversation in which every text is a marker. Each

@@ -1,17 +1,14 @@
 """The shape of a conversation, and its twin: a conversation of the same shape in which every text is a marker.
 
-    {"role": "user", "content": " Hi
-"}      shape   user, content " ", a text, "
-"
+    {"role": "user", "content": " Hi\\n"}      shape   user, content " ", a text, "\\n"
                                               leaves  "Hi"
-                                              twin    {"role": "user", "content": " zq0x\"éw
-"}
+                                              twin    {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
 
 A template treats the twin like every other conversation of the shape: it shows the same texts, in the same places and
 the same form. Only a template that depends on the texts themselves does not. A marker has a backslash, a quotation mark
 and a non-ASCII letter, so that its plain text, its JSON and its Python repr all differ:
 
-    text    zq0x"éw          JSON    zq0x\"éw          repr, JSON encoded twice, HTML ...    something else
+    text    zq0x\\"éw          JSON    zq0x\\\\\\"éw          repr, JSON encoded twice, HTML ...    something else
 
 Numbers have markers as well. Booleans, nulls, keys, roles and the white space at the ends of a text belong to the
 shape. The tags around reasoning belong to the shape too: `<think>a</think>b` has two texts.
@@ -33,7 +30,8 @@ THOUGHT_FIELDS = ("reasoning_content",)
 RESULT_ROLES = ("tool", "function", "ipython")
 MAX_LEAVES = 10_000
 _TAGS = re.compile(r"(\s*(?:</?(?:think|thinking|thought|reasoning)>|\[/?THINK\])\s*)")
-_FIRST_NUMBER = 70_000_000_007  # the marker of a number; the four digits before 07 are the index of the leaf
+# the marker of a number; the marker of a number; the four digits before 07 are the index of the leaf
+_FIRST_NUMBER = 70_000_000_007
 _MARKER = re.compile(
     r'zq(?P<text>\d+)x(?:(?P<plain>\\"éw)|(?P<json>\\\\\\"éw)|(?P<ascii>\\\\\\"\\u00e9w))?'
     r"|zq(?P<id>\d+)yk*|70000(?P<number>\d{4})07(?:\.5)?"

@@ -1,10 +1,7 @@
 """Find where the turns of a conversation begin and end in its text, and cut it into samples.
 
-    before the turn, with the generation prompt    <|user|>Hi<|end|>
-<|assistant|>
-    up to and including the turn                   <|user|>Hi<|end|>
-<|assistant|>Hello<|end|>
-
+    before the turn, with the generation prompt    <|user|>Hi<|end|>\\n<|assistant|>
+    up to and including the turn                   <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
                                                                                    [----------)
 
 The first text must be a prefix of the second, so that the rest of the second is the text of the turn. If for every turn

@@ -2,7 +2,7 @@
 
     {"from": "human", "value": "Hi"}                                     -> {"role": "user", "content": "Hi"}
     {"role": "user", "content": [{"type": "text", "text": "Hi"}]}        -> {"role": "user", "content": "Hi"}
-    {"role": "assistant", "content": null, "tool_calls": [{"name": "add", "arguments": "{"a": 1}"}]}
+    {"role": "assistant", "content": null, "tool_calls": [{"name": "add", "arguments": "{\\"a\\": 1}"}]}
         -> {"role": "assistant", "content": "",
             "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
 

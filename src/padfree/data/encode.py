@@ -1,8 +1,6 @@
 """Turn text into tokens and exact loss masks.
 
-    joined     "...assistant
-" | "Hello<|im_end|>" | "
-"      one text in pieces (a rendered conversation)
+    joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      one text in pieces (a rendered conversation)
                the whole text is tokenised; the loss mask changes at the borders between pieces
     apart      "What is 2+2?" | "4"                             separate texts (prompt, response)
                each text is tokenised on its own; bos (if the tokenizer adds one) before them, eos after them

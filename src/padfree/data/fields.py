@@ -197,7 +197,7 @@ class _Reading:
 def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> list[_Reading]:
     """All ways to read a file in this format.
 
-    None if a field is missing, several if a field has several candidate columns.
+    The list is empty if a field is missing, and has several entries if a field has several candidate columns.
     """
     mapped = {name: column for column, name in mapping.items() if name != UNUSED}
     if not format.takes(mapped):

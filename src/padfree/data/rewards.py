@@ -1,7 +1,7 @@
 """Reward functions: two built-in ones, and user-defined ones by import path.
 
     reward = load_reward("number_after_hashes")          or "exact_match", or "my_rewards:length_penalty"
-    reward("6 + 1 = 7\n#### 7", {"answer": "#### 7.0"}, uid="train.jsonl:3")      -> 1.0
+    reward("6 + 1 = 7\\n#### 7", {"answer": "#### 7.0"}, uid="train.jsonl:3")      -> 1.0
 
 A reward function takes the response and the row that its prompt came from, with all columns, and returns a number:
 

@@ -240,9 +240,9 @@ def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: in
 def _token_array(
     row: dict[str, Any], column: str, response_start: int, mask: NDArray[np.bool_], is_logprob: bool
 ) -> NDArray[np.float32] | None:
-    """Read a column with one number per token, [n]. Tokens without a number get 0.
+    """Read a column with one number per token, as [n]. Tokens without a number get 0.
 
-    None if the row does not have the column.
+    Returns None if the row does not have the column.
     """
     if row.get(column) is None:
         return None

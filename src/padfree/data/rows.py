@@ -1,8 +1,8 @@
 """Read a row as a conversation, or as a prompt in plain text.
 
     {"instruction": "Add.", "input": "2+2", "output": "4"}
-        prompt       user: "Add.\n\n2+2"
-        completed    user: "Add.\n\n2+2"   assistant: "4"     the response is trained, earlier assistant turns are not
+        prompt       user: "Add.\\n\\n2+2"
+        completed    user: "Add.\\n\\n2+2"   assistant: "4"     the response is trained, earlier assistant turns are not
 
     {"chosen": [u1, a1, u2, a2], "rejected": [u1, a1, u2, b2]}
         pair         u1 a1 u2 | a2          u1 a1 u2 | b2        the common messages are the context of both answers

@@ -73,7 +73,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mesh:
-    """The process groups that this process belongs to, by purpose."""
+    """The process groups that this process belongs to, by purpose (`context`, `data`, `fsdp`, `loss`)."""
 
     device: torch.device
     devices: DeviceMesh  # the mesh of all processes, with the dimensions in `DIMENSIONS`

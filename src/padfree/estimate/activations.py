@@ -69,8 +69,9 @@ def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _host_layer(sizes: ModelSizes, size: int) -> int:
-    """The bytes per token that a layer keeps with `host`: its input, the matmuls around attention, and attention's
-    output.
+    """The bytes per token that a layer keeps if `parallel.checkpointing` is "host".
+
+    It keeps its input, the results of the matmuls around attention, and attention's output.
     """
     matmuls = sizes.query + sizes.key + sizes.value + sizes.hidden
     return size * (sizes.hidden + matmuls + sizes.output) + FLOAT32 * sizes.heads

@@ -60,10 +60,9 @@ class StoredLogits:
         )
 
     def below_peak(self, start: int, end: int) -> Tensor:
-        """For the vocabulary columns [start, end): the logits minus the largest logit of each token, as [R, end -
-        start].
+        """The logits of the vocabulary columns [start, end) minus the largest logit of each token, as [R, W].
 
-        The columns must lie in one block.
+        W is the number of these columns, which must lie in one block.
         """
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)

@@ -183,9 +183,7 @@ def _probed(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_stock_packing(model: PreTrainedModel) -> None:
-    """Raise `UserError` if the model cannot be trained on packs with its current attention implementation of
-    transformers.
-    """
+    """Raise `UserError` if the model cannot be trained on packs with its own attention implementation."""
     if not isinstance(model, PreTrainedModel):
         raise UserError(
             "model",
@@ -233,8 +231,8 @@ def unsupported(config: PreTrainedConfig) -> str | None:
 
 
 _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
-"""The models whose head passed the test. It runs only once per model, because `lm_head_of` is called for every
-micro-batch.
+"""The models whose head passed the test of `lm_head_of`. The test runs only once per model, because `lm_head_of` is
+called for every micro-batch.
 """
 
 

@@ -30,13 +30,13 @@ HEAD = "score"
 WEIGHT = f"{HEAD}.weight"
 
 _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
-"""The models whose head passed the check. It runs only once per model, because `scalar_head_of` is called for every
-micro-batch.
+"""The models whose head passed the check of `scalar_head_of`. The check runs only once per model, because
+`scalar_head_of` is called for every micro-batch.
 """
 
 
 def scalar_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the same architecture with one label."""
+    """A copy of the config for the same architecture with one label."""
     config = copy.deepcopy(config)
     config.num_labels = 1
     return config

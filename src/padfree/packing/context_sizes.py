@@ -8,11 +8,11 @@ The width of a pack is the number of ranks that share it. In each wave every ran
 its neighbours. Each width divides the next larger one, so that packs of any widths fit side by side, and each starts
 where a process group of its width starts.
 
-1. Start with as few waves as the tokens need. The *level* is the cost per rank and wave if all ranks had equal cost. 2.
-A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
-alone never cuts a sample into parts of fewer than `FEWEST_TOKENS` tokens. 3. Short samples fill the free tokens of wide
-packs; the other short samples are spread evenly over the remaining ranks. 4. Packs go to waves by their cost per rank,
-the costliest first.
+1. Start with as few waves as the tokens need. The *level* is the cost per rank and wave if all ranks had equal cost.
+2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
+   alone never cuts a sample into parts of fewer than `FEWEST_TOKENS` tokens.
+3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
+4. Packs are assigned to waves by their cost per rank, the costliest first.
 
 Widths are rounded up to available widths. If the packs then need too many ranks, the level is raised for wide packs. If
 the tokens do not fit, a wave is added. The cheapest of the plans found is used. Each wave has a fixed cost (`WAVE`),

@@ -199,9 +199,9 @@ class EpochReader(Generic[T]):
         self._next = []
 
     def restore(self, position: int, wanted: list[int]) -> list[tuple[int, T]]:
-        """Move to this position.
+        """Move to this position, and read the samples at the `wanted` earlier positions again.
 
-        Returns (position, sample) for the `wanted` earlier positions, which are read again.
+        Returns (position, sample) for each of them.
         """
         if self.length is not None:
             self.position = position

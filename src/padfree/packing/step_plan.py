@@ -231,7 +231,7 @@ def _plan(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan n samples of `length` [n].
+    """Plan n samples of `length` [n]. Returns the plan.
 
     The array `length` is changed in place: it gets the length that remains of each sample. `cost` is a function that
     maps lengths to costs, and `constant` is the fixed cost of a micro-batch.

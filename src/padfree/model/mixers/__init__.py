@@ -1,11 +1,14 @@
 """Mixers: modules that mix tokens without softmax attention (recurrences, convolutions), kept inside each sample.
 
-mixer `Mixer` and `MixerKind` find_mixers find the mixers of a model on the probe's small copy by_segment the reference:
-the module's own forward on each segment varlen_kernel the fast alternative: all segments at once, if a test on this
-machine finds it correct own_forward a copy of the module's own forward that calls other functions convolution a short
-convolution that stops at segment boundaries, in plain PyTorch fla_kernels recurrences with segment boundaries, from
-flash-linear-attention forward install one of the two in place of the module's forward registry the kinds: gated_delta,
-mamba2, mamba1, short_convolution, lightning, generic; one file each
+mixer              `Mixer` and `MixerKind`
+find_mixers        find the mixers of a model on the probe's small copy
+by_segment         the reference: the module's own forward on each segment
+varlen_kernel      the fast alternative: all segments at once, if a test on this machine finds it correct
+own_forward        a copy of the module's own forward that calls other functions
+convolution        a short convolution that stops at segment boundaries, in plain PyTorch
+fla_kernels        recurrences with segment boundaries, from flash-linear-attention
+forward            install by_segment or varlen_kernel in place of the module's forward
+registry           the kinds: gated_delta, mamba2, mamba1, short_convolution, lightning, generic; one file each
 """
 
 from padfree.model.mixers.find_mixers import find_mixers
