@@ -1,10 +1,10 @@
 """The `fa4` backend: the package `flash-attn-4`, pure Python that compiles its kernels on first use.
 
-It needs a Hopper GPU or a newer one. The public function of the package hides the backward. This backend calls the
-package's internal forward and backward functions, which return and accept the lse. Compilation takes some seconds per
-head size and mask. The package caches compiled kernels on disk if the environment variable
-FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1 when the package is imported. padfree sets this variable unless the user has
-set it already.
+It needs a Hopper GPU or a newer one. The public function of the package does not give access to the backward pass.
+Therefore this backend calls the package's internal forward and backward functions, which return and accept the
+log-sum-exp (lse). Compilation takes some seconds per head size and mask. The package caches compiled kernels on disk if
+the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1 when the package is imported. padfree sets this
+variable unless the user has set it already.
 
 Query heads that share a key head can be packed into one tile, so that tiles are full even if segments are short. On a
 Hopper GPU, attention without packing is 6% faster for segments of 9,216 tokens, and 20% slower for segments of 300

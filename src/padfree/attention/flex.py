@@ -148,7 +148,10 @@ def block_table(
 
 
 def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """[query blocks, key blocks]: the number of queries of each query block with `first <= key block < end`."""
+    """Count queries, as an array [query blocks, key blocks].
+
+    Element (i, j) is the number of queries t of query block i with `first[t] <= j < end[t]`.
+    """
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)
     np.add.at(change, (query_block, first), 1)

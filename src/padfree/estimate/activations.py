@@ -60,7 +60,7 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
 def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
     """The bytes per token that are kept in host memory if `parallel.checkpointing` is "host".
 
-    `size`: bytes per element.
+    `size` is the number of bytes per element.
     """
     num_layers, sizes = len(layers_of(model)), ModelSizes.of(model.config)
     input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers)

@@ -79,7 +79,7 @@ def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
 def frozen_flops(flops: float) -> float:
     """The FLOPs of a matmul, forward and backward, if its weight needs no gradient.
 
-    `flops`: with the weight gradient.
+    `flops` is the number of FLOPs with the gradient of the weight.
     """
     return flops * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
 

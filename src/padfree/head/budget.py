@@ -64,8 +64,8 @@ def budget_bytes(memory: Memory) -> int:
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
     """The budget in bytes, raised if it is too small to hold the sums of the gradient of the hidden states.
 
-    These are `num_rows` x `hidden` elements of `sum_bytes` each. With less, tiles and chunks would be too small to be
-    fast.
+    These are `num_rows` x `hidden` elements of `sum_bytes` each. With a smaller budget, tiles and chunks would be too
+    small to be fast.
     """
     return max(budget, num_rows * hidden * sum_bytes)
 

@@ -154,7 +154,7 @@ def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
 def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
     """For each of B samples, the number of scored tokens in its whole group, [B].
 
-    `counts` [B] are those of the samples.
+    `counts` [B] are the numbers of scored tokens of the samples.
     """
     counts = _checked_counts(counts)
     group = _group_index(groups, len(counts))

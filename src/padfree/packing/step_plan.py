@@ -10,7 +10,8 @@ micro-batches j. The plan consists of slots, one for each (rank, j). It is made 
 1. Use as few slots as the samples need at `max_tokens`, rounded up to a multiple of the ranks, so that every rank has
    the same number of micro-batches.
 2. Spread the samples over the slots with `balance`: nearly equal cost in each, never more than `max_tokens`.
-3. Sort the slots by cost and cut them into groups of `ranks`. The costliest group runs first, at the same time.
+3. Sort the slots by cost and cut them into groups of `ranks` slots, which run at the same time. The costliest group
+   runs first.
 
 If `contexts` has several entries, several ranks may share a pack: see `padfree.packing.context_sizes`.
 

@@ -1,6 +1,8 @@
 """A short convolution between two gates: LFM2.
 
-y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i < 3
+    y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i < 3
+
+x is the input, B and C are the gates, and w_i are the weights of the convolution.
 """
 
 from __future__ import annotations
