@@ -42,7 +42,7 @@ class TestSample:
         assert found.advantages.dtype == np.float32
         assert sample.advantages is not None
         assert not sample.advantages.any()
-        with pytest.raises(ValueError, match=r"advantages of sample 'a': shape"):
+        with pytest.raises(ValueError, match=r"advantages of sample 'a': has shape"):
             sample.with_numbers(advantages=np.zeros(2))
 
     def test_empty_and_one_token_samples_are_legal(self) -> None:
