@@ -27,7 +27,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
         raise UserError(
             "sinks, lse",
             f"have shapes {tuple(sinks.shape)}, {tuple(lse.shape)}, but out has shape {tuple(out.shape)}",
-            "give [H], [Tq, H]",
+            "give sinks [H] and lse [Tq, H]",
         )
     with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
     return (out * torch.exp(lse - with_sink)[..., None]).to(out.dtype), with_sink
@@ -43,7 +43,7 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
         raise UserError(
             "sinks, dout",
             f"have shapes {tuple(sinks.shape)}, {tuple(dout.shape)}, but out has shape {tuple(out.shape)}",
-            "give [H], [Tq, H, dv]",
+            "give sinks [H] and dout [Tq, H, dv]",
         )
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [Tq, H]
     return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(dim=0).to(sinks.dtype)

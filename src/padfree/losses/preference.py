@@ -157,7 +157,9 @@ def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
         first, second = (samples[index].reward for index in indices)
         if first is None or second is None or first == second:
             raise UserError(
-                "reward", f"is {first} and {second} in group {group!r}", "give the chosen answer the higher reward"
+                "reward",
+                f"is {first} and {second} for the answers of group {group!r}",
+                "give the chosen answer the higher reward",
             )
         pairs.append(indices if first > second else indices[::-1])
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)

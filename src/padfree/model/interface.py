@@ -108,13 +108,17 @@ def attention(
         raise UserError("is_causal", f"is False in {name}", "use a decoder model: only causal layers can be packed")
     if dropout:
         raise UserError(
-            "dropout", f"is {dropout} in {name}", "set the config's attention dropout to 0, or call model.eval()"
+            "dropout",
+            f"is {dropout} in {name}, but packs do not support attention dropout",
+            "set the config's attention dropout to 0, or call model.eval()",
         )
     if output_attentions:
         raise UserError("output_attentions", "is True, but attention weights are never computed", "set it to False")
     if sliding_window is not None and sliding_window < 1:
         raise UserError(
-            "sliding_window", f"is {sliding_window} in {name}", "set the config's window to None, or to 1 or more"
+            "sliding_window",
+            f"is {sliding_window} in {name}, which is not a valid window",
+            "set the config's window to None, or to 1 or more",
         )
     for argument, content in others.items():
         if content is not None and argument not in UNRELATED_ARGUMENTS:

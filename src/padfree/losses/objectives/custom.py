@@ -91,6 +91,6 @@ class UserObjective:
         if names != self._names:
             raise UserError(
                 "loss.kind",
-                f"{self.path} returned {', '.join(names)}, but earlier {', '.join(self._names)}",
+                f"{self.path} returned {', '.join(names)}, but {', '.join(self._names)} in an earlier call",
                 "return the same names in every call",
             )
