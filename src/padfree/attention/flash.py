@@ -1,8 +1,8 @@
 """The argument conventions that the flash kernels (`torch`, `fa4`) share.
 
-The kernels take [T, H, d] with a contiguous last dimension and return lse as [H, T]; padfree uses [T, H], a transposed
-view. They specify a window by the keys to the left. For queries that see no key, the two kernels return different
-values, which padfree replaces.
+The kernels take [T, H, d] (T tokens, H heads of size d) with a contiguous last dimension. They return the log-sum-exp
+(lse) as [H, T]; padfree uses [T, H], a transposed view. A window is given as the number of keys to the left of a query.
+For queries that see no key, the two kernels return different values, which padfree replaces.
 """
 
 from __future__ import annotations

@@ -176,7 +176,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_checks(template: nodes.Template) -> nodes.Template:
-    """Change the syntax tree: wrap loops, list and dict literals, and `~` in filters that check them."""
+    """Change a template's syntax tree: loops, list and dict literals, and `~` then pass through filters that check
+    them.
+    """
 
     def checked(node: Any, name: str) -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)

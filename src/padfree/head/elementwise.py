@@ -1,4 +1,4 @@
-"""The elementwise work on a tile of logits, in plain torch; `triton_elementwise` runs each function in one kernel.
+"""The elementwise work on a tile of logits, in plain torch. `triton_elementwise` has the same functions as kernels.
 
     raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from column `first` on
     logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)

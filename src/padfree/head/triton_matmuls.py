@@ -8,7 +8,8 @@ bytes. If the columns end elsewhere (for example, five numbers of two bytes), `_
 element.
 
 The number of tokens differs from step to step. By default, Triton compiles a kernel a second time for numbers divisible
-by 16, in the middle of a run. To avoid this, these arguments are marked `do_not_specialize`.
+by 16, in the middle of a run. To avoid this, the arguments that depend on the number of tokens are marked
+`do_not_specialize`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class RouterRecorder:
             router.module.register_forward_hook(self._hook(number, router.num_experts))
 
     def record(self, on: bool) -> None:
-        """Start or stop recording."""
+        """Start recording if `on` is True, else stop."""
         self.on = on
 
     def clear(self) -> None:
