@@ -280,25 +280,31 @@ def test_autocast_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden": torch.zeros(4, 5)}, r"hidden, weight: shapes \(4, 5\) and \(10, 8\); give \[N, D\] and \[V, D\]"),
+        (
+            {"hidden": torch.zeros(4, 5)},
+            r"hidden, weight: have shapes \(4, 5\) and \(10, 8\); give \[N, D\] and \[V, D\]",
+        ),
         (
             {"hidden": torch.zeros(4, 8, dtype=torch.float16)},
             "hidden: torch.float16 is not supported; give bfloat16, float32",
         ),
         ({"weight": torch.zeros(10, 8).bfloat16()}, "weight: is torch.bfloat16, but hidden is torch.float32"),
-        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"labels: torch.int64 of shape \(5,\) for 4 tokens"),
+        (
+            {"labels": torch.zeros(5, dtype=torch.int64)},
+            r"labels: is torch.int64 of shape \(5,\), but there are 4 tokens",
+        ),
         ({"labels": torch.zeros(4)}, "labels: torch.float32"),
         (
             {"labels": torch.tensor([1, -100, 10, 2])},
             "labels: 10 at token 2 is outside the vocabulary; give labels from 0 to 9",
         ),
         ({"labels": torch.tensor([1, -1, 3, 2])}, "labels: -1 at token 1 is outside the vocabulary"),
-        ({"bias": torch.zeros(9)}, r"bias: shape \(9,\) for 10 vocabulary entries"),
+        ({"bias": torch.zeros(9)}, r"bias: has shape \(9,\), but the vocabulary has 10 entries"),
         ({"softcap": 0.0}, "softcap: 0.0; give a number above 0"),
         ({"temperature": 0.0}, "temperature: 0.0; give a number above 0"),
-        ({"temperature": torch.ones(3)}, r"temperature: shape \(3,\)"),
+        ({"temperature": torch.ones(3)}, r"temperature: has shape \(3,\)"),
         ({"temperature": torch.tensor([1.0, 1.0, -1.0, 1.0])}, "temperature: is -1.0 for a token"),
-        ({"temperature": torch.ones(4, requires_grad=True)}, "requires_grad True"),
+        ({"temperature": torch.ones(4, requires_grad=True)}, "requires_grad=True"),
         ({"memory": "large"}, "memory: 'large' is unknown; give 'speed'"),
         ({"memory": 0}, "memory: 0; give 'speed'"),
         ({"backend": "fast"}, "backend: 'fast' is unknown; give 'auto'"),

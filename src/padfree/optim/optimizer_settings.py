@@ -84,7 +84,10 @@ class OptimizerConfig:
         return self.lr == 0 and (self.name != "muon" or self.muon_lr == 0)
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:
-        """The same settings with this learning rate for all parameters; None: unchanged."""
+        """A copy of the settings with this learning rate for all parameters.
+
+        If `lr` is None, the settings are unchanged.
+        """
         return self if lr is None else replace(self, lr=lr, muon=replace(self.muon, lr=None))
 
 
