@@ -248,7 +248,7 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
     values = changes if recipe is None else changed_recipe(recipe, changes)
     for name, value in values.items():
         if name in Sections.__annotations__ and not isinstance(value, dict):
-            raise UserError(name, "is not a table", f"give {name}={{...}} with its settings", value=value)
+            raise UserError(name, "is not a dict of settings", f"give {name}={{...}} with its settings", value=value)
     return values
 
 

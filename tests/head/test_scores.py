@@ -293,7 +293,7 @@ def test_autocast_changes_nothing() -> None:
             {"labels": torch.zeros(5, dtype=torch.int64)},
             r"labels: is torch.int64 of shape \(5,\), but there are 4 tokens",
         ),
-        ({"labels": torch.zeros(4)}, "labels: torch.float32"),
+        ({"labels": torch.zeros(4)}, "labels: is torch.float32"),
         (
             {"labels": torch.tensor([1, -100, 10, 2])},
             "labels: 10 at token 2 is outside the vocabulary; give labels from 0 to 9",

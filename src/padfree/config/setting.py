@@ -198,9 +198,9 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 
 
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
-    """Return whether each setting of the dataclass `kind` may change on resume, by its name.
+    """Return a dict from the name of each setting of the dataclass `kind` to whether it may change on resume.
 
-    `hints`: the function `typing.get_type_hints`. `prefix`: the name of the table with a dot at its end.
+    `hints` returns the type hints of a dataclass. `prefix` is the name of the table, followed by a dot.
     """
     found: dict[str, Resume] = {}
     for entry in fields(kind):

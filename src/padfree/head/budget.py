@@ -54,7 +54,10 @@ def budget_bytes(memory: Memory) -> int:
     if isinstance(memory, str):
         if memory not in BUDGETS:
             raise UserError(
-                "memory", "is unknown", "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes", value=memory
+                "memory",
+                "is not a known choice",
+                "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes",
+                value=memory,
             )
         return BUDGETS[memory]
     need_whole("memory", memory, 1, "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes above 0")

@@ -139,7 +139,10 @@ def _attempt(
 
 
 def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int], level: float) -> Indices:
-    """For each of n samples, the smallest width at which a rank's part of it fits and costs at most the level, [n]."""
+    """[n] for each sample, the smallest number of context ranks (its width) that is enough to share it.
+
+    It is enough if the part of one rank has at most `max_tokens` tokens and costs at most `level`.
+    """
     size = np.array(sizes)
     by_cost = np.minimum(cost / level if level else 0.0, np.maximum(length // FEWEST_TOKENS, 1))
     needed = np.maximum(length / max_tokens, by_cost)

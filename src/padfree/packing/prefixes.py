@@ -219,7 +219,7 @@ class _Growth:
 
 
 def _tree(nodes: list[tuple[int, int, int, int]], last: list[int]) -> PrefixTree:
-    """Build a `PrefixTree` from (parent, sample, begin, end) tuples, one per node, and the last node of each sample."""
+    """Build a `PrefixTree`. `nodes`: parent, sample, begin and end of each node; `last`: last node of each sample."""
     columns = np.array(nodes, dtype=np.int64).reshape(-1, 4).T
     parents, sample, begin, end = (np.ascontiguousarray(column) for column in columns)
     return PrefixTree(parents=parents, sample=sample, begin=begin, end=end, last=np.array(last, dtype=np.int64))

@@ -275,7 +275,9 @@ def _check_positive(**values: int) -> None:
 def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     saved = state.get("settings")
     if not isinstance(saved, Mapping):
-        raise UserError("state", "has no settings", "give a dict that state_dict of a batcher returned")
+        raise UserError(
+            "state", "has no entry 'settings'", "give a dict that the state_dict method of a batcher returned"
+        )
     for name, value in settings.items():
         if saved.get(name) != value:
             raise UserError(

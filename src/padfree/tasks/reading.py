@@ -56,7 +56,7 @@ def read_template(name: str, setting: str = "data.chat_template") -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
     if reason is not None:
-        raise UserError(setting, f"{name} cannot be used ({reason})", "give a file with a template")
+        raise UserError(setting, f"{name} cannot be used ({reason})", "give a text file with a chat template")
     return text
 
 

@@ -68,7 +68,7 @@ class BatchPreparer:
         return self.sampled or self.task.waits_for_updates(self.config.loss, asks=asks)
 
     def no_signal_note(self) -> str | None:
-        """Return a note for the user if nothing was learned since this start; otherwise None.
+        """Return a note for the user if nothing was learned since this process started; otherwise None.
 
         Nothing is learned if every advantage is 0 and no other loss term changes the weights.
         """

@@ -88,7 +88,7 @@ class RouterBalance:
         return LossOutput(
             loss=output.loss + self.coefficient * part.to(output.loss.dtype),
             token_losses=output.token_losses,
-            # A statistic is (sum, count). With count 0, the sum is reported: the parts of all packs add up to it.
+            # A statistic is (sum, count) and is reported as sum / count; a count of 0 reports the sum over all packs.
             statistics={**output.statistics, "router": (part.detach(), torch.zeros_like(part.detach()))},
             pair_statistics=output.pair_statistics,
         )

@@ -24,7 +24,7 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 def state_flops(module: nn.Module) -> int:
     """The FLOPs per token of the recurrence, computed in blocks of n tokens.
 
-    They are for scores and values inside the block, and for the state before and after it.
+    Counted are the scores and values inside a block, reading the state before the block, and updating it after.
     """
     heads, dim = _heads(module)
     return heads * (4 * int(module.block_size) * dim + 4 * dim * dim)  # type: ignore[arg-type]

@@ -3,9 +3,9 @@
     modeling_x.py       def forward(self, hidden_states, ...):      y = causal_conv1d_fn(x, ...)
     with_functions      the same code, in which causal_conv1d_fn is padfree's function
 
-In transformers, mixers call functions with a few well-known names. If certain other packages are installed, these
-functions are kernels of these packages. The copy shares only the code of the forward. The modules of transformers, and
-other models, do not change.
+In transformers, mixers call functions with a few well-known names. If certain optional packages are installed, these
+names refer to the packages' kernels. The copy has the code of the original forward, but its own table of names, so that
+neither the modules of transformers nor other models change.
 """
 
 from __future__ import annotations

@@ -60,9 +60,10 @@ class RunResponseLog:
         self._settings = settings_digest(made_with)
 
     def begin(self, step: int, *, after: int, resume: bool) -> str | None:
-        """Start logging after step `step` and batch `after`. Return a note if there are responses to reuse.
+        """Start logging. Return a note if there are responses to reuse.
 
-        `resume`: whether the run resumes; otherwise responses that an earlier start logged are deleted.
+        `step` and `after` are the numbers of the last optimizer step and the last batch before the log. `resume` says
+        whether the run resumes; if it does not, responses in the log of an earlier run are deleted.
         """
         origin = self._origin(step)
         error = None
