@@ -305,7 +305,7 @@ def test_autocast_changes_nothing() -> None:
         ({"temperature": torch.ones(3)}, r"temperature: has shape \(3,\)"),
         ({"temperature": torch.tensor([1.0, 1.0, -1.0, 1.0])}, "temperature: is -1.0 for a token"),
         ({"temperature": torch.ones(4, requires_grad=True)}, "requires_grad=True"),
-        ({"memory": "large"}, "memory: 'large' is unknown; give 'speed'"),
+        ({"memory": "large"}, "memory: 'large' is not a known choice; give 'speed'"),
         ({"memory": 0}, "memory: 0; give 'speed'"),
         ({"backend": "fast"}, "backend: 'fast' is unknown; give 'auto'"),
     ],
