@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, make_mesh
+from padfree.model.export import export_adapters, export_model
 from padfree.model.load import clean_name
 from padfree.model.lora import is_adapter
 from padfree.optim.optimizer_settings import OptimizerConfig
@@ -19,8 +22,8 @@ from padfree.train.setup import build_engine
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, LR, VOCABULARY, make_engine, make_samples, small_model, two_steps, weights_of
 
-MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe"]
-LORA = LoraConfig(rank=2, alpha=4.0, targets=("all-linear", "experts"))
+ROUTERS = {"qwen3_moe": "gate", "mixtral": "gate", "gpt_oss": "router", "deepseek_v3": "gate", "glm4_moe": "gate"}
+LORA = LoraConfig(rank=2, alpha=4.0, targets=("all-linear", "experts", "gate"))
 CHANGES: dict[str, dict[str, Any]] = {
     "full": {"checkpointing": "full"},
     "compiled, full": {"compile": "eager", "checkpointing": "full"},
@@ -30,13 +33,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 Outcome = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
-def experts_model(name: str = "qwen3_moe") -> Any:
-    return small_model(name)
-
-
 def outcome(mesh: Mesh, **changes: Any) -> Outcome:
     torch._dynamo.reset()
-    engine = make_engine(mesh, LOSSES["sft"], experts_model(), lora=LORA, **changes)
+    engine = make_engine(mesh, LOSSES["sft"], small_model("qwen3_moe"), lora=LORA, **changes)
     reports, weights = two_steps(engine, make_samples())
     return [(report.loss, report.gradient_norm) for report in reports], {
         clean_name(name): weight for name, weight in weights.items()
@@ -50,17 +49,18 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         torch.testing.assert_close(found[1][name], weight, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "optimizer"), [*((name, "adamw") for name in ROUTERS), ("qwen3_moe", "muon")])
 def test_every_adapter_moves_in_ten_steps(name: str, optimizer: str, mesh: Mesh) -> None:
     settings = OptimizerConfig(name=optimizer, lr=LR)  # type: ignore[arg-type]
-    engine = make_engine(mesh, LOSSES["sft"], experts_model(name), lora=LORA, optimizer=settings)
+    lora = replace(LORA, targets=("all-linear", "experts", ROUTERS[name]))
+    engine = make_engine(mesh, LOSSES["sft"], small_model(name), lora=lora, optimizer=settings)
     before = weights_of(engine.model)
     losses = [engine.step(make_samples(), step=step).loss for step in range(10)]
     after = weights_of(engine.model)
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {name for name in before if is_adapter(name)}
-    assert any(".experts.lora_A.gate_up_proj" in name for name in moved)
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    assert moved == {key for key in before if is_adapter(key)}
+    assert any(".experts.lora_A.gate_up_proj" in key for key in moved)
+    assert any(f".{ROUTERS[name]}.lora_A." in key for key in moved)
     assert losses[-1] < losses[0]
 
 
@@ -76,19 +76,29 @@ def test_no_transformation_changes_what_is_learned(name: str, mesh: Mesh, single
 
 def ranks(rank: int, world: int, folder: Path) -> list[Outcome]:
     data, context = make_mesh("cpu"), make_mesh("cpu", context=2)
-    engine = make_engine(data, LOSSES["sft"], experts_model(), lora=LORA)
+    engine = make_engine(data, LOSSES["sft"], small_model("qwen3_moe"), lora=LORA)
     engine.step(make_samples())
     Checkpointer(folder).save(1, model=engine.model, optimizer=engine.optimizer, extra={}, rank_state={})
+    export_model(engine.model, folder / "merged")
+    export_adapters(engine.model, folder / "adapter")
     return [outcome(data), outcome(data, offload=True), outcome(context, checkpointing="full")]
 
 
 def test_two_ranks_learn_what_one_learns(mesh: Mesh, single: Outcome, tmp_path: Path) -> None:
-    """Data ranks, offloading, context ranks; one process resumes their checkpoints."""
+    """Data ranks, offloading, context ranks; one process resumes their checkpoint and exports the same."""
     for result in run_ranks(2, ranks, tmp_path)[0]:
         assert_same(result, single)
-    engine = make_engine(mesh, LOSSES["sft"], experts_model(), lora=LORA)
+    engine = make_engine(mesh, LOSSES["sft"], small_model("qwen3_moe"), lora=LORA)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.load(checkpointer.latest() or "", model=engine.model, optimizer=engine.optimizer)
+    export_model(engine.model, tmp_path / "own merged")
+    export_adapters(engine.model, tmp_path / "own adapter")
+    for name in ("merged/model.safetensors", "adapter/adapter_model.safetensors"):
+        exported, own = load_file(tmp_path / name), load_file(tmp_path / f"own {name}")
+        assert exported.keys() == own.keys()
+        assert any(".experts." in key for key in own)
+        for key, tensor in own.items():
+            torch.testing.assert_close(exported[key], tensor, atol=1e-6, rtol=0, msg=key)
     assert engine.step(make_samples()).loss == pytest.approx(single[0][1][0], rel=1e-5)
 
 
@@ -109,7 +119,7 @@ def make_config(folder: Path) -> Config:
             "data": {"path": ["in memory"]},
             "batch": {"samples": 4, "max_tokens": 16},
             "optimizer": {"lr": LR},
-            "lora": {"rank": 2, "dropout": 0.1, "targets": ["all-linear", "experts"]},
+            "lora": {"rank": 2, "dropout": 0.1, "targets": ["all-linear", "experts", "gate"]},
             "run": {"folder": str(folder / "run"), "device": "cpu"},
         }
     )

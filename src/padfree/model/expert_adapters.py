@@ -1,4 +1,4 @@
-"""Low-rank adapters on experts whose weights are stacked in one tensor, computed with grouped matmuls.
+"""Low-rank adapters on experts whose weights are stacked in one tensor, with grouped matmuls; and on routers.
 
     y_e = W_e x + scale * B_e (A_e x)        for every token x that is routed to expert e
 
@@ -13,8 +13,15 @@ The tokens are sorted by expert once, and every matmul is grouped over this orde
     sorted by expert    0 0 0 2 2 3     offsets 3 3 5 6: expert 1 has no tokens
 
 The adapters follow transformers' experts interface (`use_experts_implementation`): the module tells whether its experts
-have a gate, biases or transposed weights. `_adapted_forward` computes what transformers' `grouped_mm` computes, plus
+have a gate, biases or transposed weights. `_experts_forward` computes what transformers' `grouped_mm` computes, plus
 the adapters. It is set on the module itself, so that no choice of `experts_implementation` can leave the adapters out.
+
+A router is more than a linear layer: its forward reads its weight [E, D] and chooses experts. With an adapter, this
+forward reads W + scale * B A, which is small. The adapter therefore has no dropout.
+
+    gate.weight                   [E, D]          frozen
+    gate.lora_A.default.weight    [rank, D]       trained
+    gate.lora_B.default.weight    [E, rank]       trained
 """
 
 from __future__ import annotations
@@ -60,7 +67,27 @@ def adapt_experts(experts: Any, names: tuple[str, ...], *, rank: int, scale: flo
     experts.lora_A = ExpertMatrices({name: (len(each), rank, each.shape[read]) for name, each in weights.items()})
     experts.lora_B = ExpertMatrices({name: (len(each), each.shape[written], rank) for name, each in weights.items()})
     experts.lora_scale, experts.lora_dropout = scale, dropout
-    object.__setattr__(experts, "forward", MethodType(_adapted_forward, experts))
+    object.__setattr__(experts, "forward", MethodType(_experts_forward, experts))
+
+
+def adapt_router(router: Any, *, adapter: str, rank: int, scale: float) -> None:
+    """Add an adapter to the weight of a router. It is on the meta device and has the names of PEFT's layers."""
+    num_experts, width = router.weight.shape
+    router.lora_A = nn.ModuleDict({adapter: nn.Linear(width, rank, bias=False, device="meta")})
+    router.lora_B = nn.ModuleDict({adapter: nn.Linear(rank, num_experts, bias=False, device="meta")})
+    router.scaling, router.fan_in_fan_out = {adapter: scale}, False
+    object.__setattr__(router, "forward", MethodType(_router_forward, router))
+
+
+def _router_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    ((adapter, scale),) = self.scaling.items()
+    weight = self.weight
+    added = self.lora_B[adapter].weight @ self.lora_A[adapter].weight
+    self._parameters["weight"] = weight + (added * scale).to(weight.dtype)
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        self._parameters["weight"] = weight
 
 
 def merged_weight(experts: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -70,7 +97,7 @@ def merged_weight(experts: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.baddbmm(weight, left, right, alpha=experts.lora_scale)
 
 
-def _adapted_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """[T, D] hidden states, [T, k] chosen experts and their weights -> [T, D]."""
     num_tokens, per_token = top_k_index.shape
     chosen, order = torch.sort(top_k_index.reshape(-1))

@@ -14,13 +14,14 @@ that the model initially equals the one without adapters.
 Adapters are for linear layers below the head. These targets raise an error, and "all-linear" leaves them frozen:
 
 - embeddings and the head, because the losses read the head's weight directly, without the adapter;
-- linear layers of a mixer whose forward reads their weight directly (Mamba's time step);
-- routers that are more than a linear layer (Llama 4).
+- linear layers of a mixer whose forward reads their weight directly (Mamba's time step).
 
-Experts that transformers keeps in one tensor are frozen under "all-linear", too. The target "experts" adapts them
-(`padfree.model.expert_adapters`); a longer name selects layers or one of the weights:
+"all-linear" leaves experts that transformers keeps in one tensor, and routers that are more than a linear layer, frozen
+as well. They get adapters (`padfree.model.expert_adapters`) if they are named. A longer name selects layers, or one of
+the experts' weights:
 
     lora.targets = ["all-linear", "experts"]
+    lora.targets = ["all-linear", "experts", "mlp.gate"]             also the routers of Qwen3-MoE
     lora.targets = ["q_proj", "v_proj", "experts.down_proj"]
 
 `peft_config` of the model is what PEFT needs to load the adapters. In some mixtures of experts, PEFT takes every layer
@@ -51,9 +52,10 @@ from transformers.pytorch_utils import Conv1D
 
 from padfree.config import LoraConfig
 from padfree.errors import UserError
-from padfree.model.expert_adapters import adapt_experts, has_expert_adapters, stacked_weights
+from padfree.model.expert_adapters import adapt_experts, adapt_router, has_expert_adapters, stacked_weights
 from padfree.model.mixers import kind_of
 from padfree.model.mixers.own_forward import code_of
+from padfree.model.routers import routers_of
 from padfree.model.scalar_head import HEAD as SCALAR_HEAD
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
 
@@ -112,11 +114,13 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
                 low_cpu_mem_usage=True,
                 state_dict={f"{name}.lora_A.weight": torch.empty(0) for name in layers},
             )
+    scale = config.lora_alpha / config.r
     for name, module in list(model.named_modules()):
         names = tuple(part for part in stacked_weights(module) if f"{name}.{part}" in weights)
         if names:
-            scale = config.lora_alpha / config.r
             adapt_experts(module, names, rank=config.r, scale=scale, dropout=settings.dropout)
+        elif f"{name}.weight" in weights:
+            adapt_router(module, adapter=ADAPTER, rank=config.r, scale=scale)
     model.peft_config = {ADAPTER: written}
     if isinstance(head := getattr(model, SCALAR_HEAD, None), nn.Linear):
         head.requires_grad_(True)
@@ -134,7 +138,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
 
 
 def is_adapted(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    """Whether this is a linear layer or a router with an adapter."""
+    return hasattr(module, "lora_A") and not has_expert_adapters(module)
 
 
 def needs_merging(model: nn.Module) -> bool:
@@ -163,24 +168,26 @@ def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The full names of the linear layers, and of the stacked weights of experts, that get adapters."""
+    """The full names of the linear layers, and of the weights of experts and routers, that get adapters."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if type(module).forward in (nn.Linear.forward, Conv1D.forward)}
     passed_by = {f"{name}.{part}" for name, module in modules.items() for part in _weights_read_by(module)} & linear
-    fit = [name for name in modules if name in linear - passed_by and modules[name] not in ends]
-    stacked = {name: stacked_weights(module) for name, module in modules.items() if stacked_weights(module)}
-    last = sorted({name.rpartition(".")[2] for name in [*fit, *stacked]})
+    fit = {name for name in linear - passed_by if modules[name] not in ends}
+    routers = {router.module for router in routers_of(model)}
+    experts = {name: names for name, module in modules.items() if (names := stacked_weights(module))}
+    named = {name: ("weight",) for name, module in modules.items() if module in routers and name not in fit} | experts
+    last = sorted({name.rpartition(".")[2] for name in [*fit, *named]})
     layers, weights = set[str](), set[str]()
     for target in targets:
         if target == ALL_LINEAR:
             layers.update(fit)
             continue
         found = [name for name in modules if _ends_with(name, target)]
-        parts = [f"{name}.{part}" for name, names in stacked.items() for part in names]
+        parts = [f"{name}.{part}" for name, names in experts.items() for part in names]
         chosen = [part for part in parts if _ends_with(part, target) and "." in target]
-        chosen += [f"{name}.{part}" for name in found if name in stacked for part in stacked[name]]
+        chosen += [f"{name}.{part}" for name in found if name in named for part in named[name]]
         weights.update(chosen)
         if not found and not chosen:
             raise UserError("lora.targets", f"the model has no module {target!r}", f"choose from {', '.join(last)}")
@@ -191,14 +198,14 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str],
                     f"{name} cannot have an adapter, because its mixer reads the weight without calling the layer",
                     f"choose from {', '.join(last)}",
                 )
-            if name not in stacked and any(weight.ndim == 3 for weight in modules[name].parameters(recurse=False)):
+            if name not in named and hasattr(modules[name], "num_experts"):
                 raise UserError(
                     "lora.targets",
                     f"{name} ({type(modules[name]).__name__}) does not use transformers' experts interface, so that "
                     "its experts cannot have adapters",
                     f"choose from {', '.join(last)}",
                 )
-            if name not in fit and name not in stacked:
+            if name not in fit and name not in named:
                 raise UserError(
                     "lora.targets",
                     f"{name} ({type(modules[name]).__name__}) is not a linear layer below the head",
@@ -208,7 +215,7 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str],
             raise UserError(
                 "lora.targets",
                 f"{list(targets)} names layers besides {ALL_LINEAR!r}, which includes them",
-                f"give either {ALL_LINEAR!r} or names; only experts can be added to {ALL_LINEAR!r}",
+                f"give either {ALL_LINEAR!r} or names; only experts and routers can be added to {ALL_LINEAR!r}",
             )
         layers.update(name for name in found if name in fit)
     return sorted(layers), sorted(weights)
