@@ -101,9 +101,7 @@ def test_loss_and_gradients_are_those_of_a_loop_over_experts(name: str, tokens: 
     for module in experts_of(loop):
         object.__setattr__(module, "forward", MethodType(dense_loop, module))
     for module in experts_of(model):
-        module.register_forward_pre_hook(
-            lambda module, args: empty.append(module.num_experts - len(args[1].unique()))  # type: ignore[misc]
-        )
+        module.register_forward_pre_hook(lambda module, args: empty.append(module.num_experts - len(args[1].unique())))
 
     def outcome(model: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor | None]]:
         ids = torch.randint(0, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1))
@@ -360,7 +358,7 @@ def test_the_sampler_samples_with_the_adapters(name: str) -> None:
 
 
 def test_servers_get_merged_weights() -> None:
-    """vLLM does not read `target_parameters`: adapters of experts would be dropped or refused."""
+    """Servers may drop or refuse adapters in the `target_parameters` format."""
     config = config_from_dict(
         {
             "model": {"path": "m"},

@@ -106,7 +106,7 @@ def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
     def project(name: str, x: Tensor) -> Tensor:
         weight = getattr(self, name)
-        y = grouped_matmul(x, weight if self.is_transposed else weight.mT, offsets)
+        y: Tensor = grouped_matmul(x, weight if self.is_transposed else weight.mT, offsets)
         if self.has_bias:
             y = y + getattr(self, f"{name}_bias")[chosen]
         a, b = getattr(self.lora_A, name, None), getattr(self.lora_B, name, None)
@@ -114,7 +114,7 @@ def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
             return y
         if self.lora_dropout:
             x = functional.dropout(x, self.lora_dropout, self.training)
-        return y + low_rank(x, a.to(x.dtype), b.to(x.dtype), offsets) * self.lora_scale
+        return y + low_rank(x, a.to(x.dtype), b.to(x.dtype), offsets, scale=self.lora_scale)
 
     x = hidden_states[order // per_token]
     up, down = stacked_weights(self)
@@ -123,16 +123,16 @@ def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     if getattr(self, "has_post_expert_norm", False):
         x = self.post_expert_norm(x)
     x = x * top_k_weights.reshape(-1)[order, None]
-    summed: Tensor = x[torch.argsort(order)].view(num_tokens, per_token, -1).sum(1)
-    return summed.to(hidden_states.dtype)
+    y: Tensor = x[torch.argsort(order)].view(num_tokens, per_token, -1).sum(1)
+    return y.to(hidden_states.dtype)
 
 
-def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
     """[S, in] tokens sorted by expert, `a` [E, rank, in], `b` [E, out, rank] -> [S, out]."""
     # The kernels need aligned strides: fill the rank with zeros, which add nothing.
     if fill := -a.shape[1] % (ALIGNMENT // a.element_size()):
         a, b = functional.pad(a, (0, 0, 0, fill)), functional.pad(b, (0, fill))
-    return grouped_matmul(grouped_matmul(x, a.mT, offsets), b.mT, offsets)
+    return grouped_matmul(grouped_matmul(x, a.mT, offsets) * scale, b.mT, offsets)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def needs_merging(model: nn.Module) -> bool:
-    """Whether the adapters can be served only as merged weights: servers do not read PEFT's `target_parameters`."""
+    """Whether servers get merged weights: they do not load adapters in `target_parameters` format reliably."""
     return any(config.target_parameters for config in getattr(model, "peft_config", {}).values())
 
 
