@@ -83,7 +83,8 @@ class LoraConfig:
     dropout: float = setting(0.0, least=0, below=1, about="Dropout probability of the adapter inputs.")
     targets: tuple[str, ...] = setting(
         ("all-linear",),
-        about="Modules that get adapters: all-linear, or names such as q_proj; experts stay frozen.",
+        about="Modules that get adapters: all-linear, or names such as q_proj; experts and routers only if named, also "
+        "besides all-linear.",
         resume=STAYS,
     )
     export: LoraExport = setting(

@@ -10,6 +10,7 @@ bytes:
     attention                   e (q + k + v + o) + 4 heads        with the log-sum-exp; a gate adds e (g + o)
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
     experts, k per token        k e (2 D + 4 I)                    input and output of each expert, and its MLP
+    adapters of experts         k e rank                           for each adapted weight
     mixer                       e s                                instead of attention; s depends on its kind
     compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are recomputed; q and k before and after RoPE;
                                                                    gate, up and their product
@@ -26,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from padfree.choices import Checkpointing
 from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
 from padfree.layers.offload import OFFLOADED_FRACTION
+from padfree.model.expert_adapters import ExpertMatrices
 from padfree.model.mixers import kind_of
 from padfree.model.structure import layers_of
 from padfree.sizes import AttentionSizes, ModelSizes, attends, mixers_of
@@ -94,7 +96,13 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
     )
     attention = _sequence_bytes(sizes, layer, size)
     if any("experts" in name for name in modules):
-        routed = sizes.experts_per_token * (2 * sizes.hidden + 4 * sizes.expert_mlp)
+        ranks = sum(
+            matrix.shape[1]
+            for name, module in modules.items()
+            if isinstance(module, ExpertMatrices) and name.endswith("lora_A")
+            for matrix in module.parameters()
+        )
+        routed = sizes.experts_per_token * (2 * sizes.hidden + 4 * sizes.expert_mlp + ranks)
         return norms + attention + size * (2 * sizes.hidden + routed + 4 * sizes.shared_mlp)
     copies = 4 if any("gate" in name for name in modules) else 2
     if "gelu_new" in (getattr(text, "hidden_act", None), getattr(text, "activation_function", None)):

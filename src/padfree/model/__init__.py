@@ -14,6 +14,7 @@ structure          a model without weights, and the list of its layers
 model_files        which files hold which tensors
 load               load weights; each rank reads only its part
 lora               adapters
+expert_adapters    adapters on experts and routers
 wrapper            the language model inside a multimodal checkpoint
 nonfinite_tensors  find NaN and infinity in weights
 export             write a Hugging Face folder

@@ -43,6 +43,7 @@ from transformers.utils import logging
 
 from padfree.distributed import raise_together
 from padfree.errors import UserError
+from padfree.model.expert_adapters import has_expert_adapters, merged_weight, stacked_weights
 from padfree.model.load import clean_name, keep_in_float32, named_tensors
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 from padfree.model.nonfinite_tensors import nonfinite_tensor
@@ -137,14 +138,37 @@ def export_adapters(
         config = copy.deepcopy(model.peft_config[ADAPTER])
         config.base_model_name_or_path, config.inference_mode = base, True
         config.save_pretrained(temporary)
+        of_experts = _peft_expert_tensors(model, found)
+        plain = {name.replace(f".{ADAPTER}.", "."): whole for name, whole in found.items() if name.endswith(".weight")}
         tensors = {
-            f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": whole.cpu().contiguous()
-            for name, whole in found.items()
+            f"base_model.model.{name}": whole.cpu().contiguous() for name, whole in {**plain, **of_experts}.items()
         }
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
 
     _write_first(folder, write, tokenizer)
     return folder
+
+
+def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters of experts with PEFT's names and shapes.
+
+        lora_A  [E, rank, in]  -> [E * rank, in]
+        lora_B  [E, out, rank] -> [out, rank * E]
+
+    PEFT puts one wrapper around the experts for each of their adapted weights, the first weight innermost.
+    """
+    tensors: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        if not has_expert_adapters(module):
+            continue
+        experts = clean_name(module_name)
+        names = [name for name in stacked_weights(module) if f"{experts}.lora_A.{name}" in found]
+        for number, name in enumerate(names):
+            wrapper = experts + ".base_layer" * (len(names) - 1 - number)
+            a, b = (found[f"{experts}.lora_{side}.{name}"] for side in "AB")
+            tensors[f"{wrapper}.lora_A.weight"] = a.flatten(0, 1)
+            tensors[f"{wrapper}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+    return tensors
 
 
 def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -154,12 +178,16 @@ def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """
     tensors = named_tensors(model)
     adapted = {clean_name(f"{name}.weight"): layer for name, layer in model.named_modules() if is_adapted(layer)}
+    experts = {clean_name(name): module for name, module in model.named_modules() if has_expert_adapters(module)}
     for name, tensor in tensors.items():
         if is_adapter(name):
             continue
         whole = gathered(tensor)
-        if name in adapted:
-            module_name = name.removesuffix(".weight")
+        module_name, _, last = name.rpartition(".")
+        if module_name in experts and f"{module_name}.lora_A.{last}" in tensors:
+            a, b = (gathered(tensors[f"{module_name}.lora_{side}.{last}"]) for side in "AB")
+            whole = merged_weight(experts[module_name], whole.to(torch.promote_types(whole.dtype, torch.float32)), a, b)
+        elif name in adapted:
             a, b = (gathered(tensors[f"{module_name}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
             whole = whole.float() + added_weight(adapted[name], a, b)
         yield name, whole

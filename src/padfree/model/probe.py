@@ -178,14 +178,14 @@ def _refusal(reason: str) -> Verdict:
 
 
 def _module_classes(model: nn.Module) -> set[str]:
-    """The names of the module classes of an architecture, without the classes of torch except convolutions."""
+    """Names of the module classes of an architecture, without adapters and torch's own classes except convolutions."""
     classes = {type(module) for module in model.modules()}
     convolution = nn.modules.conv._ConvNd
     return {
         cls.__name__
         for cls in classes
         if issubclass(cls, convolution)
-        or not (cls.__module__.startswith(("torch.", "peft.")) or issubclass(cls, nn.Linear))
+        or not (cls.__module__.startswith(("torch.", "peft.", "padfree.")) or issubclass(cls, nn.Linear))
     }
 
 

@@ -72,7 +72,7 @@ class ServedModel:
     """The model that a server must serve for a run."""
 
     model: ModelConfig
-    lora_rank: int  # 0: no adapters
+    lora_rank: int  # 0: no adapters, or adapters that are merged into the weights
     adapted: Sequence[str]  # names of the modules with adapters
     vocabulary: int
     temperature: float

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.errors import UserError
-from padfree.model.lora import adapted_modules
+from padfree.model.lora import adapted_modules, needs_merging
 from padfree.rollout.base import Score
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
 from padfree.rollout.engines.servers.canary import LIMITS, TEXT, Canary, canary_sequences
@@ -86,7 +86,7 @@ def make_server_sampler(
                 folder=folder,
                 base=config.model.path,
                 model=shared[1],
-                adapters=bool(config.lora.rank) and api.takes_adapters,
+                adapters=bool(served.lora_rank) and api.takes_adapters,
                 launcher=launcher,
             ),
             launcher=launcher,
@@ -105,10 +105,12 @@ def make_server_sampler(
 
 
 def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> ServedModel:
+    """The model as the servers see it: adapters that servers cannot load are merged into the weights."""
+    merged = needs_merging(trained)
     return ServedModel(
         model=config.model,
-        lora_rank=config.lora.rank,
-        adapted=adapted_modules(trained),
+        lora_rank=0 if merged else config.lora.rank,
+        adapted=() if merged else adapted_modules(trained),
         vocabulary=int(trained.config.vocab_size),
         temperature=config.loss.temperature,
         text=TEXT,
