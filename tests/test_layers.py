@@ -304,6 +304,7 @@ def test_what_imports_bring() -> None:
         "wandb",
         "trackio",
         "mlflow",
+        "gguf",
     ]
     modules = [
         module_name(path)

@@ -42,6 +42,7 @@ PORT = 29500
 ENVIRONMENT = (
     "GLOO_",
     "HF_",
+    "MLFLOW_",
     "NCCL_",
     "OMP_",
     "PADFREE_",

@@ -35,6 +35,7 @@ COMMANDS = {
     "demo": ("padfree.tools.demo", "plan, check, fine-tune and run RL with a tiny model, on a CPU"),
     "env": ("padfree.cli.env", "print versions, devices and kernels, for a bug report"),
     "eval": ("padfree.cli.eval", "evaluate a model on held-out data"),
+    "export": ("padfree.cli.gguf", "write a model to a GGUF file, for llama.cpp"),
     "generate": ("padfree.cli.generate", "generate a model's answers to prompts"),
     "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh and torchrun"),
     "plan": ("padfree.cli.plan", "plan an epoch: packs, load balance, time and memory"),
