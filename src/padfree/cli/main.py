@@ -37,7 +37,7 @@ COMMANDS = {
     "eval": ("padfree.cli.eval", "evaluate a model on held-out data"),
     "export": ("padfree.cli.gguf", "write a model to a GGUF file, for llama.cpp"),
     "generate": ("padfree.cli.generate", "generate a model's answers to prompts"),
-    "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh and torchrun"),
+    "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh or Slurm"),
     "plan": ("padfree.cli.plan", "plan an epoch: packs, load balance, time and memory"),
     "recipes": ("padfree.cli.recipes", "list the recipes that come with padfree, or print one"),
     "report": ("padfree.cli.report", "write an HTML report of one or more run folders"),

@@ -245,7 +245,7 @@ def _named_tensors(model: PreTrainedModel, rope: _GgufRope) -> Iterator[tuple[st
 
 def _neighbours(tensor: Tensor, heads: int) -> Tensor:
     """Interleave the two halves of the rows of each head: 0 1 2 3 -> 0 2 1 3. [heads * head_dim, ...] -> the same."""
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _array(name: str, tensor: Tensor) -> NDArray[Any]:
