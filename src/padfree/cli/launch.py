@@ -9,6 +9,8 @@ padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.rep
     a, b     torchrun --nnodes 2 --node-rank 0 (1) --master-addr a ... -m padfree sft ...
     here     prints the output of the hosts, each line with the name of its host. If a host fails, or if this process
              receives SIGINT or SIGTERM, the other hosts are told to stop: torchrun receives SIGTERM there
+
+With --slurm it writes a batch script instead: `padfree.cli.slurm`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import IO, Any
 import padfree
 from padfree.cli.main import COMMANDS, parsed
 from padfree.cli.on_host import ANSWER, RELEASE, shutdown_seconds, source_digest
+from padfree.cli.slurm import write_script
 from padfree.config.loss import TASKS
 from padfree.errors import UserError
 
@@ -42,6 +45,7 @@ PORT = 29500
 ENVIRONMENT = (
     "GLOO_",
     "HF_",
+    "MLFLOW_",
     "NCCL_",
     "OMP_",
     "PADFREE_",
@@ -69,13 +73,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     text = COMMANDS["launch"][1]
     command = commands.add_parser(
         "launch",
-        usage="padfree launch --hosts a,b [options] -- COMMAND ...",
+        usage="padfree launch (--hosts a,b | --slurm FILE --nodes N) [options] -- COMMAND ...",
         help=text,
         description=f"{text[0].upper()}{text[1:]}. All hosts need the same version of padfree and the same folder.",
         epilog="example: padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first",
     )
     add = command.add_argument
-    add("--hosts", required=True, metavar="A,B,...", help="host names for ssh; the first has rank 0")
+    add("--hosts", metavar="A,B,...", help="host names for ssh; the first has rank 0")
+    add("--slurm", metavar="FILE", help="write a batch script for sbatch, and run nothing")
+    add("--nodes", type=int, metavar="N", help="with --slurm: number of nodes")
+    add("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="with --slurm: an option of sbatch")
+    add("--dry-run", action="store_true", help="with --slurm: print the script, and write nothing")
     add("--processes", type=int, metavar="N", help="processes per host (default: one per GPU)")
     add("--restarts", type=int, default=0, metavar="N", help="restarts by torchrun (default 0)")
     add("--address", metavar="HOST[:PORT]", help=f"rendezvous (default: first host, port {PORT})")
@@ -101,10 +109,7 @@ class Launch:
 
     @staticmethod
     def of(settings: argparse.Namespace) -> Launch:
-        words = settings.words[1:] if settings.words[:1] == ["--"] else settings.words
-        if not words or words[0] not in LAUNCHED:
-            problem = f"{words[0]!r} cannot be launched" if words else "missing"
-            raise UserError("COMMAND", problem, f"give one of {', '.join(LAUNCHED)} after --")
+        words = _words(settings.words)
         hosts = [host.strip() for host in settings.hosts.split(",")]
         if not all(hosts) or any(host.startswith("-") for host in hosts):
             raise UserError("--hosts", "", "name the hosts, separated by commas", value=settings.hosts)
@@ -150,6 +155,14 @@ class Launch:
             *("--master-addr", name, "--master-port", str(port), "--max-restarts", str(self.restarts)),
             *("-m", "padfree", *self.words),
         ]
+
+
+def _words(given: Sequence[str]) -> list[str]:
+    words = list(given[1:] if given[:1] == ["--"] else given)
+    if not words or words[0] not in LAUNCHED:
+        problem = f"{words[0]!r} cannot be launched" if words else "missing"
+        raise UserError("COMMAND", problem, f"give one of {', '.join(LAUNCHED)} after --")
+    return words
 
 
 def _address(given: str | None, first: str) -> tuple[str, int]:
@@ -330,6 +343,18 @@ def signals_as_events(events: Events) -> Iterator[None]:
 
 
 def run(settings: argparse.Namespace) -> None:
+    if (settings.hosts is None) == (settings.slurm is None):
+        raise UserError("--hosts", "one of --hosts and --slurm is needed", "give hosts for ssh, or a file for sbatch")
+    if settings.slurm is not None:
+        if settings.address is not None or settings.ssh != SSH:
+            raise UserError("--slurm", "uses neither --address nor --ssh", "remove them", value=settings.slurm)
+        if settings.restarts < 0:
+            raise UserError("--restarts", "", "give 0 or more", value=settings.restarts)
+        write_script(settings, _words(settings.words))
+        return
+    for name, given in (("--nodes", settings.nodes), ("--sbatch", settings.sbatch), ("--dry-run", settings.dry_run)):
+        if given:
+            raise UserError(name, "has no effect with --hosts", "remove it, or use --slurm")
     launch, events = Launch.of(settings), Events()
     with signals_as_events(events), connected(launch, events) as connections:
         answers = gather_answers(connections, events, launch)

@@ -266,6 +266,7 @@ READ_BY: dict[str, Reason | None] = {
     "track.tensorboard": None,
     "track.wandb": None,
     "track.trackio": None,
+    "track.mlflow": None,
     "eval.path": None,
     "eval.split": _first(_evaluated, _eval_split),
     "eval": _evaluated,

@@ -365,6 +365,11 @@ class TrackConfig:
         about="Trackio project; its data is local.",
         filled="give the name of a project, or leave it out",
     )
+    mlflow: str | None = setting(
+        None,
+        about="MLflow experiment; MLFLOW_TRACKING_URI names the server or database.",
+        filled="give the name of an experiment, or leave it out",
+    )
 
     def __post_init__(self) -> None:
         check_table(self, "track.")

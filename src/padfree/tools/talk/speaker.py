@@ -268,19 +268,29 @@ def open_speaker(
     chat = None
     if not plain:
         chat = _renderer(tokenizer, chat_template or files.chat_template, template_arguments)
+    kind = None if dtype == "auto" else getattr(torch, dtype)
+    if dtype == "auto" and place.type == "cpu":
+        kind = torch.float32
+    model, kind = load_language_model(files, kind, place)
+    return Speaker(model, tokenizer, chat=chat, temperature=temperature, seed=seed, dtype=kind, device=place)
+
+
+def load_language_model(
+    files: ModelFiles, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> tuple[PreTrainedModel, torch.dtype]:
+    """Load a model, with merged adapters if it has any, and the dtype to use it in.
+
+    `dtype`: None is the dtype of the weight files. A model with adapters is in float32 on the CPU.
+    """
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):
         raise UserError(
             SETTING, f"{files.weights} is a reward model, which gives scores and no text", "give a language model"
         )
-    kind = getattr(torch, dtype) if dtype != "auto" else torch.float32
-    if dtype == "auto" and place.type == "cuda":
-        kind = base_dtype(config, weights)
-    if files.adapter is None:
-        model = load_model(files.weights, dtype=kind, device=place)
-    else:
-        model = _with_adapter(files.weights, files.adapter)
-    return Speaker(model, tokenizer, chat=chat, temperature=temperature, seed=seed, dtype=kind, device=place)
+    kind = base_dtype(config, weights) if dtype is None else dtype
+    if files.adapter is not None:
+        return _with_adapter(files.weights, files.adapter), kind
+    return load_model(files.weights, dtype=kind, device=device), kind
 
 
 def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any] | None) -> ChatRenderer:
