@@ -1,6 +1,7 @@
 """FSDP2: one unit per layer, and the root unit for the rest.
 
 A module whose parameters match any sharding rule but the last is a separate unit inside its layer, with its own mesh.
+If the mesh of the run divides experts over ranks, the rule for them is added in front (`padfree.sharding.experts`).
 Gradients are summed over ranks, not averaged: token weights already contain the global normaliser.
 """
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh
 from padfree.model.structure import layers_of
+from padfree.sharding.experts import divide_experts
 from padfree.sharding.rules import Rule, rules_by_module, shard_everything
 
 
@@ -43,11 +45,13 @@ def shard_model(
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
+    if mesh.experts is not None:
+        rules = (*divide_experts(model, mesh.experts), *rules)
     common: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload_policy}
     last = shard_everything(mesh.fsdp)
     for module, rule in rules_by_module(model, (*rules, last)).items():
         if rule is not last:
-            cut = partial(_shard_along, dim=rule.dim)
+            cut = partial(_shard_along, rule=rule)
             fully_shard(module, mesh=rule.mesh, reshard_after_forward=reshard, shard_placement_fn=cut, **common)
     for layer in layers_of(model):
         fully_shard(layer, mesh=last.mesh, reshard_after_forward=reshard, **common)
@@ -58,5 +62,5 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
-def _shard_along(parameter: nn.Parameter, dim: int) -> Shard:
-    return Shard(dim)
+def _shard_along(parameter: nn.Parameter, rule: Rule) -> Shard:
+    return Shard(rule.dim_of(parameter))
