@@ -87,8 +87,8 @@ class Mesh:
     """By number of ranks: the group of this many ranks in which this process shares a pack. Empty if the plan does not
     choose this number per pack; packs are then always shared by the group `context`."""
     experts: DeviceMesh | None = None
-    """All processes, with the dimensions `fsdp` and `expert`, and `replicate` before them if there are replicas. Weights
-    of experts are divided over `expert`. None: experts are sharded like all other weights."""
+    """All processes, with the dimensions `fsdp` and `expert`, and `replicate` before them if there are replicas. The
+    weights of experts are divided over `expert`. None: experts are sharded like all other weights."""
     groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
@@ -275,7 +275,9 @@ class Groups:
     def experts(self, device_type: str, expert: int) -> DeviceMesh:
         """A mesh of all processes for the weights of experts, in which `expert` neighbours hold different experts."""
         table = self.ranks.reshape(len(self.ranks), -1, expert)
-        groups = [self.among(np.moveaxis(table, dim, -1).reshape(-1, size)).group for dim, size in enumerate(table.shape)]
+        groups = [
+            self.among(np.moveaxis(table, dim, -1).reshape(-1, size)).group for dim, size in enumerate(table.shape)
+        ]
         names = ("replicate", "fsdp", "expert")
         if len(table) == 1:
             return DeviceMesh.from_group(groups[1:], device_type, mesh=table[0].tolist(), mesh_dim_names=names[1:])
@@ -288,6 +290,16 @@ class Groups:
         """The ranks with these dimensions last."""
         chosen = [DIMENSIONS.index(name) for name in dimensions]
         return self.ranks.transpose(*(each for each in range(3) if each not in chosen), *chosen)
+
+
+def check_expert_ranks(expert: int, shards: int) -> None:
+    """Refuse a size of expert groups that does not divide the `shards` processes that share one set of weights."""
+    if shards % expert:
+        raise UserError(
+            "parallel.expert",
+            f"{expert} does not divide the {shards} processes that share one set of weights",
+            "give a divisor of this number",
+        )
 
 
 def make_mesh(
@@ -317,12 +329,7 @@ def make_mesh(
             f"{context} times parallel.replicate {replicate} does not divide {world} processes",
             f"start a multiple of {context * replicate} processes, or lower one of the two settings",
         )
-    if world // replicate % expert:
-        raise UserError(
-            "parallel.expert",
-            f"{expert} does not divide the {world // replicate} processes that share one set of weights",
-            "give a divisor of this number",
-        )
+    check_expert_ranks(expert, world // replicate)
     device = torch.device(device)
     groups = Groups(np.arange(world).reshape(replicate, -1, context), timeout)
     return Mesh(

@@ -2,24 +2,24 @@
 
     4 experts on 2 ranks, top-2                  rank 0 holds experts 0 1, rank 1 holds experts 2 3
 
-    rank 0   token a chose 0 2, token b chose 1 0     sorted by expert   a0 b0 b1 | a2        2 rows stay, ...
-    send     [a0 b0 b1] to rank 0, [a2] to rank 1     all-to-all
+    rank 0   token a chose 0 2, token b chose 1 0     sorted by expert   a0 b0 b1 | a2
+    send     [a0 b0 b1] to rank 0, [a2] to rank 1     all-to-all; the first message is a copy
     rank 0   receives a0 b0 b1 from itself and c0 from rank 1; computes experts 0 and 1 with the module's own forward
     return   the same all-to-all backwards            rank 0 has the outputs of a0 b0 b1 a2
     home     output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2)
 
 Each choice sends one row of D numbers and receives one. Nothing is padded or dropped: the sizes of the messages follow
-from the choices, and an expert may get no token. The ranks exchange the number of rows for each expert first (E integers
-each), and the host must read it to size the messages. This is the one synchronisation per layer and pass. In backward
-the sizes are known; with activation checkpointing, recomputation exchanges them again.
+from the choices, and an expert may get no token. First the ranks exchange the number of rows for each expert (E
+integers each), and the host must read it to size the messages: the host synchronises once per layer and forward pass.
+Backward knows the sizes; with activation checkpointing, recomputation exchanges them again.
 
 The weights [E, ...] are divided over the mesh dimension `expert` along E, and FSDP2 shards each part over the remaining
 ranks along another dimension:
 
-    8 experts [8, 64, 32], expert 2, 4 ranks     rank 0   experts 0:4, matrix rows  0:32    placements Shard(1), Shard(0)
-                                                 rank 1   experts 4:8, matrix rows  0:32
-                                                 rank 2   experts 0:4, matrix rows 32:64
-                                                 rank 3   experts 4:8, matrix rows 32:64
+    [8, 64, 32], 4 ranks, expert 2     rank 0   experts 0:4, matrix rows  0:32        placements Shard(1), Shard(0)
+                                       rank 1   experts 4:8, matrix rows  0:32
+                                       rank 2   experts 0:4, matrix rows 32:64
+                                       rank 3   experts 4:8, matrix rows 32:64
 
 An expert's gradient contains the tokens of its whole group already, and FSDP2 sums it over the groups. No gradient is
 scaled. Routers and shared experts are sharded like all other weights.
@@ -42,17 +42,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from padfree.distributed import exchange_rows
 from padfree.model.experts import stacked_experts, undivided
 from padfree.sharding.rules import Rule
 
 
-def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[Rule]:
+def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = False) -> list[Rule]:
     """Divide the stacked experts of a model over `mesh` [fsdp, expert] or [replicate, fsdp, expert], in place.
 
     Returns the rule that shards each rank's part over the other dimensions. If the experts cannot be divided (a
-    reference model of another architecture), nothing changes, and there is no rule.
+    reference model of another architecture), nothing changes, and there is no rule. With `recompute`, backward
+    recomputes the experts and sends their tokens again.
     """
     over, rest = mesh["expert"], mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "expert")]
     if undivided(model, over.size(), mesh["fsdp"].size()) is not None:
@@ -63,8 +65,8 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[Rule]:
             if parameter is not None:
                 part = distribute_tensor(parameter.detach(), over, [Shard(0)], src_data_rank=None)
                 module._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
-        group = over.get_group()
-        object.__setattr__(module, "forward", partial(_forward, module, group=group))
+        forward = partial(divided_forward, module, group=over.get_group(), recompute=recompute)
+        object.__setattr__(module, "forward", forward)
     found = set(divided)
     return [Rule("experts", lambda info: info.module in found, rest, split=over)]
 
@@ -82,8 +84,16 @@ class LocalExperts:
 
 
 @torch.compiler.disable(reason="the sizes of the messages are host data")  # type: ignore[no-untyped-call, untyped-decorator]
-def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, *, group: ProcessGroup) -> Tensor:
+def divided_forward(
+    module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, *, group: ProcessGroup, recompute: bool = False
+) -> Tensor:
     """[T, D], [T, k], [T, k] -> [T, D]: the forward of stacked experts that are divided over the ranks of `group`."""
+    if recompute and torch.is_grad_enabled():
+        return cast(Tensor, checkpoint(_forward, module, hidden, choices, weights, group, use_reentrant=False))
+    return _forward(module, hidden, choices, weights, group)
+
+
+def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, group: ProcessGroup) -> Tensor:
     local = LocalExperts(module, group.size())
     routes = exchange_routes(choices, local.num_experts, group)
     arrived = exchange(hidden[routes.order // choices.shape[1]], routes.send, routes.receive, group)

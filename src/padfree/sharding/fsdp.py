@@ -31,8 +31,13 @@ def shard_model(
     reshard: bool = True,
     offload: bool = False,
     rules: Sequence[Rule] = (),
+    recompute_experts: bool = False,
 ) -> None:
-    """Shard a model over all data and context ranks, except parameters for which one of `rules` applies."""
+    """Shard a model over all data and context ranks, except parameters for which one of `rules` applies.
+
+    `recompute_experts`: recompute divided experts in backward. It is for compiled layers that recompute activations in
+    their graphs: divided experts are outside these graphs.
+    """
     lower = dtype != torch.float32
     # Inputs keep their dtype: FSDP2 would traverse the batch and round its weights and log-probabilities.
     precision = (
@@ -46,7 +51,7 @@ def shard_model(
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
     if mesh.experts is not None:
-        rules = (*divide_experts(model, mesh.experts), *rules)
+        rules = (*divide_experts(model, mesh.experts, recompute=recompute_experts), *rules)
     common: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload_policy}
     last = shard_everything(mesh.fsdp)
     for module, rule in rules_by_module(model, (*rules, last)).items():

@@ -5,9 +5,10 @@
 
 A rule places a parameter on a mesh with one dimension (sharded over it) or two (replicated over the first, sharded over
 the second). `dim` is the tensor dimension that is sharded. A rule with `split` divides dimension 0 over another mesh
-first, and FSDP2 never gathers over that mesh: each rank computes with its own part (`padfree.sharding.experts`). FSDP2 gathers the parameters of a module together. Therefore
-a module becomes an FSDP2 unit of its own if none of its parameters matches the last rule, and it raises an error if its
-parameters match rules with different meshes.
+first. FSDP2 does not gather over that mesh: each rank computes with its own part (`padfree.sharding.experts`).
+
+FSDP2 gathers the parameters of a module together. Therefore a module becomes an FSDP2 unit of its own if none of its
+parameters matches the last rule, and it raises an error if its parameters match rules with different meshes.
 """
 
 from __future__ import annotations

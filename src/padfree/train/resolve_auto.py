@@ -160,7 +160,7 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
 def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[ParallelConfig]:
     """Candidates, fastest first. `may_offload`: whether layers compute longer than the copy to the host takes."""
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
-    if not may_offload or parallel.compile == "none" or parallel.context != 1:
+    if not may_offload or parallel.compile == "none" or parallel.context != 1 or parallel.expert != 1:
         ways = tuple(way for way in FASTEST_FIRST if way != "host")  # "host" needs whole graphs of compiled layers
     if parallel.checkpointing != "auto":
         ways = (parallel.checkpointing,)
