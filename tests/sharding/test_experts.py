@@ -18,19 +18,23 @@ from transformers import AutoModelForCausalLM
 
 from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.config import LoraConfig
+from padfree.config import LoraConfig, config_from_dict
 from padfree.distributed import Mesh, make_mesh
+from padfree.estimate.memory import estimate_memory
 from padfree.losses import SFTSettings
 from padfree.model import hidden_states
-from padfree.model.experts import undivided
 from padfree.model.export import export_model
 from padfree.model.load import local_part, local_region
 from padfree.model.routers import routers_of
+from padfree.model.stacked_experts import undivided
 from padfree.optim.optimizer_settings import OptimizerConfig
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
 from padfree.tools.check.exact import float64_throughout
 from padfree.train.engine import Engine, LossSettings
+from padfree.train.run import mesh_of
+from padfree.train.setup import build_engine
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.rounding import assert_same_but_for_rounding, largest_difference
@@ -178,6 +182,17 @@ def test_recomputed_offloaded_and_compiled_layers_give_the_same(ways: dict[str, 
             assert_same_but_for_rounding(others, expected, wide)
 
 
+def in_bfloat16(rank: int, world: int) -> list[Result]:
+    return [single(make_mesh("cpu", expert=expert), dtype=torch.bfloat16) for expert in (1, 2)]
+
+
+def test_bfloat16_differs_by_its_rounding() -> None:
+    ((_, (_, wide, _)),) = run_ranks(1, on_one_single)
+    for (_, expected, _), (_, found, _) in run_ranks(2, in_bfloat16):
+        noise = largest_difference(expected, wide)[0]
+        assert 0 < largest_difference(found, expected)[0] < noise < 0.1
+
+
 def with_adapters(mesh: Mesh) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     model = small_model("qwen3_moe", num_hidden_layers=1)
     reports, weights = two_steps(make_engine(mesh, LOSSES["sft"], model, lora=LoraConfig(rank=2)), make_samples())
@@ -243,6 +258,38 @@ def test_a_run_resumes_at_another_expert_size_and_exports_whole_weights(optimize
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto").named_parameters())
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weight) for name, weight in rank[0][1].items())
+
+
+def from_files(rank: int, world: int, name: str, folder: Path) -> None:
+    """Weights are read as stored; the sampler's copy is whole; the memory estimate is what this rank holds."""
+    config = config_from_dict(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"path": "d"},
+            "batch": {"samples": 8, "max_tokens": 64},
+            "run": {"folder": "f", "device": "cpu"},
+            "parallel": {"expert": 2, "compile": "none", "checkpointing": "none", "reshard": True},
+        }
+    )
+    engine = build_engine(config, mesh_of(config, torch.device("cpu")))
+    model = small_model(name)
+    original, found = dict(model.named_parameters()), weights_of(engine.model)
+    assert all(torch.equal(found[key], parameter) for key, parameter in original.items())
+    policy = PolicyModel(engine.model, torch.float32, torch.device("cpu"))
+    policy.update(engine.model)
+    tokens = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        logits = [each(input_ids=tokens).logits for each in (policy.model, model.train(False))]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+    estimate = estimate_memory(config, small_model(name), processes=world, device_type="cpu")
+    assert rank or estimate.weights == sum(4 * local_part(each).numel() for each in engine.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_run_divides_the_weights_of_its_files(name: str, tmp_path: Path) -> None:
+    """transformers stores the experts of Qwen3 one by one, and those of gpt-oss stacked."""
+    small_model(name).save_pretrained(tmp_path)
+    run_ranks(4, from_files, name, tmp_path)
 
 
 # Refusals

@@ -30,8 +30,8 @@ from padfree.config import Config
 from padfree.config.functions import model_of
 from padfree.estimate.activations import FLOAT32, cache_bytes, layer_bytes, offloaded_bytes, token_bytes
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
-from padfree.model.experts import stacked_experts, undivided
 from padfree.model.lora import add_adapters
+from padfree.model.stacked_experts import stacked_experts, undivided
 from padfree.model.structure import layers_of, skeleton
 from padfree.optim.optimizer import RULES, make_groups, state_bytes
 from padfree.sizes import ModelSizes

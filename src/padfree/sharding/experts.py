@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from padfree.distributed import exchange_rows
-from padfree.model.experts import stacked_experts, undivided
+from padfree.model.stacked_experts import stacked_experts, undivided
 from padfree.sharding.rules import Rule
 
 

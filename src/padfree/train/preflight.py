@@ -45,9 +45,9 @@ from padfree.estimate.cost_file import read_cost
 from padfree.losses import load_objective
 from padfree.losses.objectives.custom import USER_OBJECTIVE
 from padfree.model import attach, lm_head_of
-from padfree.model.experts import undivided
 from padfree.model.model_files import open_model
 from padfree.model.scalar_head import scalar_head_of
+from padfree.model.stacked_experts import undivided
 from padfree.model.structure import skeleton
 from padfree.packing.context_sizes import context_sizes
 from padfree.packing.fill import Indices

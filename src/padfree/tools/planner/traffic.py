@@ -39,7 +39,7 @@ from padfree.config import Config
 from padfree.cp import communication_bytes, make_layout
 from padfree.distributed.mesh import rank_groups
 from padfree.errors import UserError
-from padfree.model.experts import stacked_experts, undivided
+from padfree.model.stacked_experts import stacked_experts, undivided
 from padfree.model.structure import layers_of
 from padfree.packing import StepPlan
 from padfree.sizes import AttentionSizes, ModelSizes
