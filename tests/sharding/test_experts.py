@@ -31,6 +31,7 @@ from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
+from padfree.testing.models import EXPERTS, build
 from padfree.tools.check.exact import float64_throughout
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.run import mesh_of
@@ -115,6 +116,33 @@ def test_ranks_give_what_one_process_gives(world: int, name: str) -> None:
             assert largest_difference(others, gradients)[0] < 1e-12, layout
             assert all(torch.equal(one, other) for one, other in zip(moved, biases, strict=True)), layout
         assert len(biases) == (name in BIASED)
+
+
+def plain(rank: int, world: int, names: list[str]) -> dict[str, tuple[float, dict[str, Tensor]]]:
+    """Loss and gradients without a loss of the routers, which not all of these architectures report."""
+    found = {}
+    for name in names:
+        model = build(name).double()
+        model.set_experts_implementation("eager")
+        engine = make_engine(make_mesh("cpu", expert=world), LOSSES["sft"], model)
+        with float64_throughout():
+            loss = engine.gradients(engine.prepare(make_samples())).loss
+        dist.all_reduce(loss, group=engine.mesh.loss.group)
+        gradients = {key: weight.grad for key, weight in engine.model.named_parameters() if weight.grad is not None}
+        whole = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in gradients.items()}
+        found[name] = float(loss), whole
+    return found
+
+
+@pytest.mark.slow
+def test_every_architecture_with_stacked_experts_gives_what_one_process_gives() -> None:
+    names = [name for name in EXPERTS if undivided(build(name), 2, 1) is None]
+    assert set(ARCHITECTURES) < set(names)
+    (expected,) = run_ranks(1, plain, names)
+    for rank in run_ranks(2, plain, names):
+        for name, (loss, gradients) in rank.items():
+            assert loss == pytest.approx(expected[name][0], rel=1e-12), name
+            assert largest_difference(gradients, expected[name][1])[0] < 1e-12, name
 
 
 def lopsided(mesh: Mesh) -> Result:

@@ -150,10 +150,10 @@ class _Exchange(torch.autograd.Function):
         return exchange_rows(rows, send, receive, group)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Any:
         return exchange_rows(gradient, context.receive, context.send, context.group), None, None, None
 
 
 def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
     """[sum(send), D] -> [sum(receive), D] with autograd; both ordered by rank."""
-    return cast(Tensor, _Exchange.apply(rows, send, receive, group))
+    return cast(Tensor, _Exchange.apply(rows, send, receive, group))  # type: ignore[no-untyped-call]
