@@ -118,6 +118,23 @@ def test_ranks_give_what_one_process_gives(world: int, name: str) -> None:
         assert len(biases) == (name in BIASED)
 
 
+def by_pack(rank: int, world: int) -> tuple[Result, set[int]]:
+    """Each pack has a number of context ranks of its own."""
+    contexts = (1, 2, 4) if world == 4 else ()
+    engine = engine_of("qwen3_moe", make_mesh("cpu", expert=min(world, 2), contexts=contexts), max_tokens=4)
+    widths = engine.prepare(make_samples()).plan.widths
+    return result_of(engine), set() if widths is None else set(widths.ravel().tolist())
+
+
+@pytest.mark.slow
+def test_packs_may_have_any_number_of_context_ranks() -> None:
+    (((numbers, gradients, _), _),) = run_ranks(1, by_pack)
+    for (found, others, _), widths in run_ranks(4, by_pack):
+        assert len(widths) > 1
+        assert found == pytest.approx(numbers, rel=1e-12)
+        assert largest_difference(others, gradients)[0] < 1e-12
+
+
 def plain(rank: int, world: int, names: list[str]) -> dict[str, tuple[float, dict[str, Tensor]]]:
     """Loss and gradients without a loss of the routers, which not all of these architectures report."""
     found = {}
@@ -223,7 +240,7 @@ def test_bfloat16_differs_by_its_rounding() -> None:
 
 def with_adapters(mesh: Mesh) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     model = small_model("qwen3_moe", num_hidden_layers=1)
-    reports, weights = two_steps(make_engine(mesh, LOSSES["sft"], model, lora=LoraConfig(rank=2)), make_samples())
+    reports, weights = two_steps(make_engine(mesh, LOSSES["clip"], model, lora=LoraConfig(rank=2)), make_samples())
     return [(report.loss, report.gradient_norm) for report in reports], weights
 
 
@@ -232,6 +249,7 @@ def adapters_on_ranks(rank: int, world: int) -> tuple[list[tuple[float, float]],
 
 
 def test_adapters_are_trained_beside_frozen_divided_experts() -> None:
+    """With a policy loss: the old log-probabilities are computed without gradients."""
     ((numbers, weights),) = run_ranks(1, adapters_on_ranks)
     for found, others in run_ranks(2, adapters_on_ranks):
         assert found == [pytest.approx(each, rel=1e-5) for each in numbers]
