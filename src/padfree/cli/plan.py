@@ -259,6 +259,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
 def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Suggestion | None]:
     from padfree.model.structure import skeleton
     from padfree.tools.planner import DeviceMemory, PlanShape, choose_time_model, load_steps, make_plan, suggest
+    from padfree.train.preflight import check_experts
 
     if config.parallel.context == "auto":
         raise UserError(
@@ -277,6 +278,7 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
     if config.model.path != NO_MODEL:
         code, head = config.model.trust_remote_code, config.loss.head
         need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=code, head=head))
+        check_experts(config, need.model, settings.ranks)
     time_model = choose_time_model(config, need and need.model.config, settings.gpu)
     with _bar("tokenising") as progress:
         notes: list[str] = []
@@ -308,6 +310,13 @@ def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Sca
 
     if config.model.path == NO_MODEL:
         raise UserError("--hosts", f"{settings.hosts} needs a model", "give --model: the traffic depends on it")
+    if config.parallel.expert > 1:
+        raise UserError(
+            "--hosts",
+            f"{settings.hosts} with parallel.expert={config.parallel.expert}: the time of exchanging tokens is not "
+            "modelled",
+            "leave out --hosts, or set parallel.expert=1",
+        )
     return plan_scaling(
         plan.epoch.steps,
         plan.shape,

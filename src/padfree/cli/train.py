@@ -217,7 +217,10 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     for each in source_shares(config, source.samples, source.parts):
         yield f"  {each.line()}"
     shared = f"{context}" if contexts == (1,) else f"1 to {contexts[-1]}"
-    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {shared} context"
+    expert = config.parallel.expert
+    experts = f", experts over {expert} ranks" if expert > 1 else ""
+    ranks = f"{replicate} replicate x {data // replicate} shard x {shared} context"
+    yield f"layout: {processes} processes = {ranks}{experts}"
     for line in resolved.lines():
         yield f"auto: {line}"
     yield from memory_lines(memory, config)
@@ -258,6 +261,7 @@ def traffic_lines(
         hosts=max(1, processes // processes_of(meet=False).local_world),
         context=1 if config.parallel.context == "auto" else config.parallel.context,
         replicate=config.parallel.replicate,
+        expert=config.parallel.expert,
     )
     found = [step_traffic(config, model, plan, placement, backend) for plan in plans]
     yield from placement.lines()

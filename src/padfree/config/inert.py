@@ -243,6 +243,7 @@ READ_BY: dict[str, Reason | None] = {
     ),
     "parallel.context": None,
     "parallel.replicate": None,
+    "parallel.expert": None,
     "parallel.layout": _context,
     "parallel.method": _context,
     "parallel.checkpointing": None,

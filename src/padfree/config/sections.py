@@ -263,7 +263,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How a run uses its devices: processes = replicate x shard x context, and shard follows from the other two."""
+    """How a run uses its devices: processes = replicate x shard x context, and shard follows from the other two.
+
+    `expert` divides the same shard x context processes once more, for the weights of experts only.
+    """
 
     context: Literal["auto"] | int = setting(
         1,
@@ -272,6 +275,12 @@ class ParallelConfig:
         fix="give 1 or more, or auto",
     )
     replicate: int = setting(1, least=1, about="Number of replicas of the sharded model.")
+    expert: int = setting(
+        1,
+        least=1,
+        about="Neighbouring ranks that divide the experts of a layer among them and exchange tokens; 1 gathers all "
+        "experts of a layer on every rank.",
+    )
     layout: LayoutKind = setting("balanced", about="How the tokens of a pack are distributed over context ranks.")
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
     checkpointing: CheckpointingOrAuto = setting(

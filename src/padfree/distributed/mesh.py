@@ -11,6 +11,13 @@ spans some of these dimensions.
                weights                                                                     dimension, if it is > 1)
     loss       ranks that sum one loss           0 1 2 3 4 5 6 7          replicate, shard, context
 
+With `expert` 2, the same processes also form a mesh for the weights of experts. It divides the ranks of a replica, data
+and context together, into groups of neighbours: [replicate, fsdp, expert] = [2, 2, 2].
+
+    expert     ranks with different experts      0 1 | 2 3 | 4 5 | 6 7
+    fsdp       ranks that shard the same         0 2 | 1 3 | 4 6 | 5 7
+               experts
+
 Code asks for a group by purpose: `mesh.context.group`, `mesh.data.rank`, `fully_shard(model, mesh=mesh.fsdp)`. Sharding
 rules ask by dimension: `mesh.over(shard=("shard",), replicate=("context",))`.
 Neighbouring ranks share a pack, because context parallelism communicates in every layer and neighbouring ranks are on
@@ -82,9 +89,11 @@ class Mesh:
     loss: Axis
     fsdp: DeviceMesh
     contexts: Mapping[int, Axis] = field(default_factory=dict)
-    """Maps a number of ranks to the group of this many ranks in which this process shares a pack. It is empty if the
-    plan does not choose this number for each pack. Then every pack is shared by the group `context`.
-    """
+    """By number of ranks: the group of this many ranks in which this process shares a pack. Empty if the plan does not
+    choose this number per pack; packs are then always shared by the group `context`."""
+    experts: DeviceMesh | None = None
+    """All processes, with the dimensions `fsdp` and `expert`, and `replicate` before them if there are replicas. The
+    weights of experts are divided over `expert`. None: experts are sharded like all other weights."""
     groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
@@ -275,6 +284,17 @@ class Groups:
         groups = [self.axis(name).group for name in DIMENSIONS]
         return DeviceMesh.from_group(groups, device_type, mesh=self.ranks.tolist(), mesh_dim_names=DIMENSIONS)
 
+    def experts(self, device_type: str, expert: int) -> DeviceMesh:
+        """A mesh of all processes for the weights of experts, in which `expert` neighbours hold different experts."""
+        table = self.ranks.reshape(len(self.ranks), -1, expert)
+        groups = [
+            self.among(np.moveaxis(table, dim, -1).reshape(-1, size)).group for dim, size in enumerate(table.shape)
+        ]
+        names = ("replicate", "fsdp", "expert")
+        if len(table) == 1:
+            return DeviceMesh.from_group(groups[1:], device_type, mesh=table[0].tolist(), mesh_dim_names=names[1:])
+        return DeviceMesh.from_group(groups, device_type, mesh=table.tolist(), mesh_dim_names=names)
+
     def _size(self, dimensions: Sequence[str]) -> int:
         return math.prod(self.ranks.shape[DIMENSIONS.index(name)] for name in dimensions)
 
@@ -284,24 +304,35 @@ class Groups:
         return self.ranks.transpose(*(each for each in range(3) if each not in chosen), *chosen)
 
 
+def check_expert_ranks(expert: int, shards: int) -> None:
+    """Refuse a size of expert groups that does not divide the `shards` processes that share one set of weights."""
+    if shards % expert:
+        raise UserError(
+            "parallel.expert",
+            f"{expert} does not divide the {shards} processes that share one set of weights",
+            "give a divisor of this number",
+        )
+
+
 def make_mesh(
     device: torch.device | str,
     *,
     context: int = 1,
     replicate: int = 1,
+    expert: int = 1,
     contexts: Sequence[int] = (),
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Mesh:
     """Make the process groups of a run.
 
-    `context` ranks share each pack, and `replicate` sets of ranks each hold all weights. `contexts` are further sizes
-    of groups that may share a pack. Each divides the number of processes, and neighbouring ranks form groups of each
-    size.
+    If `expert` is above 1, groups of this many neighbouring processes divide the experts of a model among them.
+
+    `contexts` are group sizes, each a divisor of the number of processes; neighbouring ranks form groups of each size.
 
     `timeout` is the time limit of one collective in these groups, in seconds.
     """
     world = dist.get_world_size()
-    for name, size in (("context", context), ("replicate", replicate)):
+    for name, size in (("context", context), ("replicate", replicate), ("expert", expert)):
         if size < 1:
             raise UserError(name, "", "give 1 or more", value=size)
     if world % (context * replicate):
@@ -310,6 +341,7 @@ def make_mesh(
             f"{context} times parallel.replicate {replicate} does not divide {world} processes",
             f"start a multiple of {context * replicate} processes, or lower one of the two settings",
         )
+    check_expert_ranks(expert, world // replicate)
     device = torch.device(device)
     groups = Groups(np.arange(world).reshape(replicate, -1, context), timeout)
     return Mesh(
@@ -320,6 +352,7 @@ def make_mesh(
         fsdp=groups.mesh(device.type, ("shard", "context"), ("replicate",) if replicate > 1 else ()),
         devices=groups.devices(device.type),
         contexts={width: groups.among(np.arange(world).reshape(-1, width)) for width in contexts},
+        experts=groups.experts(device.type, expert) if expert > 1 else None,
         groups=groups,
     )
 

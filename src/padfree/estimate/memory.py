@@ -2,8 +2,9 @@
 
     weights, gradients, optimizer   counted exactly: the contents of the largest shard (float32; frozen weights of a
                                     bfloat16 run in bfloat16); on the CPU with parallel.offload
+                                    With parallel.expert, experts are divided evenly over all shards
     gathered                        the unsharded root unit and two layers (all layers without parallel.reshard), and
-                                    their gradients, while FSDP2 computes
+                                    their gradients, while FSDP2 computes; of the experts only this rank's part
     activations                     what forward keeps for backward, for one micro-batch
     working                         the larger of: the head's logits and gradients; one layer's gradients, and its
                                     activations if they are recomputed
@@ -12,7 +13,8 @@
 
 `padfree.estimate.activations` counts the activations.
 
-Not included: memory fragmentation, buffers of collectives, and the CUDA context.
+Not included: memory fragmentation, buffers of collectives, and the CUDA context. With parallel.expert, a rank whose
+experts are chosen more often than the mean needs more activations than this.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from padfree.config.functions import model_of
 from padfree.estimate.activations import FLOAT32, cache_bytes, layer_bytes, offloaded_bytes, token_bytes
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.model.lora import add_adapters
+from padfree.model.stacked_experts import stacked_experts, undivided
 from padfree.model.structure import layers_of, skeleton
 from padfree.optim.optimizer import RULES, make_groups, state_bytes
 from padfree.sizes import ModelSizes
@@ -97,7 +100,8 @@ def estimate_memory(
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
     assert reshard != "auto", "resolved earlier, see padfree.train.resolve_auto"
-    shards, size = processes // config.parallel.replicate, NUMBER_BYTES[config.model.dtype]
+    size, expert = NUMBER_BYTES[config.model.dtype], config.parallel.expert
+    shards = Shards(processes // config.parallel.replicate, expert)
     if config.lora.rank:
         add_adapters(model, config.lora)
     sharded = processes > 1 or size < FLOAT32 or config.parallel.offload
@@ -116,30 +120,31 @@ def estimate_memory(
         code = config.model.trust_remote_code
         other = skeleton(judge, trust_remote_code=code, setting="rollout.reward", head="scalar")
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
-    groups = make_groups(model, config.optimizer)
+    groups, divided = make_groups(model, config.optimizer), shards.divided(model)
     critic = 0
     if config.loss.advantage == "gae":
         code, path = config.model.trust_remote_code, config.critic.path or config.model.path
         other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
         critic = _counts(other, shards).all * FLOAT32
         groups += make_groups(other, config.optimizer)
+        divided |= shards.divided(other)
     sampler = cache = 0
     if config.rollout.source is not None and config.rollout.engine == "in_process":
         alone = processes == 1 and not config.parallel.offload and not counts.frozen
         sampler = 0 if alone and (size == FLOAT32 or not reshard) else counts.parameters * size
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
     tokens = max(config.batch.max_tokens, longest)
-    # With several context ranks, attention breaks the graph of a compiled layer, which then keeps more activations.
-    # Such a layer is counted as if it were not compiled.
+    # With several context ranks attention breaks the graph of a compiled layer, which keeps more: count it as eager.
+    # Divided experts break the graph, too.
     context = config.parallel.most_context(processes)
-    compiled = config.parallel.compile != "none" and context == 1
+    compiled = config.parallel.compile != "none" and context == 1 and expert == 1
     return MemoryEstimate(
         weights=weights + critic,
         gradients=counts.trained * FLOAT32 + critic,
-        optimizer=state_bytes(groups, partial(_share, shards=shards)),
+        optimizer=state_bytes(groups, partial(shards.share, divided=divided)),
         optimizer_state=", ".join(dict.fromkeys(RULES[group["rule"]].remembers for group in groups)),
         offloaded=config.parallel.offload,
-        gathered=_gathered(model, size, reshard) if sharded else 0,
+        gathered=_gathered(model, size, reshard, shards) if sharded else 0,
         tokens=tokens,
         activations=tokens * token_bytes(model, size, checkpointing, compiled=compiled),
         offloaded_activations=tokens * offloaded_bytes(model, size) if checkpointing == "host" else 0,
@@ -186,10 +191,34 @@ class _Counts:
         return self.trained + self.frozen
 
 
-def _counts(model: nn.Module, shards: int) -> _Counts:
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The number of ranks that shard one set of weights, and the number of them that divide the experts."""
+
+    ranks: int
+    expert: int = 1
+
+    def divided(self, model: nn.Module) -> set[nn.Parameter]:
+        """The weights of experts that are divided over `expert` ranks."""
+        if self.expert == 1 or undivided(model, self.expert, self.ranks // self.expert) is not None:
+            return set()
+        return {parameter for module in stacked_experts(model) for parameter in module.parameters(recurse=False)}
+
+    def share(self, parameter: nn.Parameter, divided: set[nn.Parameter]) -> int:
+        """Elements in the largest shard: FSDP2 shards a parameter along its first dimension, and the first shards are
+        the largest. Divided experts are sharded evenly."""
+        if not parameter.ndim:
+            return parameter.numel()
+        if parameter in divided:
+            return parameter.numel() // self.ranks
+        return -(-parameter.shape[0] // self.ranks) * (parameter.numel() // max(1, parameter.shape[0]))
+
+
+def _counts(model: nn.Module, shards: Shards) -> _Counts:
     trained = frozen = parameters = trained_parameters = 0
+    divided = shards.divided(model)
     for name, parameter in model.named_parameters():
-        share = _share(parameter, shards)
+        share = shards.share(parameter, divided)
         if parameter.requires_grad:
             trained += share
             trained_parameters += parameter.numel()
@@ -199,27 +228,22 @@ def _counts(model: nn.Module, shards: int) -> _Counts:
     return _Counts(parameters=parameters, trained_parameters=trained_parameters, trained=trained, frozen=frozen)
 
 
-def _share(parameter: nn.Parameter, shards: int) -> int:
-    """The number of elements of a parameter in its largest shard, which is the first one.
-
-    FSDP2 shards a parameter along its first dimension.
-    """
-    if not parameter.ndim:
-        return parameter.numel()
-    return -(-parameter.shape[0] // shards) * (parameter.numel() // max(1, parameter.shape[0]))
-
-
-def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
+def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards) -> int:
     """Bytes of unsharded weights and gradients while FSDP2 computes.
 
     The weights are those of the root unit and of two layers: the current one and the next. Without `reshard`, they are
     those of the root unit and of all layers. The gradients are those of the embeddings and of one layer, in float32 for
     the reduction.
     """
-    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
-    root = sum(parameter.numel() for parameter in model.parameters()) - sum(layers)
+    divided = shards.divided(model)
+
+    def numbers(parameter: nn.Parameter) -> int:
+        return parameter.numel() // (shards.expert if parameter in divided else 1)
+
+    layers = [sum(map(numbers, layer.parameters())) for layer in layers_of(model)]
+    root = sum(map(numbers, model.parameters())) - sum(layers)
     trained = max(
-        sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+        sum(numbers(parameter) for parameter in layer.parameters() if parameter.requires_grad)
         for layer in layers_of(model)
     )
     gradients = trained * (size if size == FLOAT32 else size + FLOAT32)
@@ -261,8 +285,9 @@ def _working(
         backward += layer
     if context > 1:  # each rank also holds the keys and values of the whole pack, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * context
-    # keys and values that are copied for shared prefixes, and their gradients
-    copied = 2 * size * (sizes.key + sizes.value) * copies
+    if parallel.expert > 1:  # add the rows of a layer that are sent and received
+        backward += 2 * size * sizes.experts_per_token * sizes.hidden
+    copied = 2 * size * (sizes.key + sizes.value) * copies  # copied keys and values, and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:  # a scalar head computes one number per token and needs no memory for logits
         return tokens * backward + int(tokens * copied)

@@ -67,6 +67,10 @@ def _context(mesh: Mesh) -> str:
     return f"1 to {max(mesh.contexts)}" if mesh.contexts else f"{mesh.context.size}"
 
 
+def _experts(mesh: Mesh) -> str:
+    return "" if mesh.experts is None else f", experts over {mesh.experts['expert'].size()}"
+
+
 def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
     """Return the fields of a `start` event: versions, device, number of processes and their layout.
 
@@ -81,5 +85,5 @@ def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
         "padfree": __version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": mesh.loss.size,
-        "layout": f"{replicate} replicate x {shard} shard x {_context(mesh)} context",
+        "layout": f"{replicate} replicate x {shard} shard x {_context(mesh)} context{_experts(mesh)}",
     }

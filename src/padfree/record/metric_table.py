@@ -73,7 +73,8 @@ STEP = MetricGroup(
         Metric(
             "imbalance_measured",
             "ratio",
-            "Forward time of the slowest data rank divided by the mean over data ranks; not with `parallel.compile`.",
+            "Forward time of the slowest data rank divided by the mean over data ranks; not with `parallel.compile` or "
+            "`parallel.expert`.",
         ),
         Metric(
             "tflops_per_device",

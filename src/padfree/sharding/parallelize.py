@@ -5,7 +5,7 @@
     adapters        trained instead of the weights                       lora.rank
     compile         each layer separately                                parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
-    shard           FSDP2: one unit per layer, the rest in the root      more than one process
+    shard           FSDP2: one unit per layer, the rest in the root      more than one process; parallel.expert
     master weights  float32 masters with bfloat16 compute copies         one process: `padfree.optim.master_weights`
 
 Files keep the original parameter names. In bfloat16 training, weights and gradients are float32 between steps and
@@ -86,7 +86,17 @@ def transformations(
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
         steps.append(partial(_keep_master_weights, dtype=dtype))
     elif mesh.loss.size > 1 or dtype != torch.float32 or offload:
-        steps.append(partial(shard_model, mesh=mesh, dtype=dtype, reshard=reshard, offload=offload, rules=rules))
+        steps.append(
+            partial(
+                shard_model,
+                mesh=mesh,
+                dtype=dtype,
+                reshard=reshard,
+                offload=offload,
+                rules=rules,
+                recompute_experts=by_compiler,
+            )
+        )
     return steps
 
 

@@ -4,9 +4,11 @@
              shard_everything(mesh.fsdp)]
 
 A rule places a parameter on a mesh with one dimension (sharded over it) or two (replicated over the first, sharded over
-the second). `dim` is the tensor dimension that is sharded. FSDP2 gathers the parameters of a module together. Therefore
-a module becomes a separate FSDP2 unit if none of its parameters matches the last rule. If the parameters of a module
-match rules with different meshes, an error is raised.
+the second). `dim` is the tensor dimension that is sharded. A rule with `split` divides dimension 0 over another mesh
+first. FSDP2 does not gather over that mesh: each rank computes with its own part (`padfree.sharding.experts`).
+
+FSDP2 gathers the parameters of a module together. Therefore a module becomes an FSDP2 unit of its own if none of its
+parameters matches the last rule, and it raises an error if its parameters match rules with different meshes.
 """
 
 from __future__ import annotations
@@ -36,6 +38,16 @@ class Rule(NamedTuple):
     applies: Callable[[ParameterInfo], bool]
     mesh: DeviceMesh
     dim: int = 0
+    split: DeviceMesh | None = None  # with it, `dim` is the first dimension after 0 that the ranks of `mesh` divide
+
+    def dim_of(self, parameter: nn.Parameter) -> int:
+        """The dimension of this parameter that is sharded over `mesh`."""
+        if self.split is None:
+            return self.dim
+        shards = self.mesh.size(self.mesh.ndim - 1)
+        found = next((dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % shards == 0), None)
+        assert found is not None, f"{tuple(parameter.shape)} has no dimension that {shards} ranks divide"
+        return found
 
 
 def shard_everything(mesh: DeviceMesh) -> Rule:

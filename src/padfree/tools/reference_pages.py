@@ -26,7 +26,8 @@ SECTION_PAGES = {
     "rollout.launch": "[vLLM](../guides/vllm.md)",
     "loss": "[losses](../concepts/losses.md)",
     "critic": "[losses](../concepts/losses.md)",
-    "parallel": "[context parallelism](../concepts/context-parallelism.md)",
+    "parallel": "[context parallelism](../concepts/context-parallelism.md) and [expert "
+    "parallelism](../concepts/expert-parallelism.md)",
     "checkpoint": "[checkpoints](../guides/checkpoints.md)",
 }
 """By section of the settings: the page that explains it."""

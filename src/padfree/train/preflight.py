@@ -39,6 +39,7 @@ from padfree.data import StoredSamples
 from padfree.data.prepare import Progress
 from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
 from padfree.distributed import raise_together
+from padfree.distributed.mesh import check_expert_ranks
 from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
 from padfree.losses import load_objective
@@ -46,6 +47,7 @@ from padfree.losses.objectives.custom import USER_OBJECTIVE
 from padfree.model import attach, lm_head_of
 from padfree.model.model_files import open_model
 from padfree.model.scalar_head import scalar_head_of
+from padfree.model.stacked_experts import undivided
 from padfree.model.structure import skeleton
 from padfree.packing.context_sizes import context_sizes
 from padfree.packing.fill import Indices
@@ -148,6 +150,7 @@ def _run_checks(
         load_objective(config.loss.kind)
     model, limits = check_models(config)
     check_context(config, model, processes)
+    check_experts(config, model, processes)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
     notes = [*inert_settings(config), *check_vocabularies(config, tokenizer)]
@@ -181,6 +184,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
             f"{context} times parallel.replicate {replicate} does not divide {processes} processes",
             "change one of them",
         )
+    check_expert_ranks(config.parallel.expert, processes // replicate)
     requested = config.model.attention
     if requested != "auto" and requested not in BACKENDS:
         raise UserError("model.attention", "", f"set it to auto, or to one of {', '.join(BACKENDS)}", value=requested)
@@ -283,6 +287,24 @@ def check_context(config: Config, model: PreTrainedModel, processes: int) -> Non
                     f"divide {sizes.heads} attention heads",
                     "set parallel.method=allgather",
                 ) from None
+
+
+def check_experts(config: Config, model: PreTrainedModel, processes: int) -> None:
+    """Refuse parallel.expert if the experts of the trained model cannot be divided."""
+    expert = config.parallel.expert
+    if expert == 1:
+        return
+    check_expert_ranks(expert, processes // config.parallel.replicate)
+    if config.parallel.checkpointing == "host":
+        raise UserError(
+            "parallel.expert",
+            f"{expert}, but parallel.checkpointing=host needs whole graphs of compiled layers, which the exchange of "
+            "tokens breaks",
+            "set parallel.checkpointing=selective",
+        )
+    reason = undivided(model, expert, processes // config.parallel.replicate // expert)
+    if reason is not None:
+        raise UserError("parallel.expert", f"{expert}, but {reason}", "set parallel.expert=1, or another number")
 
 
 # Data

@@ -7,7 +7,8 @@
 
 Under FSDP2 all ranks synchronise in every layer, so the time of a whole step does not show which rank was slow. On a
 GPU the marks are events, and the host waits for them only when it reads the results of the step. Compiled layers are
-not timed, because the hooks would break their graphs.
+not timed, because the hooks would break their graphs. Layers whose experts are divided over ranks are not timed,
+because they wait for the tokens of other ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ class RankImbalanceTimer:
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: Mesh) -> RankImbalanceTimer | None:
-        """Return a timer, or None if there is only one data rank or if timing would break compiled layers."""
-        if mesh.data.size == 1 or any(layer._compiled_call_impl is not None for layer in layers_of(model)):
+        """The timer of a model. None if there is only one data rank, if layers wait for tokens of other ranks, or if
+        timing would break compiled layers."""
+        if mesh.data.size == 1 or mesh.experts is not None:
+            return None
+        if any(layer._compiled_call_impl is not None for layer in layers_of(model)):
             return None
         return RankImbalanceTimer(model, mesh)
 

@@ -170,9 +170,8 @@ def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[Paralle
     `may_offload`: whether a layer computes longer than the copy of its activations to the host takes.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
-    if not may_offload or parallel.compile == "none" or parallel.context != 1:
-        # "host" works only if each layer is compiled to one graph, which context parallelism breaks.
-        ways = tuple(way for way in FASTEST_FIRST if way != "host")
+    if not may_offload or parallel.compile == "none" or parallel.context != 1 or parallel.expert != 1:
+        ways = tuple(way for way in FASTEST_FIRST if way != "host")  # "host" needs whole graphs of compiled layers
     if parallel.checkpointing != "auto":
         ways = (parallel.checkpointing,)
     for way in ways:

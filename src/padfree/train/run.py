@@ -300,6 +300,7 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
         device,
         context=1 if parallel.context == "auto" else parallel.context,
         replicate=parallel.replicate,
+        expert=parallel.expert,
         contexts=contexts,
         timeout=config.run.timeout,
     )

@@ -5,6 +5,8 @@
     replicate 2           two rings of 4           0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4      stays inside a host
                           and four rings of 2      0 >> 4 >> 0   1 >> 5 >> 1   ...            with a fourth of the bytes
     context 2             0 1 | 2 3 | 4 5 | 6 7    neighbours
+    expert 2              0 1 | 2 3 | 4 5 | 6 7    neighbours exchange tokens
+                          and two rings of 4       0 > 2 >> 4 > 6 >> 0   1 > 3 >> 5 > 7 >> 1  shards of the experts
 
 Bytes that each of the P processes of a collective over n bytes sends to the next process of its ring:
 
@@ -14,7 +16,10 @@ Bytes that each of the P processes of a collective over n bytes sends to the nex
 
 FSDP gathers every unit once per micro-batch. A unit is a layer, or the root: embeddings, last norm and head. With
 `parallel.reshard`, layers are gathered again for backward. Gradients are reduced after every micro-batch. For context
-parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank. Not counted: packet headers, rollouts,
+parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank. Divided experts are a unit of their own.
+Every choice of an expert sends one row of activations to the expert's rank and one row back, in forward and in
+backward, and again if activations are recomputed. The choices are not known before the run: all experts are counted as
+chosen equally often. Not counted: packet headers, rollouts,
 scoring without gradients, evaluations and checkpoints.
 """
 
@@ -22,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -34,6 +39,7 @@ from padfree.config import Config
 from padfree.cp import communication_bytes, make_layout
 from padfree.distributed.mesh import rank_groups
 from padfree.errors import UserError
+from padfree.model.stacked_experts import stacked_experts, undivided
 from padfree.model.structure import layers_of
 from padfree.packing import StepPlan
 from padfree.sizes import AttentionSizes, ModelSizes
@@ -43,8 +49,8 @@ Floats = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 
 GATHER, REDUCE, REPLICAS = "all-gather of weights", "reduce-scatter of gradients", "all-reduce between replicas"
-METRICS = "metrics"
-FLOAT32, FLOAT64 = 4, 8
+EXPERTS, METRICS = "all-to-all of tokens and experts", "metrics"
+FLOAT32, FLOAT64, INT64 = 4, 8, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
 """Approximate number of statistics of a step that are summed over all processes, not counting per-process entries."""
@@ -58,6 +64,7 @@ class Placement:
     hosts: int = 1
     context: int = 1
     replicate: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks % self.hosts:
@@ -89,6 +96,11 @@ class Placement:
         """[shards, replicate]: all ranks, in groups (rows) that hold the same shard of the weights."""
         return self.shard_groups.T
 
+    @property
+    def expert_mesh(self) -> Ranks:
+        """[replicate, fsdp, expert] ranks as `padfree.distributed.mesh` arranges them for the weights of experts."""
+        return np.arange(self.ranks).reshape(self.replicate, -1, self.expert)
+
     def hosts_of(self, groups: Ranks) -> int:
         """Return the largest number of hosts that one of these groups (rows of ranks) spans."""
         return max(len(np.unique(group)) for group in self.host(groups))
@@ -108,6 +120,9 @@ class Placement:
         yield f"  weights are gathered {weights}"
         if self.context > 1:
             yield f"  the {self.context} context ranks of a pack are {inside[packs == 1].format(packs)}"
+        if self.expert > 1:
+            hosts = self.hosts_of(self.expert_mesh.reshape(-1, self.expert))
+            yield f"  the {self.expert} ranks that divide the experts are {inside[hosts == 1].format(hosts)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -162,18 +177,21 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSizes:
-    """The number of elements of one FSDP unit over all shards, including padding."""
+    """Elements of one FSDP unit over all shards, padding included. Of divided experts: of the part of one rank."""
 
     gathered: int
     reduced: int
     is_root: bool
+    is_divided: bool = False
 
 
-def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
-    """Return the sizes of the FSDP units that `padfree.sharding.parallelize` makes.
+def fsdp_units(model: PreTrainedModel, shards: int, expert: int = 1) -> list[UnitSizes]:
+    """The FSDP units that `padfree.sharding.parallelize` makes. FSDP2 pads the first dimension of every parameter.
 
-    FSDP2 pads the first dimension of every parameter to a multiple of `shards`.
+    `expert`: the number of ranks that divide the experts of a layer.
     """
+    divided = stacked_experts(model) if expert > 1 and undivided(model, expert, shards // expert) is None else []
+    apart = {id(parameter) for module in divided for parameter in module.parameters(recurse=False)}
 
     def padded(parameter: nn.Parameter) -> int:
         if not parameter.ndim or not parameter.numel():
@@ -182,6 +200,7 @@ def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
         return -(-first // shards) * shards * (parameter.numel() // first)
 
     def unit(parameters: list[nn.Parameter], is_root: bool) -> UnitSizes:
+        parameters = [parameter for parameter in parameters if id(parameter) not in apart]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return UnitSizes(
             gathered=sum(map(padded, parameters)), reduced=sum(map(padded, trained)), is_root=is_root
@@ -190,7 +209,17 @@ def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
     layers = [list(layer.parameters()) for layer in layers_of(model)]
     in_layers = {id(parameter) for parameters in layers for parameter in parameters}
     root = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
-    return [unit(root, True), *(unit(parameters, False) for parameters in layers)]
+    experts = [list(module.parameters(recurse=False)) for module in divided]
+    parts = [
+        UnitSizes(
+            gathered=sum(each.numel() for each in own) // expert,
+            reduced=sum(each.numel() for each in own if each.requires_grad) // expert,
+            is_root=False,
+            is_divided=True,
+        )
+        for own in experts
+    ]
+    return [unit(root, True), *(unit(parameters, False) for parameters in layers), *parts]
 
 
 def weights_traffic(
@@ -204,13 +233,17 @@ def weights_traffic(
     if placement.ranks == 1:
         return found
     shards = placement.ranks // placement.replicate
-    units = fsdp_units(model, shards)
-    gathers = sum(unit.gathered * (2 if reshard and not unit.is_root else 1) for unit in units)
-    reduced = sum(unit.reduced for unit in units) * FLOAT32
+    units = fsdp_units(model, shards, placement.expert)
     rounds = 2 if backend == "gloo" else 1
-    found.rings(GATHER, placement.shard_groups, micro_batches * size * gathers)
-    found.rings(REDUCE, placement.shard_groups, micro_batches * rounds * reduced)
-    found.rings(REPLICAS, placement.replica_groups, micro_batches * 2 * reduced / shards)
+    mesh = placement.expert_mesh
+    among_experts = np.moveaxis(mesh, 1, -1).reshape(-1, mesh.shape[1])
+    for is_divided, groups in ((False, placement.shard_groups), (True, among_experts)):
+        own = [unit for unit in units if unit.is_divided == is_divided]
+        gathers = sum(unit.gathered * (2 if reshard and not unit.is_root else 1) for unit in own)
+        reduced = sum(unit.reduced for unit in own) * FLOAT32
+        found.rings(GATHER, groups, micro_batches * size * gathers)
+        found.rings(REDUCE, groups, micro_batches * rounds * reduced)
+        found.rings(REPLICAS, placement.replica_groups, micro_batches * 2 * reduced / groups.shape[1])
     found.rings(METRICS, np.arange(placement.ranks)[None], 2 * FLOAT64 * (placement.ranks + STATISTICS))
     return found
 
@@ -256,6 +289,28 @@ def context_traffic(
     return found
 
 
+def expert_traffic(
+    plan: StepPlan, model: PreTrainedModel, placement: Placement, config: Config, *, size: int
+) -> Traffic:  # fmt: skip
+    """The bytes that the ranks of an expert group send each other, if all experts are chosen equally often."""
+    found, expert = Traffic(placement=placement), placement.expert
+    if expert == 1:
+        return found
+    widths = placement.context if plan.widths is None else plan.widths
+    tokens = np.maximum(-(-plan.computed_tokens // widths), 1)  # [data ranks, J] on a context rank; a filler has 1
+    by_rank = np.repeat(tokens.sum(1), placement.ranks // plan.ranks)
+    forwards = 1 if config.parallel.checkpointing == "none" else 2
+    top, groups = ModelSizes.of(model.config).experts_per_token, placement.expert_mesh.reshape(-1, expert)
+    for module in stacked_experts(model):
+        down: Any = module.down_proj
+        row = size * down.shape[2 if module.is_transposed else 1]
+        rows = 2 * (forwards + 1) * by_rank * top / expert * row
+        counts = forwards * plan.num_micro_batches * INT64 * down.shape[0] / expert
+        for step in range(1, expert):
+            found.send(EXPERTS, groups, np.roll(groups, step, axis=1), rows[groups] + counts)
+    return found
+
+
 def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
     key_heads = attention.key // attention.head
     return {
@@ -284,6 +339,7 @@ def step_traffic(
         micro_batches=plan.num_micro_batches,
     )
     found.add(context_traffic(plan, ModelSizes.of(model.config), placement, config, size=size))
+    found.add(expert_traffic(plan, model, placement, config, size=size))
     return found
 
 
