@@ -438,6 +438,7 @@ def test_experts_are_divided_where_they_can_be(tmp_path: Path, write: Write, mod
         (config(), experts, 3),
         (config("parallel.replicate=2"), experts, 2),
         (config("parallel.expert=8"), experts, 8),
+        (config("lora.rank=4", "lora.targets=['all-linear', 'experts']"), experts, 8),
         (config("parallel.checkpointing=host", "parallel.compile=inductor"), experts, 8),
         (config(), build("llama4"), 8),
     ):

@@ -178,6 +178,12 @@ def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
     return product.T if layer.fan_in_fan_out else product  # GPT-2 stores weights as [in, out]
 
 
+def adapts_experts(model: PreTrainedModel, targets: Sequence[str]) -> bool:
+    """Whether these targets select stacked weights of experts."""
+    modules = (name.rpartition(".")[0] for name in _targets(model, targets)[1])
+    return any(stacked_weights(model.get_submodule(name)) for name in modules)
+
+
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
     """The full names of the linear layers, and of the weights of experts and routers, that get adapters."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]

@@ -45,6 +45,7 @@ from padfree.estimate.cost_file import read_cost
 from padfree.losses import load_objective
 from padfree.losses.objectives.custom import USER_OBJECTIVE
 from padfree.model import attach, lm_head_of
+from padfree.model.lora import adapts_experts
 from padfree.model.model_files import open_model
 from padfree.model.scalar_head import scalar_head_of
 from padfree.model.stacked_experts import undivided
@@ -301,6 +302,12 @@ def check_experts(config: Config, model: PreTrainedModel, processes: int) -> Non
             f"{expert}, but parallel.checkpointing=host needs whole graphs of compiled layers, which the exchange of "
             "tokens breaks",
             "set parallel.checkpointing=selective",
+        )
+    if config.lora.rank and adapts_experts(model, config.lora.targets):
+        raise UserError(
+            "parallel.expert",
+            f"{expert}, but experts with LoRA adapters cannot be divided over ranks",
+            "set parallel.expert=1, or leave the experts out of lora.targets",
         )
     reason = undivided(model, expert, processes // config.parallel.replicate // expert)
     if reason is not None:
