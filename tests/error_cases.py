@@ -34,7 +34,7 @@ from torch import Tensor
 import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
-from padfree.batch import LmHead, PackedBatch, Sample, Segments
+from padfree.batch import LmHead, PackedBatch
 from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator
@@ -63,6 +63,8 @@ from padfree.rollout import SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
+from padfree.sample import Sample
+from padfree.segments import Segments
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.testing.models import build, row, save_with_tokenizer
 from padfree.tools.demo import SIZES, Demo

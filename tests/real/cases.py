@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed
+from padfree.sample import Sample
 from padfree.train.batch_preparer import BatchPreparer
 from padfree.train.preflight import preflight
 from padfree.train.run import mesh_of

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.cp import shard
 from padfree.data import StoredSamples, TokenizedDataset
@@ -26,6 +25,7 @@ from padfree.model.structure import skeleton
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing import CostModel, collate
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.reading import TrainingData
 from padfree.testing.models import build, save_with_tokenizer

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed, make_mesh
@@ -31,6 +30,7 @@ from padfree.rollout.collect.sample_exchange import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.token_ids import vocabulary_of
+from padfree.sample import Sample
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.microbatch import PackSettings

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, named_tensors
@@ -26,6 +25,7 @@ from padfree.rollout.collect.sample_exchange import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.engines.in_process.policy_model import copy_weights
 from padfree.rollout.token_ids import vocabulary_of
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train

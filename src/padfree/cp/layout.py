@@ -42,9 +42,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.arrays import need_whole
-from padfree.batch import Layout, Segments
+from padfree.batch import Layout
 from padfree.choices import LayoutKind
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 Indices = NDArray[np.int64]
 Reals = NDArray[np.float64]

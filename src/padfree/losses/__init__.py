@@ -65,7 +65,7 @@ from padfree.losses.objectives import ObjectiveInputs, ObjectiveOutput, load_obj
 from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.policy_loss import needs_old_logprobs, policy_loss
 from padfree.losses.preference import dpo_loss, preference_pairs, reward_model_loss, sample_ends
-from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_mean, segment_sum, spread
 from padfree.losses.types import LossInputs, LossOutput, Statistics, merge_statistics
 from padfree.losses.value import value_loss
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from padfree.batch import Sample
+    from padfree.sample import Sample
 
 Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
 """(samples, temperature) -> the trainer's log-probability of every token, [n] for each sample. Collective."""

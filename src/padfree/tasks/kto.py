@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import LocalBatch, Sample
+from padfree.batch import LocalBatch
 from padfree.config import Config, LossConfig
 from padfree.config.loss_settings import KTOSettings
 from padfree.cp.ranges import to_device
@@ -41,6 +41,7 @@ from padfree.data.records import RowError, shown, string
 from padfree.data.tokenize import PairTokenizer
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput, segment_sum, spread
+from padfree.sample import Sample
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, scored_inputs
 from padfree.tasks.reading import TrainingData, of_store, text_settings

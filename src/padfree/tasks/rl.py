@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample, with_arrays
 from padfree.config import Config, LossConfig
 from padfree.config.functions import model_of
 from padfree.config.loss_settings import PolicySettings
@@ -24,6 +23,7 @@ from padfree.head.budget import Memory
 from padfree.losses import needs_old_logprobs
 from padfree.rollout import read_prompts
 from padfree.rollout.environment import load_episode
+from padfree.sample import Sample, with_arrays
 from padfree.tasks.batch_advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, TokenMicroBatchLoss

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample, with_arrays
 from padfree.config import Config, LossConfig
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
+from padfree.sample import Sample, with_arrays
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
 from padfree.tasks.reading import TrainingData

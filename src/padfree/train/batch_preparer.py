@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.checkpoint.manifest import TrainedModel
 from padfree.config import Config
 from padfree.errors import UserError
+from padfree.sample import Sample
 from padfree.tasks.task import Models, task_of
 from padfree.train.batch_times import BatchTimes
 from padfree.train.critic import Critic

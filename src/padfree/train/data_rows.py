@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data import StoredSamples
 from padfree.errors import UserError
 from padfree.packing.epochs import EpochOrder, SourcePart
 from padfree.packing.fill import Indices
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 from padfree.tasks.reading import Samples
 
 Group = Sequence[Sample | Prompt]

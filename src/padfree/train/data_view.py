@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.config import Config, DataConfig
 from padfree.data.chat_renderer import RenderedSample
 from padfree.data.conversation import Conversation
@@ -31,6 +30,7 @@ from padfree.data.sources import open_sources, record_of
 from padfree.data.tokenize import RowTokenizer
 from padfree.errors import UserError
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 from padfree.tasks.reading import TrainingData, text_settings
 
 

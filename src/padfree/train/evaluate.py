@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.config import Config, EvalConfig
 from padfree.data import Reward, load_reward
 from padfree.optim.master_weights import compute_copies
@@ -31,6 +30,7 @@ from padfree.rollout import Prompt
 from padfree.rollout.collect.collector import Collector, EpisodeOutcome
 from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.sampling_rng import GREEDY, response_keys
+from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.reading import TrainingData

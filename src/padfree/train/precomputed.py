@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data import StoredSamples
 from padfree.data.store import default_cache_folder, find_or_build, hash_of, open_array, writing
 from padfree.distributed import Mesh
 from padfree.errors import UserError
+from padfree.sample import Sample
 from padfree.train.rl.reference_model import ReferenceModel
 
 NAME = "logprobs"

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.attention import BACKENDS, choose_backend
-from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.choices import Init, ModelHead
 from padfree.config import Config
 from padfree.config.functions import is_path, model_of
@@ -54,6 +53,7 @@ from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import check_engine_name
 from padfree.rollout.environment import check_episode_rows, check_episode_settings
+from padfree.sample import TOKEN_ARRAYS, Sample
 from padfree.sizes import ModelSizes
 from padfree.tasks.reading import Samples, TrainingData
 from padfree.train.data_rows import (

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.hub import check_name
 from padfree.data import (
@@ -35,6 +34,7 @@ from padfree.errors import UserError, shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt
 from padfree.rollout.collect.group import RolloutGroup
+from padfree.sample import Sample
 from padfree.tasks import task_of
 from padfree.tasks.batch_advantages import check_signal
 from padfree.tasks.reading import Samples, TrainingData, text_settings

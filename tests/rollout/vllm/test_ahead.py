@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.rollout.base import Response
 from padfree.rollout.collect.collector import Collector, QueuedBatch
@@ -27,6 +26,7 @@ from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment.play import Played
 from padfree.rollout.response_log import _records
 from padfree.rollout.sampling_rng import response_keys
+from padfree.sample import Sample
 from padfree.train.engine import Engine
 from padfree.train.run import train
 from tests.ranks import run_ranks

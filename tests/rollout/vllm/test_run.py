@@ -21,7 +21,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
@@ -35,6 +34,7 @@ from padfree.rollout.engines.servers.server_api import LateError, RestartedError
 from padfree.rollout.engines.servers.server_processes import LaunchedServer, Launcher
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.token_ids import vocabulary_of
+from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
 from padfree.train import run as run_module
 from padfree.train.run import train

@@ -36,7 +36,6 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.functions import model_of
 from padfree.data import Reward, load_reward
@@ -60,6 +59,7 @@ from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 from padfree.rollout.prompts import Prompt
 from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.sampling_rng import response_keys
+from padfree.sample import Sample
 
 OnSampling = Callable[[int, int], None]
 """Called with this rank's number of finished responses and its number of requested responses."""

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh, exchange_rows, gather_objects
 from padfree.packing.prefixes import common_length
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
+from padfree.sample import Sample
 
 NO_TOKEN = 1 << 40
 """Larger than any token id; placeholder ids start here."""

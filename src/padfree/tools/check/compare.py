@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.model.structure import layers_of
+from padfree.sample import Sample
 
 FLOOR = 0.01
 """The divisor of a gradient difference is at least this fraction of the largest gradient entry of the part."""

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.inputs import check_regular
 from padfree.data import Progress
@@ -31,6 +30,7 @@ from padfree.errors import UserError
 from padfree.model.sharing import sharing_obstacle
 from padfree.packing import PrefixTree, TokenBudgetBatcher
 from padfree.packing.collate import prefixes_of
+from padfree.sample import Sample
 from padfree.train.batch_preparer import distinct
 from padfree.train.data_rows import (
     SourceShare,

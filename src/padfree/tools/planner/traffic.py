@@ -29,13 +29,13 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from padfree.batch import Segments
 from padfree.config import Config
 from padfree.cp import communication_bytes, make_layout
 from padfree.distributed.mesh import rank_groups
 from padfree.errors import UserError
 from padfree.model.structure import layers_of
 from padfree.packing import StepPlan
+from padfree.segments import Segments
 from padfree.sizes import AttentionSizes, ModelSizes
 
 Backend = Literal["gloo", "nccl"]

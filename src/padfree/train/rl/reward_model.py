@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data import SFTDataSettings
 from padfree.data.tokenize import PairTokenizer
 from padfree.distributed import gather_objects
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 from padfree.train.limits import ModelLimits
 from padfree.train.value_loss import ScalarScorer
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.optim.master_weights import compute_copies
 from padfree.rollout.collect.collector import Collector
+from padfree.sample import Sample
 from padfree.train.engine import Engine
 from padfree.train.training_data import Batcher
 
