@@ -25,7 +25,7 @@ from torch import Tensor
 
 from padfree.arrays import number_array
 from padfree.choices import KLEstimator
-from padfree.config.loss_settings import ClipSettings
+from padfree.config.policy_settings import ClipSettings
 from padfree.errors import UserError
 from padfree.losses import checks
 from padfree.losses.kl import kl_divergence

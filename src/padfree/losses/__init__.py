@@ -13,24 +13,21 @@ Their settings are plain data that do not import torch: `padfree.config.loss_set
 """
 
 from padfree.choices import KLEstimator, WeightMode
-from padfree.config.loss_settings import (
+from padfree.config.loss_settings import DPOSettings, RewardModelSettings, SFTSettings, ValueSettings
+from padfree.config.policy_settings import (
     CISPOSettings,
     ClipSettings,
     Correction,
     CustomObjective,
-    DPOSettings,
     GSPOSettings,
     IcePopSettings,
     Objective,
     OPSMSettings,
     PolicySettings,
     ReinforceSettings,
-    RewardModelSettings,
     SequenceMaskSettings,
     SequenceTISSettings,
-    SFTSettings,
     TokenTISSettings,
-    ValueSettings,
 )
 from padfree.losses.advantages import (
     discounted_returns,

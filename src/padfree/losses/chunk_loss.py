@@ -19,7 +19,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from padfree.config.loss_settings import PolicySettings, SFTSettings
+from padfree.config.loss_settings import SFTSettings
+from padfree.config.policy_settings import PolicySettings
 from padfree.errors import UserError
 from padfree.losses import policy_loss
 from padfree.losses.nll import sft_loss

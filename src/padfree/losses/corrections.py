@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.config.loss_settings import (
+from padfree.config.policy_settings import (
     Correction,
     IcePopSettings,
     OPSMSettings,

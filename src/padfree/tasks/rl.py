@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config, LossConfig
 from padfree.config.functions import model_of
-from padfree.config.loss_settings import PolicySettings
+from padfree.config.policy_settings import PolicySettings
 from padfree.data import RolloutDataSettings, load_reward, read_rollouts
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory

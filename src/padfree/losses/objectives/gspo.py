@@ -9,7 +9,7 @@ weights of `aggregation.py` do. But each token has its own gradient, so context 
 
 from __future__ import annotations
 
-from padfree.config.loss_settings import GSPOSettings
+from padfree.config.policy_settings import GSPOSettings
 from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 

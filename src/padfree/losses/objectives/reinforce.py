@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from padfree.config.loss_settings import ReinforceSettings
+from padfree.config.policy_settings import ReinforceSettings
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 
 
