@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from padfree.batch import Layout
 from padfree.choices import LayoutKind
 from padfree.cp import keys_read, make_layout, modelled_cost, pieces, work
+from padfree.cp.balanced_layout import EARLIER_KEY_PAIRS, OWN_KEY_PAIRS, QUERY_TILE, TILE
 from padfree.cp.context_plan import Pieces
 from padfree.cp.keys import key_traffic
-from padfree.cp.layout import EARLIER_KEY_PAIRS, OWN_KEY_PAIRS, QUERY_TILE, TILE
 from padfree.segments import Segments
 from tests.cp.cases import KINDS
 
