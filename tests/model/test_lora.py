@@ -19,9 +19,10 @@ from padfree.distributed import make_mesh
 from padfree.head import score
 from padfree.model import attach, hidden_states
 from padfree.model.export import export_adapters, export_model
-from padfree.model.load import load_model, named_tensors
+from padfree.model.load import load_model
 from padfree.model.lora import ADAPTER, add_adapters, initial_values, is_adapter
 from padfree.model.mixers import installed
+from padfree.model.named_tensors import named_tensors
 from padfree.packing import pack
 from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations

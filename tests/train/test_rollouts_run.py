@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, distributed, make_mesh
-from padfree.model.load import load_model, named_tensors
+from padfree.model.load import load_model
 from padfree.model.lora import add_adapters
+from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.collect.collector import Collector

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from padfree.errors import UserError
-from padfree.model.load import nonfinite_weight
+from padfree.model.nonfinite_tensors import nonfinite_weight
 from padfree.sample import Sample
 
 

@@ -33,7 +33,8 @@ from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
-from padfree.model.load import clean_name, load_model
+from padfree.model.load import load_model
+from padfree.model.named_tensors import clean_name
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing.collate import prefixes_of
