@@ -98,8 +98,12 @@ def first_samples(config: Config) -> list[Sample]:
     groups: Sequence[Any] = next(batcher)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
-    return whole(collector.collect(engine.model, groups, batch=batcher.step, version=0))
+    collector = Collector(
+        config.rollout, config.loss, config.run, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model)
+    )
+    collector.sync_weights(engine.model, 0)
+    collector.put(groups, batch=batcher.step, version=0)
+    return whole(collector.take(batcher.step, version=0))
 
 
 def ranks(rank: int, world: int, configs: list[Config], failing: Config) -> tuple[list[list[Sample]], str]:

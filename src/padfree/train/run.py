@@ -268,7 +268,9 @@ def _collector(
     sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     try:
         return Collector(
-            config,
+            config.rollout,
+            config.loss,
+            config.run,
             mesh,
             sampler,
             tokenizer,

@@ -130,10 +130,14 @@ def first_samples(config: Config) -> list[Sample]:
     batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
+    collector = Collector(
+        config.rollout, config.loss, config.run, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model)
+    )
     groups: Any = next(batcher)
     with closing(collector):
-        return whole(collector.collect(engine.model, groups, batch=batcher.step, version=0))
+        collector.sync_weights(engine.model, 0)
+        collector.put(groups, batch=batcher.step, version=0)
+        return whole(collector.take(batcher.step, version=0))
 
 
 def ranks(rank: int, world: int, config: Config) -> list[Sample]:
