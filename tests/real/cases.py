@@ -106,9 +106,12 @@ def ours(config: Config) -> Found:
         preflight_result = preflight(config, processes=1, device_type="cpu")
         engine = build_engine(config, mesh, preflight_result.tokenizer)
         batches = BatchPreparer(
-            config,
             engine,
             make_batcher(config, preflight_result.source.samples),
+            loss=config.loss,
+            data=config.data,
+            rollout=config.rollout,
+            seed=config.run.seed,
             reference=build_reference(config, mesh, engine),
             teacher=None,
             critic=None,

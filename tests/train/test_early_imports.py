@@ -24,6 +24,10 @@ def config_of(**sections: dict[str, Any]) -> Config:
     return config_from_dict({"model": model, "data": {"path": "d"}, "batch": batch, "run": {"folder": "f"}, **sections})
 
 
+def modules_of(config: Config, device_type: str) -> list[str]:
+    return first_step_modules(config.model, config.parallel, device_type)
+
+
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on the import path; its modules are removed from sys.modules afterwards."""
@@ -90,12 +94,12 @@ def test_what_is_imported_is_what_the_settings_may_use(has_flash4: bool, monkeyp
     backend = SimpleNamespace(is_installed=lambda: has_flash4)
     monkeypatch.setattr(early_imports, "BACKENDS", {"fa4": backend})
     flash4 = FLASH_ATTENTION_4 if has_flash4 else ()
-    assert first_step_modules(config_of(), "cpu") == []
-    assert first_step_modules(config_of(), "cuda") == [*HEAD, *COMPILER, *flash4, *EPILOGUES]
-    assert first_step_modules(config_of(parallel={"compile": "none"}), "cuda") == [*HEAD, *flash4]
-    assert first_step_modules(config_of(parallel={"kernels": "none"}), "cuda") == [*HEAD, *COMPILER, *flash4]
-    assert first_step_modules(config_of(model={"attention": "torch"}), "cuda") == [*HEAD, *COMPILER, *EPILOGUES]
-    assert first_step_modules(config_of(model={"dtype": "float32"}), "cuda") == [*HEAD, *COMPILER]
+    assert modules_of(config_of(), "cpu") == []
+    assert modules_of(config_of(), "cuda") == [*HEAD, *COMPILER, *flash4, *EPILOGUES]
+    assert modules_of(config_of(parallel={"compile": "none"}), "cuda") == [*HEAD, *flash4]
+    assert modules_of(config_of(parallel={"kernels": "none"}), "cuda") == [*HEAD, *COMPILER, *flash4]
+    assert modules_of(config_of(model={"attention": "torch"}), "cuda") == [*HEAD, *COMPILER, *EPILOGUES]
+    assert modules_of(config_of(model={"dtype": "float32"}), "cuda") == [*HEAD, *COMPILER]
 
 
 def test_a_run_waits_for_them_before_it_builds_the_engine(

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import LocalBatch
-from padfree.config import Config, LossConfig
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.config.loss_settings import KTOSettings
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import sum_over_context
@@ -218,15 +218,16 @@ class AnswerMeasure:
 class KTO(Task):
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(config.data, day))
-        paths = list(config.data.path)
+        settings = SFTDataSettings(**text_settings(data, day))
+        paths = list(data.path)
         found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, SCHEMA, progress=progress)
         return of_store(found)
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.config import Config, LossConfig
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
 from padfree.sample import Sample, with_arrays
@@ -52,14 +52,15 @@ class Task(ABC):
     @abstractmethod
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        """Read and tokenise the data of `config.data`."""
+        """Read and tokenise the data; `rollout` says whether the run samples responses to prompts."""
 
     @abstractmethod
     def micro_batch_loss(

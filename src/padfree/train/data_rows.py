@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from padfree.config import Config
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.data import StoredSamples
 from padfree.errors import UserError
 from padfree.packing.epochs import EpochOrder, SourcePart
@@ -26,18 +26,18 @@ from padfree.tasks.reading import Samples
 Group = Sequence[Sample | Prompt]
 
 
-def in_rows(config: Config) -> bool:
+def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
     """Whether batches consist of data rows; if not, they consist of groups of rollouts or of prompts."""
-    return config.loss.task.in_rows and config.rollout.source is None
+    return loss.task.in_rows and rollout.source is None
 
 
-def row_starts(config: Config, samples: Any) -> Indices:
+def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
     """[R+1] Index of the first sample of each data row.
 
     Stored samples record their rows. For other samples, the command defines the number of samples per row (1 in RL).
     """
     known: Indices | None = getattr(samples, "row_starts", None)
-    size = config.loss.task.group_size if in_rows(config) else 1
+    size = loss.task.group_size if in_rows(loss, rollout) else 1
     return np.arange(0, len(samples) + 1, size) if known is None else known
 
 
@@ -48,35 +48,32 @@ def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
     return counts
 
 
-def epoch_parts(config: Config, sizes: Sequence[int]) -> list[SourcePart] | None:
+def epoch_parts(data: DataConfig, sizes: Sequence[int]) -> list[SourcePart] | None:
     """The size (rows or groups) and the weight of each source of a mixture.
 
     None if the data is not a mixture; then each row occurs once per epoch.
     """
-    if not config.data.sources:
+    if not data.sources:
         return None
-    return [
-        SourcePart(size=size, weight=one.exact_weight) for size, one in zip(sizes, config.data.sources, strict=True)
-    ]
+    return [SourcePart(size=size, weight=one.exact_weight) for size, one in zip(sizes, data.sources, strict=True)]
 
 
-def check_shown(config: Config, sizes: Sequence[int]) -> None:
+def check_shown(data: DataConfig, sizes: Sequence[int]) -> None:
     """Refuse a source that would not contribute a single row to the whole run."""
-    epochs = config.data.epochs
-    for number, part in enumerate(epoch_parts(config, sizes) or ()):
+    epochs = data.epochs
+    for number, part in enumerate(epoch_parts(data, sizes) or ()):
         if epochs is not None and not part.shown(epochs):
             raise UserError(
                 f"data.sources.{number}.weight",
-                f"{config.data.sources[number].weight:g} of {part.size} rows is less than one row in "
-                f"data.epochs={epochs}",
+                f"{data.sources[number].weight:g} of {part.size} rows is less than one row in data.epochs={epochs}",
                 "give a larger weight, or more epochs",
             )
 
 
-def epoch_order(config: Config, sizes: Sequence[int]) -> EpochOrder:
+def epoch_order(data: DataConfig, sizes: Sequence[int], *, seed: int) -> EpochOrder:
     """The order in which the batcher shows rows in each epoch. `sizes`: number of rows of each part."""
-    parts = epoch_parts(config, sizes) or [SourcePart(size=sum(sizes), weight=Fraction(1))]
-    return EpochOrder(parts, shuffle=config.data.shuffle, seed=config.run.seed)
+    parts = epoch_parts(data, sizes) or [SourcePart(size=sum(sizes), weight=Fraction(1))]
+    return EpochOrder(parts, shuffle=data.shuffle, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,16 +99,18 @@ class SourceShare:
         )
 
 
-def source_shares(config: Config, samples: Samples, parts: Sequence[int]) -> list[SourceShare]:
+def source_shares(
+    data: DataConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, parts: Sequence[int]
+) -> list[SourceShare]:
     """The share of each of `data.sources` in the mixture; empty without a mixture. `parts`: samples of each source."""
-    if not config.data.sources:
+    if not data.sources:
         return []
     lengths = lengths_of(samples)
     ends = np.cumsum(parts)
     tokens = [int(part.sum()) for part in np.split(lengths, ends[:-1])]
-    rows = row_counts(row_starts(config, samples), parts)
-    weighted = [count * each.weight for count, each in zip(tokens, config.data.sources, strict=True)]
-    epochs = config.data.epochs
+    rows = row_counts(row_starts(loss, rollout, samples), parts)
+    weighted = [count * each.weight for count, each in zip(tokens, data.sources, strict=True)]
+    epochs = data.epochs
     return [
         SourceShare(
             name=each.label,
@@ -122,7 +121,7 @@ def source_shares(config: Config, samples: Samples, parts: Sequence[int]) -> lis
             share=weighted[number] / max(sum(weighted), 1.0),
             epochs=None if epochs is None else each.weight * epochs,
         )
-        for number, each in enumerate(config.data.sources)
+        for number, each in enumerate(data.sources)
     ]
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from padfree.config import Config
 from padfree.data import StoredSamples
 from padfree.data.store import default_cache_folder, find_or_build, hash_of, open_array, writing
 from padfree.distributed import Mesh
@@ -48,10 +47,10 @@ class ReferencedSamples(Sequence[Sample]):
 
 
 def with_reference(
-    samples: StoredSamples, reference: ReferenceModel, fingerprint: str, config: Config, mesh: Mesh
+    samples: StoredSamples, reference: ReferenceModel, fingerprint: str, mesh: Mesh, *, dtype: str, temperature: float
 ) -> ReferencedSamples:
     """The samples with the log-probabilities of the reference, whose weights have this fingerprint. Collective."""
-    depends = [samples.digest, fingerprint, config.model.dtype, config.loss.temperature, torch.__version__]
+    depends = [samples.digest, fingerprint, dtype, temperature, torch.__version__]
     key, cache = hash_of(["reference", *depends])[:32], default_cache_folder()
     shape = (int(samples.lengths.sum()),)
 

@@ -147,7 +147,7 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     # The reward model's tokenizer gives other lengths than the run's: a text over the cap is a pack by itself.
     scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
-    return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config)
+    return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config.data)
 
 
 def check_reward_model(path: str, files: Mapping[str, Path] | None) -> None:

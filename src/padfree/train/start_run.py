@@ -69,9 +69,12 @@ def begin_run(
     mesh, note = engine.mesh, on_note or (lambda line: None)
     raise_together(user_error_of(mark_run_folder, config) if mesh.loss.rank == 0 else None)
     batches = BatchPreparer(
-        config,
         engine,
         batcher,
+        loss=config.loss,
+        data=config.data,
+        rollout=config.rollout,
+        seed=config.run.seed,
         reference=reference,
         teacher=teacher,
         critic=critic,

@@ -104,11 +104,11 @@ def load_training_data(
 def _load(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
     read = task_of(config.loss.command).read
     if not config.data.sources:
-        return read(config, tokenizer, **options)
+        return read(config.data, config.rollout, tokenizer, **options)
     found: dict[str, TrainingData] = {}
     for number, source in enumerate(config.data.sources):
         try:
-            one = read(replace(config, data=config.data.of_source(source)), tokenizer, **options)
+            one = read(config.data.of_source(source), config.rollout, tokenizer, **options)
         except UserError as error:
             raise _of_data_source(error, number) from error
         found[source.label] = one
@@ -178,7 +178,7 @@ def load_held_out(
 def _first(config: Config, samples: Samples) -> Samples:
     """The first `eval.samples` samples: whole rows, counted like `batch.samples`."""
     assert config.eval.samples is not None
-    starts, size = row_starts(config, samples), config.loss.task.group_size
+    starts, size = row_starts(config.loss, config.rollout, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
     return [samples[index] for index in range(int(count))]
 
@@ -208,8 +208,8 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
         raise UserError("data.path", f"{', '.join(data.paths)} has no samples", "give files with at least one sample")
     order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
     groups, sizes = groups_of(config, samples, parts)
-    order["parts"] = epoch_parts(config, sizes)
-    if in_rows(config):
+    order["parts"] = epoch_parts(data, sizes)
+    if in_rows(config.loss, config.rollout):
         if batch.samples is not None:
             size = config.loss.task.group_size
             return FixedSizeBatcher(groups, batch_size=batch.samples // size, length=_num_tokens, **order)
@@ -237,8 +237,8 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
 
 def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tuple[Sequence[Group], list[int]]:
     """The units of batches (data rows or groups), and how many come from each part of the samples."""
-    if in_rows(config):
-        starts = row_starts(config, samples)
+    if in_rows(config.loss, config.rollout):
+        starts = row_starts(config.loss, config.rollout, samples)
         return Rows(samples, starts), row_counts(starts, parts)
     ends = np.cumsum(parts or [len(samples)]).tolist()
     by_part = [_groups(config, [samples[i] for i in range(a, b)]) for a, b in pairwise([0, *ends])]

@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from padfree.config import Config
+from padfree.config import ParallelConfig
 from padfree.cp import communication_bytes, make_layout
 from padfree.distributed.mesh import rank_groups
 from padfree.errors import UserError
@@ -210,7 +210,7 @@ def weights_traffic(
 
 
 def context_traffic(
-    plan: StepPlan, sizes: ModelSizes, placement: Placement, config: Config, *, size: int
+    plan: StepPlan, sizes: ModelSizes, placement: Placement, parallel: ParallelConfig, *, size: int
 ) -> Traffic:  # fmt: skip
     """The bytes that attention sends between the context ranks of each pack.
 
@@ -219,7 +219,6 @@ def context_traffic(
     found = Traffic(placement=placement)
     if placement.context == 1 and plan.widths is None:
         return found
-    parallel = config.parallel
     # A layer recomputed for backward sends its keys again, unless the compiler saves the attention output.
     kept = parallel.compile not in ("none", "auto") and parallel.checkpointing == "selective"
     forwards = 1 if parallel.checkpointing == "none" or kept else 2
@@ -261,20 +260,23 @@ def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
 
 
 def step_traffic(
-    config: Config, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
+    parallel: ParallelConfig, dtype: str, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
 ) -> Traffic:  # fmt: skip
-    """The bytes of one training step with this plan. No setting may be "auto"; `model` can be a skeleton."""
-    size = NUMBER_BYTES[config.model.dtype]
-    assert config.parallel.reshard != "auto", "must be resolved by the caller"
+    """The bytes of one training step with this plan, which gathers weights in `dtype`.
+
+    No setting may be "auto"; `model` can be a skeleton.
+    """
+    size = NUMBER_BYTES[dtype]
+    assert parallel.reshard != "auto", "must be resolved by the caller"
     found = weights_traffic(
         model,
         placement,
         size=size,
-        reshard=config.parallel.reshard,
+        reshard=parallel.reshard,
         backend=backend,
         micro_batches=plan.num_micro_batches,
     )
-    found.add(context_traffic(plan, ModelSizes.of(model.config), placement, config, size=size))
+    found.add(context_traffic(plan, ModelSizes.of(model.config), placement, parallel, size=size))
     return found
 
 
