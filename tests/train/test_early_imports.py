@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from padfree.config import Config, config_from_dict
+from padfree.config import Config, ModelConfig, ParallelConfig, config_from_dict
 from padfree.testing.models import save_with_tokenizer
 from padfree.train import early_imports, run
 from padfree.train.early_imports import COMPILER, EPILOGUES, FLASH_ATTENTION_4, HEAD, EarlyImports, first_step_modules
@@ -120,7 +120,7 @@ def test_a_run_waits_for_them_before_it_builds_the_engine(
     )
     asked: list[str] = []
 
-    def modules(config: Config, device_type: str) -> list[str]:
+    def modules(model: ModelConfig, parallel: ParallelConfig, device_type: str) -> list[str]:
         asked.append(device_type)
         return ["early_slow"]
 
