@@ -32,7 +32,7 @@ from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.collect.collector import Collector, OnSampling
-from padfree.rollout.engines import make_async_sampler, make_sampler
+from padfree.rollout.engines import make_sampler
 from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.stop_signals import StopSignals
@@ -283,8 +283,7 @@ def _collector(
     chat = None
     if config.rollout.has_episodes:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)), day=source.day)
-    made = make_async_sampler if config.rollout.staleness else make_sampler
-    sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     try:
         return Collector(
             config.rollout,

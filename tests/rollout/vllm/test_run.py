@@ -27,7 +27,7 @@ from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.sample_exchange import whole
-from padfree.rollout.engines import make_async_sampler, make_sampler
+from padfree.rollout.engines import make_sampler
 from padfree.rollout.engines.servers import pool, server_processes, start
 from padfree.rollout.engines.servers import sampler as sampler_module
 from padfree.rollout.engines.servers.server_api import LateError, RestartedError, VersionError
@@ -268,7 +268,7 @@ def test_a_request_that_fails_during_a_weight_sync_is_retried(
         config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, max_concurrent=2)
         mesh = make_mesh("cpu")
         engine = build_engine(config, mesh)
-        sampler: Any = make_async_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
+        sampler: Any = make_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
         try:
             sampler.update_weights(engine.model, 0)
             sampler.begin(requests, found.__setitem__)
@@ -317,7 +317,7 @@ def test_tokens_of_a_request_that_came_during_a_weight_sync_have_no_older_versio
         config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, max_concurrent=1)
         mesh = make_mesh("cpu")
         engine = build_engine(config, mesh)
-        sampler: Any = make_async_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
+        sampler: Any = make_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
         try:
             sampler.update_weights(engine.model, 0)
             sampler.begin([SamplingRequest(tokens=np.array([3, 4]), max_new_tokens=3, key=1)], found.__setitem__)
