@@ -59,7 +59,7 @@ class CachedPrompt:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class DecodeSlot:
     """A response that is being sampled."""
 
     request: int
@@ -80,7 +80,7 @@ class SlotSchedule:
     on_tokens: OnTokens | None
     prompts: dict[int, CachedPrompt] = field(default_factory=dict)  # by `id` of their token arrays
     waiting: deque[int] = field(default_factory=deque)
-    occupied: list[Slot] = field(default_factory=list)  # slot i is occupied[i] after `_arrange`
+    occupied: list[DecodeSlot] = field(default_factory=list)  # slot i is occupied[i] after `_arrange`
     extents: Extents = field(default_factory=lambda: Extents(0))
     num_reported: dict[int, int] = field(default_factory=dict)  # by request: number of tokens passed to `on_tokens`
 
@@ -119,7 +119,7 @@ class SlotSchedule:
 
     def _admit(self) -> bool:
         """Assign free slots and cache space to waiting requests. Returns whether any was admitted."""
-        admitted: list[Slot] = []
+        admitted: list[DecodeSlot] = []
         missing: list[CachedPrompt] = []
         while self.waiting and len(self.occupied) + len(admitted) < self.decoder.num_slots:
             slot = self._admitted(self.waiting[0], missing)
@@ -137,7 +137,7 @@ class SlotSchedule:
             self.decoder.prefill([prompt.placed for prompt in missing])
         return bool(admitted)
 
-    def _admitted(self, number: int, missing: list[CachedPrompt]) -> Slot | None:
+    def _admitted(self, number: int, missing: list[CachedPrompt]) -> DecodeSlot | None:
         request = self.requests[number]
         prompt = self.prompts[id(request.tokens)]
         own = self.extents.allocate(request.max_new_tokens)
@@ -150,7 +150,7 @@ class SlotSchedule:
                 return None
             if prompt.stored:
                 missing.append(prompt)
-        return Slot(request=number, prompt=prompt, own=own, remaining=request.max_new_tokens)
+        return DecodeSlot(request=number, prompt=prompt, own=own, remaining=request.max_new_tokens)
 
     def _add_next_prompts(self, missing: list[CachedPrompt]) -> None:
         """Add prompts of waiting requests to this prefill pass if responses do not need their cache space."""
@@ -201,7 +201,7 @@ class SlotSchedule:
     def _release(self, status_copy: StatusCopy | None) -> None:
         """Free the slots and the cache space of responses that have ended."""
         status = None if status_copy is None else status_copy.read()
-        remaining: list[Slot] = []
+        remaining: list[DecodeSlot] = []
         for slot in self.occupied:
             if slot.remaining > 0 and (status is None or not status[1, slot.request]):
                 remaining.append(slot)
