@@ -1,4 +1,4 @@
-"""The choices of every setting with a fixed list of values. Other parts of padfree import them from here."""
+"""The allowed values of every setting that has a fixed list of values. Other parts of padfree import them from here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ SAMPLING_ENGINES = {
     "in_process": "padfree.rollout.engines.in_process.sampler:make_in_process_sampler",
     "vllm": "padfree.rollout.engines.vllm:make_vllm_sampler",
 }
-"""The function that makes the sampler of each `rollout.engine`. Users may name their own as module:function."""
+"""For each value of `rollout.engine`, the function that makes the sampler. Users may also give their own function as
+module:function.
+"""
 WeightTransfer = Literal["group", "files"]
 RolloutFilter = Literal["none", "equal"]
 OnFailure = Literal["error", "skip"]

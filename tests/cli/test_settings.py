@@ -51,7 +51,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         "default": 8,
         "bounds": "1 or more",
         "needs": [],
-        "meaning": "Responses per prompt, the size of a group.",
+        "meaning": "Number of responses per prompt, i.e. the size of a group.",
         "resume": "must stay",
         "formerly": "group",
     }

@@ -81,7 +81,7 @@ def test_one_rank_keeps_the_whole_pack() -> None:
     ("options", "message"),
     [
         ({"method": "star"}, "method: 'star' is unknown; choose one of allgather, ring, ulysses"),
-        ({"world": 2, "rank": 2}, "rank: 2 exceeds the 2 context ranks; give a rank from 0 to 1"),
+        ({"world": 2, "rank": 2}, "rank: 2 is out of range for 2 context ranks; give a rank from 0 to 1"),
         ({"world": 2, "kind": "striped"}, "kind: 'striped' is unknown; choose one of"),
     ],
 )

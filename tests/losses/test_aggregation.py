@@ -146,8 +146,8 @@ def test_weights_go_through_pack() -> None:
         ("constant", {}, "constant: None"),
         ("constant", {"constant": 0.0}, "constant: 0.0"),
         ("token-mean", {"constant": 3.0}, "leave it out"),
-        ("group-mean", {}, "groups: None for 3 samples"),
-        ("group-mean", {"groups": [1, 2]}, "groups: 2 entries for 3 samples"),
+        ("group-mean", {}, "groups: is None for 3 samples"),
+        ("group-mean", {"groups": [1, 2]}, "groups: has 2 entries for 3 samples"),
         ("group-mean", {"groups": [1, None, 2]}, "groups: is None at index 1"),
     ],
 )

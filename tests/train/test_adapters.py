@@ -180,7 +180,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh: Mesh, folder: Path) -> 
         ),
     ]
     for checkpoint, sections, message in cases:
-        with pytest.raises(CheckpointError, match=rf"^checkpoint: [^\n]* is of another model \([^\n]*{message}"):
+        with pytest.raises(CheckpointError, match=rf"^checkpoint: [^\n]* belongs to another model \([^\n]*{message}"):
             load(checkpoint, build_engine(make_config(folder, **sections), mesh))
     load(path, build_engine(make_config(folder, model={"dtype": "bfloat16"}), mesh))  # the same weights, rounded
 

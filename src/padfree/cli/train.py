@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from padfree.train import RunResult
 
 SHOWN_STEPS = 4
-"""Number of first steps for which a dry run of several processes shows the traffic."""
+"""A dry run of several processes shows the traffic of this many steps, the first ones."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -98,7 +98,10 @@ def last_line(config: Config, result: RunResult) -> str:
 
 
 def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
-    """Call `train`, with failures turned into one-line messages."""
+    """Train, and show the progress with `shown`. Failures that a user can fix become a `UserError`.
+
+    `signals`: the signal handlers that this command has installed.
+    """
     shown.activity("importing torch and transformers", 0, 0)
     with paused_collector():
         from padfree.train.failures import one_line_failures
@@ -120,7 +123,7 @@ def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> R
 
 
 def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
-    """The lines of a dry run: model, data, layout, memory per device, and the plan of the first step.
+    """Yield the lines that a dry run prints: model, data, layout, memory per device, and the plan of the first step.
 
     With `all_settings`, the settings come first, as a recipe.
     """
@@ -152,7 +155,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     cost = run_cost(config.batch, model)
     in_pairs = config.loss.task.group_size > 1
     sampled = config.rollout.source is not None
-    # For prompts only the lengths of the responses are known; other samples are compared as in the run.
+    # Prompts have no responses yet, so shared prefixes can be found only if the run does not sample its responses.
     shares = not sampled and config.batch.share_prefixes is not False and sharing_obstacle(model) is None
 
     def planned(groups: Sequence[Any]) -> StepPlan:
@@ -238,7 +241,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
 
 
 def shared_tokens(plan: StepPlan) -> str:
-    """A text with the number of computed tokens; empty if samples share no prefixes."""
+    """Return a text with the number of computed tokens; an empty text if samples share no prefixes."""
     computed = int(plan.computed_tokens.sum())
     return "" if plan.prefixes is None or plan.sharing == 1.0 else f" ({computed:,} computed, the rest shared)"
 
@@ -246,7 +249,7 @@ def shared_tokens(plan: StepPlan) -> str:
 def traffic_lines(
     config: Config, model: PreTrainedModel, plans: Sequence[StepPlan], processes: int, device_type: str
 ) -> Iterator[str]:
-    """The host of each rank, and the traffic between hosts in the first steps."""
+    """Yield lines that show the host of each rank, and the traffic between hosts in the first steps (`plans`)."""
     from padfree.tools.planner.traffic import Placement, shown_bytes, step_traffic
 
     backend: Literal["gloo", "nccl"] = "nccl" if device_type == "cuda" else "gloo"
@@ -265,7 +268,10 @@ def traffic_lines(
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Settings as TOML. TOML has no null, so settings that are None become comments."""
+    """Yield settings as lines of TOML. TOML has no null, so settings that are None become comments.
+
+    `prefix`: the name of the table `values` with a dot at its end.
+    """
     tables = {name: value for name, value in values.items() if isinstance(value, Mapping) and name != "columns"}
     for name, value in values.items():
         if name in tables:
@@ -282,11 +288,11 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)) and any(isinstance(entry, Mapping) for entry in value):
         given = [{name: each for name, each in entry.items() if each is not None} for entry in value]
         return f"[{', '.join(map(_toml, given))}]"
-    return json.dumps(value, ensure_ascii=False)  # strings, numbers, true and false, and lists read the same in TOML
+    return json.dumps(value, ensure_ascii=False)  # JSON strings, numbers, booleans and lists are valid TOML
 
 
 def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
-    """The memory estimate, one line per part."""
+    """Yield the lines of a dry run about memory: the total, then one line per part."""
     yield (
         f"memory: about {_gib(memory.device)} on each device (an estimate without the memory of allocator, collectives "
         "and driver)"

@@ -55,8 +55,8 @@ def gather_log_probs_packed(
     if len(tokens) != len(logits) + 1:
         raise UserError(
             "input_ids",
-            f"has {len(tokens)} tokens for logits of {len(logits)} tokens",
-            "give one token more than logits",
+            f"has {len(tokens)} tokens, but the logits have {len(logits)} positions",
+            "give one token more than the logits have positions",
         )
     return score_logits(logits, tokens[1:], temperature=_temperature(temperature))[0]
 

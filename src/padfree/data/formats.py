@@ -4,10 +4,9 @@
     pairs     prompt, chosen, rejected | messages, chosen, rejected | chosen, rejected
     prompts   prompt | messages
 
-A column of another usual name counts as the field: `output` or `answer` as `response`, and so on (`NAMES`). Alpaca,
-ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are these formats with other names. docs/guides/data.md has
-the list.
-The format of rollouts is in `padfree.data.rollouts`.
+Columns with other usual names are recognised too: `output` or `answer` as `response`, and so on (`NAMES`). Alpaca,
+ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are these formats with other column names. docs/guides/data.md
+has the list. The format of rollouts is in `padfree.data.rollouts`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ GUARDED = {
     "chat_template_kwargs": "which sets template arguments per row; padfree supports data.template_arguments only",
     **dict.fromkeys(("system", "system_prompt", "tools", "history"), _CHAT),
 }
-"""Columns that change the meaning of a row, each with the reason."""
+"""The columns that change the meaning of a row, each with the reason for the error message."""
 
 _PAIRS = frozenset(("chosen", "rejected")), "use padfree dpo or padfree reward for preference pairs"
 _UNPAIRED = (
@@ -127,7 +126,7 @@ TITLES = {
 
 
 def described(fields: Fields, first: Mapping[str, Any], schema: Schema, title: str | None = None) -> str:
-    """How a file is read: `Alpaca (instruction, input, output); not used: id`."""
+    """Describe how a file is read: `Alpaca (instruction, input, output); not used: id`."""
     title = title or TITLES[fields.kind]
     if fields.columns.get("prompt", "").lower() == "instruction":
         title = "Alpaca" if fields.kind == "pair" else f"Alpaca {title}"
@@ -142,7 +141,7 @@ def _is_sharegpt(messages: object) -> bool:
 
 
 def reading_notes(files: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """One note per way of reading, with the names of the files: `data: train.jsonl is read as ...`."""
+    """One note for each way in which files are read, with the file names: `data: train.jsonl is read as ...`."""
     names: dict[str, list[str]] = {}
     for file in files:
         if file.get("read_as"):

@@ -38,7 +38,7 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one device, and of its process on the CPU."""
+    """An estimate of the bytes that a run needs on one device, and in the host memory of the device's process."""
 
     weights: int
     gradients: int
@@ -52,9 +52,9 @@ class MemoryEstimate:
     working: int
     reference: int
     reference_offloaded: bool
-    sampler: int  # weights of the sampler's copy; 0 if it shares the trained weights
+    sampler: int  # weights of the sampler's copy of the model; 0 if it shares the trained weights
     cache: int  # KV cache
-    cache_stays: bool  # False: the cache exists only while the sampler generates
+    cache_stays: bool  # if False, the KV cache exists only while the sampler generates
     parameters: int
     trained: int
 
@@ -64,7 +64,7 @@ class MemoryEstimate:
 
     @property
     def device(self) -> int:
-        """The peak: in a training step, or while the sampler generates."""
+        """The peak of the device memory in bytes, either in a training step or while the sampler generates."""
         standing = self.sampler
         standing += 0 if self.offloaded else self.states
         standing += 0 if self.reference_offloaded else self.reference
@@ -87,11 +87,12 @@ def estimate_memory(
     prompt_tokens: int = 0,
     copied_keys: float = 0.0,
 ) -> MemoryEstimate:
-    """Estimate a run with these settings. `model` is a `skeleton` of `model.path`; adapters are added to it if needed.
+    """Estimate the memory of a run with these settings.
 
-    `longest`: tokens on a device in its longest micro-batch, if that may exceed `batch.max_tokens`.
-    `prompt_tokens`: length of the longest prompt that responses are generated for. `copied_keys`: keys per token that
-    attention copies if rows of the data have several samples that share prefixes.
+    `model` is the model on the meta device (a `skeleton` of `model.path`); adapters are added to it if needed.
+    `longest` is the number of tokens on a device in its longest micro-batch, if that may exceed `batch.max_tokens`.
+    `prompt_tokens` is the length of the longest prompt that responses are generated for. `copied_keys` is the number of
+    keys per token that attention copies, if data rows have several samples that share prefixes.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
@@ -128,7 +129,8 @@ def estimate_memory(
         sampler = 0 if alone and (size == FLOAT32 or not reshard) else counts.parameters * size
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
     tokens = max(config.batch.max_tokens, longest)
-    # With several context ranks attention breaks the graph of a compiled layer, which keeps more: count it as eager.
+    # With several context ranks, attention breaks the graph of a compiled layer, which then keeps more activations.
+    # Such a layer is counted as if it were not compiled.
     context = config.parallel.most_context(processes)
     compiled = config.parallel.compile != "none" and context == 1
     return MemoryEstimate(
@@ -157,7 +159,7 @@ def estimate_memory(
 def _cache(
     config: Config, model: PreTrainedModel, size: int, *, processes: int, device_type: str, prompt_tokens: int
 ) -> int:
-    """The KV cache of the in-process sampler. On a GPU a prompt is stored once for all its responses."""
+    """The bytes of the KV cache of the in-process sampler. On a GPU, a prompt is stored once for all its responses."""
     if config.rollout.engine != "in_process":
         return 0
     rollout, samples = config.rollout, -(-(config.batch.samples or 1) // processes)
@@ -198,8 +200,10 @@ def _counts(model: nn.Module, shards: int) -> _Counts:
 
 
 def _share(parameter: nn.Parameter, shards: int) -> int:
-    """Elements in the largest shard: FSDP2 shards a parameter along its first dimension, and the first shards are the
-    largest."""
+    """The number of elements of a parameter in its largest shard, which is the first one.
+
+    FSDP2 shards a parameter along its first dimension.
+    """
     if not parameter.ndim:
         return parameter.numel()
     return -(-parameter.shape[0] // shards) * (parameter.numel() // max(1, parameter.shape[0]))
@@ -208,8 +212,9 @@ def _share(parameter: nn.Parameter, shards: int) -> int:
 def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
     """Bytes of unsharded weights and gradients while FSDP2 computes.
 
-    The weights are those of the root unit and of two layers (the current one and the next), or of all layers without
-    `reshard`. The gradients are those of the embeddings and of one layer, in float32 for the reduction.
+    The weights are those of the root unit and of two layers: the current one and the next. Without `reshard`, they are
+    those of the root unit and of all layers. The gradients are those of the embeddings and of one layer, in float32 for
+    the reduction.
     """
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
     root = sum(parameter.numel() for parameter in model.parameters()) - sum(layers)
@@ -231,9 +236,10 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
     """The number of keys that a pack copies per token if its samples share prefixes of `prompt_tokens` tokens.
 
     If the run generates the responses, a group of G responses of R tokens to a prompt of P tokens has P + G (P + R)
-    keys for P + G R tokens. For other data the prefixes are unknown before samples are compared; the estimate assumes
-    that eight samples share half of each sample. The result is 0 for SFT unless `batch.share_prefixes` is true: SFT
-    compares only samples from one row of the data, which are counted elsewhere.
+    keys for P + G R tokens. For other data, the prefixes are unknown before samples are compared. The estimate then
+    assumes groups of eight samples in which the first half of each sample is shared. For SFT the result is 0 unless
+    `batch.share_prefixes` is true, because SFT compares only samples from one row of the data, which are counted
+    elsewhere.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
@@ -253,11 +259,12 @@ def _working(
     backward = size * (4 * inner + 2 * sizes.hidden)
     if parallel.checkpointing != "none":
         backward += layer
-    if context > 1:  # add the keys and values of the whole pack, and their gradients
+    if context > 1:  # each rank also holds the keys and values of the whole pack, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * context
-    copied = 2 * size * (sizes.key + sizes.value) * copies  # copied keys and values, and their gradients
+    # keys and values that are copied for shared prefixes, and their gradients
+    copied = 2 * size * (sizes.key + sizes.value) * copies
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None:  # a scalar head computes one number per token
+    if head is None:  # a scalar head computes one number per token and needs no memory for logits
         return tokens * backward + int(tokens * copied)
     return max(
         tokens * backward + int(tokens * copied),
@@ -276,7 +283,9 @@ def _working(
 def head_bytes(
     tokens: int, hidden: int, vocabulary: int, *, size: int, device_type: str, budget: int, weight_gradient: bool
 ) -> int:
-    """Bytes of the fused head if all tokens are scored, including the gradients of hidden states and of its weight."""
+    """The bytes that the fused head needs if all tokens are scored, including the gradients of hidden states and
+    weight.
+    """
     operand = size if device_type == "cuda" else FLOAT32
     budget = usable_budget(budget, tokens, hidden, sum_bytes=FLOAT32)
     tile = choose_tile(tokens, vocabulary, itemsize=FLOAT32, device_type=device_type, budget=budget)

@@ -1,4 +1,4 @@
-"""Losses: pure functions on the tokens of a pack, aggregated with one weight per token.
+"""Losses: pure functions that take the tokens of a pack and return a weighted sum, with one weight per token.
 
 segments                            sums, means and scans over samples
 aggregation                         every way of averaging, as a weight per token
@@ -9,7 +9,8 @@ objectives, corrections, kl         parts of policy losses; one file per objecti
 advantages                          rewards to advantages
 logits                              scores from existing logits
 
-Their settings are plain data that do not import torch: `padfree.config.loss_settings`.
+The settings of the losses are in `padfree.config.loss_settings`. They are plain data, and importing them does not
+import torch.
 """
 
 from padfree.choices import KLEstimator, WeightMode

@@ -1,4 +1,4 @@
-"""Stock Hugging Face models on packs.
+"""Run stock Hugging Face models on packs of samples.
 
 adapter            attach: use padfree's attention in a stock model, or refuse the model
 interface          the attention function that an attached model calls

@@ -6,14 +6,17 @@
 `export_model` merges adapters into the weights, in float32. `export_adapters` writes a folder for
 `PeftModel.from_pretrained(base, "out")`.
 
-Both are collective. Tensors are gathered one by one; rank 0 keeps and writes them. The files are written by
-`save_pretrained` of an empty copy of the model's class, without the wrappers of training. Names, layout (experts one by
-one, if transformers stores them so) and file sizes are therefore the same as in any transformers folder.
+Both functions are collective. Tensors are gathered one by one, and rank 0 keeps and writes them. To write the files,
+rank 0 calls `save_pretrained` on a copy of the model without weights and without the wrappers of training. Names,
+layout (experts one by one, if transformers stores them so) and file sizes are therefore the same as in any transformers
+folder.
 
-A language model that was extracted from a multimodal folder is exported inside it: `padfree.model.wrapper`.
+A language model that was extracted from a multimodal model is exported as part of the multimodal model: see
+`padfree.model.wrapper`.
 
 The folder is written under a temporary name and then renamed, so that it is always complete. `padfree_export.json`
-marks it as an export and lists its files. Only a folder that has this file and no foreign files is ever replaced.
+marks it as an export and lists its files. An existing folder is replaced only if it has this file and no files that the
+export did not write.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from padfree.model.wrapper import save_whole, wrapper_of
 from padfree.version import __version__
 
 RECORD = "padfree_export.json"
-"""The file in every export that marks it as one; it holds the version, the time and the list of files."""
+"""The file that marks a folder as an export. It holds the version of padfree, the time and the list of files."""
 
 
 def export_model(
@@ -61,8 +64,8 @@ def export_model(
 ) -> Path:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads. Replaces an earlier export in `folder`.
 
-    `dtype`: dtype of the parameters in the files. None keeps their dtype, or uses float32 if there are adapters.
-    Parameters that the architecture always keeps in float32 stay in float32.
+    `dtype` is the dtype of the parameters in the files. None keeps the dtype of the model, or uses float32 if there are
+    adapters. Parameters that the architecture always keeps in float32 stay in float32.
     """
     if dtype is None and any(is_adapter(name) for name in named_tensors(model)):
         dtype = torch.float32
@@ -92,7 +95,10 @@ def export_model(
 
 
 def _not_finite(tensors: Mapping[str, Tensor], parameters: Collection[str], dtype: torch.dtype) -> str | None:
-    """An error message if a weight is not finite, before or after conversion to the dtype of the files; else None."""
+    """Check that all weights are finite, before and after conversion to the dtype of the files.
+
+    Returns an error message, or None if all are finite.
+    """
     found = nonfinite_tensor(tensors, parameters)
     if found is None:
         return None
@@ -105,7 +111,7 @@ def _not_finite(tensors: Mapping[str, Tensor], parameters: Collection[str], dtyp
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide the progress bar of transformers, which would interfere with padfree's."""
+    """A block that hides the progress bar of transformers, which would interfere with padfree's own."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -120,7 +126,7 @@ def export_adapters(
 ) -> Path:
     """Write only the adapters, which `peft.PeftModel.from_pretrained` loads on top of their base model.
 
-    `base`: the path of the base model, stored in the adapter config.
+    `base` is the path of the base model, which is stored in the adapter config.
     """
     folder, first = Path(folder), _is_first()
     raise_together(_occupied(folder) if first else None)
@@ -143,9 +149,9 @@ def export_adapters(
 
 
 def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, gathered, with its name in HF files. Adapters are merged into the weights that they adapt.
+    """Yield every tensor of the model, gathered from all ranks, with its name in Hugging Face files.
 
-    Collective: every rank must iterate over all tensors.
+    Adapters are merged into the weights that they adapt. Collective: every rank must iterate over all tensors.
     """
     tensors = named_tensors(model)
     adapted = {clean_name(f"{name}.weight"): layer for name, layer in model.named_modules() if is_adapted(layer)}
@@ -161,7 +167,7 @@ def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank. Collective."""
+    """The whole tensor, gathered from all ranks, on every rank. Collective."""
     if isinstance(tensor, DTensor):
         # Move offloaded shards to the device first, because the communication backend needs them there.
         tensor = tensor.detach().to(tensor.device_mesh.device_type)
@@ -175,7 +181,7 @@ def _is_first() -> bool:
 
 
 def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
-    """Write on rank 0. An error there is raised on all ranks."""
+    """Write an export on rank 0. If this fails, all ranks raise the error."""
     error = None
     if _is_first():
         try:
@@ -186,9 +192,9 @@ def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) ->
 
 
 def not_an_export(folder: Path) -> str | None:
-    """Why an export must not replace this folder, for example because it has files that no export wrote.
+    """The reason why an export must not replace this folder, for example because it has files that no export wrote.
 
-    None if it may be replaced.
+    Returns None if it may be replaced.
     """
     paths = list(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     if not paths:
@@ -239,7 +245,7 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
 
 
 def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same class and config on the meta device, without the wrappers of training."""
+    """A model of the same class and config on the meta device, without weights and without the wrappers of training."""
     # fully_shard changes the class of a model to a subclass of FSDPModule and the original class.
     original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     assert issubclass(original, PreTrainedModel)

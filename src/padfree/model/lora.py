@@ -8,17 +8,18 @@
 recomputation, compilation, FSDP2 and the head work as before. `named_tensors.clean_name` removes `base_layer` from
 names, which gives the names in HF files. Call `attach` first, because it tests the plain architecture.
 
-A is initialised from the seed and its own name, so that its values do not depend on ranks, order or targets. B is 0, so
-that the model initially equals the one without adapters.
+The initial values of A depend only on the seed and on the name of A, not on ranks, on the order of layers or on the
+other targets. B is 0, so that the model initially equals the one without adapters.
 
-Adapters are for linear layers below the head. These targets raise an error, and "all-linear" leaves them frozen:
+Adapters are for linear layers below the head. The following layers stay frozen with "all-linear", and raise an error if
+they are named as targets:
 
 - embeddings and the head, because the losses read the head's weight directly, without the adapter;
 - linear layers of a mixer whose forward reads their weight directly (Mamba's time step);
 - routers that are more than a linear layer (Llama 4);
 - experts that transformers keeps in one tensor.
 
-A scalar head (`padfree.model.scalar_head`) is new and is trained itself.
+A scalar head (`padfree.model.scalar_head`) has no adapter: it is new, and its own weight is trained.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from padfree.model.scalar_head import HEAD as SCALAR_HEAD
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
 
 ADAPTER = "default"
-"""PEFT's default name of an adapter."""
+"""The name that PEFT gives an adapter by default."""
 
 ALL_LINEAR = "all-linear"
 
@@ -54,19 +55,26 @@ _ADAPTER_NAME = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this is the name of an adapter's parameter."""
+    """Whether `name` is the name of a parameter of an adapter."""
     return _ADAPTER_NAME.search(name) is not None
 
 
 def is_trained_with_adapters(name: str) -> bool:
-    """Whether a parameter of this name is trained in a model with adapters: adapters and the scalar head are."""
+    """Whether a parameter of this name is trained in a model with adapters: it belongs to an adapter or to the scalar
+    head.
+    """
     return is_adapter(name) or name == SCALAR_WEIGHT
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0) -> None:
-    """Freeze the model and insert adapters. On the meta device, `load_model` initialises them later."""
+    """Freeze the model and insert adapters.
+
+    If the model is on the meta device, `load_model` initialises the adapters later.
+    """
     if importlib.util.find_spec("peft") is None:
-        raise UserError("lora.rank", f"{settings.rank}, but peft is not installed", "pip install 'padfree[lora]'")
+        raise UserError(
+            "lora.rank", f"is {settings.rank}, but peft is not installed", "install it with pip install 'padfree[lora]'"
+        )
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -108,12 +116,12 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def adapted_modules(model: nn.Module) -> list[str]:
-    """The last parts of the names of all modules with adapters: q_proj, v_proj."""
+    """The last parts of the names of all modules with adapters, for example q_proj and v_proj."""
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_adapted(module)})
 
 
 def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The initial values of an adapter's tensor, on the CPU. `name`: its name without wrappers."""
+    """The initial values of an adapter's tensor, on the CPU. `name` is the name of the tensor without wrappers."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
@@ -122,14 +130,19 @@ def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
-    """The adapter's contribution to its layer's weight in float32, from unsharded `a` [rank, in], `b` [out, rank]."""
+    """The adapter's contribution to the weight of its layer, in float32.
+
+    `a` [rank, in] and `b` [out, rank] are unsharded.
+    """
     product = (b.float() @ a.float()) * float(layer.scaling[ADAPTER])
     return product.T if layer.fan_in_fan_out else product  # GPT-2 stores weights as [in, out]
 
 
 def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """The names of the target layers for PEFT: the last parts of names (`q_proj`) if these select the right layers,
-    otherwise full names."""
+    """The names of the target layers in the form that PEFT needs.
+
+    These are the last parts of names (`q_proj`) if they select the right layers, otherwise full names.
+    """
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -140,7 +153,9 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     if ALL_LINEAR in targets:
         if len(targets) > 1:
             raise UserError(
-                "lora.targets", f"{targets} mixes both forms", f"give either {ALL_LINEAR!r} or names of modules"
+                "lora.targets",
+                f"{targets} mixes {ALL_LINEAR!r} with names of modules",
+                f"give either {ALL_LINEAR!r} or names of modules",
             )
         unfit = {name.rpartition(".")[2] for name in modules.keys() - fit}
         return sorted(fit) if unfit & set(last) else last
@@ -165,7 +180,7 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
 
 def _weights_read_by(module: nn.Module) -> set[str]:
-    """The submodules of a mixer whose `weight` its forward reads directly (`self.part.weight`)."""
+    """The names of the submodules of a mixer whose `weight` the mixer's forward reads directly (`self.part.weight`)."""
     if kind_of(module).name == "other":
         return set()
     return {

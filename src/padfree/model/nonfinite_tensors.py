@@ -19,7 +19,7 @@ from padfree.model.named_tensors import clean_name, named_tensors
 
 
 def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] | None = None) -> str | None:
-    """The first tensor with a non-finite value in this rank's part; None if all are finite.
+    """The name of the first tensor with a non-finite value in this rank's part. None if all values are finite.
 
     If `parameters` is given, all other names are buffers, which may hold infinity (a mask) but not NaN.
     """

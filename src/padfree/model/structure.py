@@ -1,4 +1,4 @@
-"""A model without its weights: its shapes, its buffers, and the list of its layers."""
+"""Build a model without its weights, restore its buffers, and find the list of its layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from padfree.model.wrapper import language_config
 def skeleton(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.path", head: ModelHead = "tokens"
 ) -> PreTrainedModel:
-    """The model of a folder, a Hub id or a config file on the meta device: shapes without weights."""
+    """The model of a folder, a Hub id or a config file on the meta device, without weights.
+
+    `setting` is the name of the setting that holds the path, for error messages.
+    """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         config = language_config(config) or config
@@ -29,7 +32,7 @@ def skeleton(
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, trust_remote_code=trust_remote_code
             )
-    except Exception as error:  # a config can hold anything, and config classes raise all kinds of errors
+    except Exception as error:  # a config can contain anything, so config classes can raise any error
         why = f"{error.problem}, {error.fix}" if isinstance(error, UserError) else str(error)
         reason = " ".join(why.split())[:250]
         raise UserError(
@@ -40,7 +43,7 @@ def skeleton(
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of the model's layers."""
+    """The list of the model's decoder layers. Raises `UserError` if it cannot be found."""
     wanted = int(model.config.num_hidden_layers)
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:

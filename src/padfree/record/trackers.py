@@ -22,17 +22,17 @@ from padfree.config import TrackConfig
 from padfree.errors import UserError
 
 FILE = "trackers.json"
-"""File in the run folder with the ids of the run at the trackers."""
+"""The file in the run folder that holds the ids under which the trackers know the run."""
 
 Log = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], Any]
 
 
 def require_trackers(config: TrackConfig) -> None:
-    """Refuse a tracker whose package is missing, before any work is done."""
+    """Raise a `UserError` if the settings name a tracker whose package is not installed."""
     for name in ("tensorboard", "wandb", "trackio"):
         found = find_spec(name) if getattr(config, name) else None
-        # find_spec also finds a folder of that name, e.g. the one W&B creates where it is started; it has no origin.
+        # find_spec also finds a plain folder of that name, e.g. the one that W&B writes. A folder has no origin.
         if getattr(config, name) and (found is None or found.origin is None):
             raise UserError(
                 f"track.{name}",
@@ -48,7 +48,7 @@ class Trackers:
     def __init__(
         self, config: TrackConfig, folder: Path, settings: Mapping[str, Any], *, rank: int, step: int = 0
     ) -> None:
-        """`settings`: shown with the run. `step`: the next step to be logged."""
+        """`settings`: the run's settings, which the trackers show. `step`: the next step to be logged."""
         self._targets: list[tuple[Log, Close]] = []
         if rank:
             return
@@ -61,7 +61,7 @@ class Trackers:
             self._targets.append(_trackio(config.trackio, folder, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log the metrics that are numbers."""
+        """Log those of the metrics that are numbers."""
         numbers = {
             name: float(value)
             for name, value in metrics.items()
@@ -123,11 +123,11 @@ def _trackio(project: str, folder: Path, settings: Mapping[str, Any]) -> tuple[L
 
 
 def _name_of(folder: Path, tracker: str) -> str:
-    """The name or id of this run at a tracker: created at the first start, kept after every restart."""
+    """Return the name or id of this run at a tracker. It is created at the first start and kept in the run folder."""
     path = folder / FILE
     names = _read_names(path)
     if tracker not in names:
-        # W&B's ids must not contain some characters that a folder name may contain.
+        # A folder name may contain characters that W&B does not allow in an id.
         readable = "" if tracker == "wandb" else f"{folder.resolve().name}-"
         names[tracker] = f"{readable}{secrets.token_hex(4)}"
         folder.mkdir(parents=True, exist_ok=True)

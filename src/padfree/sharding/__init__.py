@@ -1,4 +1,4 @@
-"""Divide a model among processes.
+"""Shard a model over processes.
 
 parallelize  adapters, recomputation, compilation and sharding, applied to a plain model from outside
 rules        which parameters are sharded over which mesh

@@ -1,7 +1,8 @@
-"""FSDP2: one unit per layer, and the root unit for the rest.
+"""Shard a model with FSDP2: one unit per layer, and the root unit for all other parameters.
 
-A module whose parameters match any sharding rule but the last is a separate unit inside its layer, with its own mesh.
-Gradients are summed over ranks, not averaged: token weights already contain the global normaliser.
+If the parameters of a module match any sharding rule except the last one, the module is a separate unit inside its
+layer, with its own mesh. Gradients are summed over ranks, not averaged, because the token weights already contain the
+global normaliser.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ def shard_model(
     offload: bool = False,
     rules: Sequence[Rule] = (),
 ) -> None:
-    """Shard a model over all data and context ranks, except parameters for which one of `rules` applies."""
+    """Shard a model over all data and context ranks.
+
+    Parameters for which one of `rules` applies are sharded over the mesh of that rule instead.
+    """
     lower = dtype != torch.float32
-    # Inputs keep their dtype: FSDP2 would traverse the batch and round its weights and log-probabilities.
+    # Inputs keep their dtype. Otherwise FSDP2 would traverse the batch and round its token weights and
+    # log-probabilities.
     precision = (
         MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if lower

@@ -26,7 +26,7 @@ from padfree.tasks.task import Task
 
 
 class PairMicroBatchLoss:
-    """Preference losses on pairs of answers."""
+    """The preference loss (DPO, IPO, hinge, SimPO or ORPO) of the pairs of answers in a pack."""
 
     keeps_groups: ClassVar[bool] = True
     teacher: ClassVar[None] = None

@@ -31,16 +31,16 @@ from padfree.tasks.task import Task
 
 
 def pack_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """Scores at this rank's positions, exactly 0 at positions without a label.
+    """Return the outputs of the scalar head at this rank's positions, and exactly 0 at positions without a label.
 
-    The shape is [T/cp] or, if samples share prefixes, [e]: one entry per label.
+    The shape is [T/cp]. If samples share prefixes, it is [e], with one entry per label.
     """
     scores = scalar_scores(hidden_states(model, batch), scalar_head_of(model))
     return torch.where(batch.labels != IGNORE, scores, 0.0)
 
 
 class RewardMicroBatchLoss:
-    """The Bradley-Terry loss of pairs of answers."""
+    """The Bradley-Terry loss of the pairs of answers in a pack."""
 
     keeps_groups: ClassVar[bool] = True
     teacher: ClassVar[None] = None

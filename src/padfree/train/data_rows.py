@@ -1,4 +1,4 @@
-"""Data rows, which are the units of a batch, and the rows that one epoch of a mixture contains.
+"""Data rows, which are the units of a batch, and the number of rows of each source in one epoch of a data mixture.
 
 samples       0 | 1 2 3 | 4 5 | 6         row_starts  0 1 4 6 7
 rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (for pairs: answers)
@@ -32,9 +32,9 @@ def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
 
 
 def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
-    """[R+1] Index of the first sample of each data row.
+    """Return [R+1]: the index of the first sample of each of the R data rows, then the number of samples.
 
-    Stored samples record their rows. For other samples, the command defines the number of samples per row (1 in RL).
+    `StoredSamples` record their rows. For other samples, the task defines the number of samples per row (1 in RL).
     """
     known: Indices | None = getattr(samples, "row_starts", None)
     size = loss.task.group_size if in_rows(loss, rollout) else 1
@@ -42,16 +42,19 @@ def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indice
 
 
 def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
-    """Number of rows in each part of the samples."""
+    """Return the number of data rows of each source of a mixture.
+
+    `starts`: the result of `row_starts`. `parts`: the number of samples of each source; empty if there is no mixture.
+    """
     ends = np.searchsorted(starts, np.cumsum(parts or starts[-1:]))
     counts: list[int] = np.diff(ends, prepend=0).tolist()
     return counts
 
 
 def epoch_parts(data: DataConfig, sizes: Sequence[int]) -> list[SourcePart] | None:
-    """The size (rows or groups) and the weight of each source of a mixture.
+    """Return the size and the weight of each source of a mixture. `sizes`: number of rows or groups of each source.
 
-    None if the data is not a mixture; then each row occurs once per epoch.
+    If the data is not a mixture, return None: each row then occurs once per epoch.
     """
     if not data.sources:
         return None
@@ -59,7 +62,10 @@ def epoch_parts(data: DataConfig, sizes: Sequence[int]) -> list[SourcePart] | No
 
 
 def check_shown(data: DataConfig, sizes: Sequence[int]) -> None:
-    """Refuse a source that would not contribute a single row to the whole run."""
+    """Raise a `UserError` for a source whose weight is so small that no row of it is ever trained.
+
+    `sizes`: number of rows of each source.
+    """
     epochs = data.epochs
     for number, part in enumerate(epoch_parts(data, sizes) or ()):
         if epochs is not None and not part.shown(epochs):
@@ -71,7 +77,7 @@ def check_shown(data: DataConfig, sizes: Sequence[int]) -> None:
 
 
 def epoch_order(data: DataConfig, sizes: Sequence[int], *, seed: int) -> EpochOrder:
-    """The order in which the batcher shows rows in each epoch. `sizes`: number of rows of each part."""
+    """Return the order in which the batcher takes rows in each epoch. `sizes`: number of rows of each source."""
     parts = epoch_parts(data, sizes) or [SourcePart(size=sum(sizes), weight=Fraction(1))]
     return EpochOrder(parts, shuffle=data.shuffle, seed=seed)
 
@@ -86,7 +92,7 @@ class SourceShare:
     samples: int
     tokens: int
     share: float  # share of the tokens of an average epoch
-    epochs: float | None  # how many times the run shows each row; None: limited by run.steps only
+    epochs: float | None  # how many times the run trains each row; None if only run.steps limits it
 
     def line(self) -> str:
         times = ""
@@ -102,7 +108,10 @@ class SourceShare:
 def source_shares(
     data: DataConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, parts: Sequence[int]
 ) -> list[SourceShare]:
-    """The share of each of `data.sources` in the mixture; empty without a mixture. `parts`: samples of each source."""
+    """Return the share of each of `data.sources` in the mixture; an empty list if there is no mixture.
+
+    `parts`: the number of samples of each source.
+    """
     if not data.sources:
         return []
     lengths = lengths_of(samples)
@@ -126,7 +135,7 @@ def source_shares(
 
 
 def lengths_of(samples: Samples) -> Indices:
-    """[n] Number of tokens of each sample; for a prompt, including a response of maximum length."""
+    """Return [n]: the number of tokens of each sample. For a prompt, this includes a response of maximum length."""
     if isinstance(samples, StoredSamples):
         return samples.lengths
     return np.array([len(sample) for sample in samples], dtype=np.int64)

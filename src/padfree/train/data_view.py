@@ -45,7 +45,7 @@ class ShownPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownMessage:
-    """The tokens of a sample that hold the text of one message: `first` to `end`, `end` excluded."""
+    """The tokens of a sample that hold the text of one message: indices `first` (included) to `end` (excluded)."""
 
     number: int  # number of the message in the row, counted from 1
     role: str
@@ -56,7 +56,7 @@ class ShownMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownSample:
-    """One sample, or one prompt that responses are sampled for."""
+    """One sample of a row. In RL on prompts, it is a prompt for which the run samples responses."""
 
     name: str
     parts: tuple[ShownPart, ...]
@@ -101,7 +101,7 @@ def shown_rows(
 
 
 def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
-    """The rows in use, each with the indices of its samples."""
+    """Return the rows in use: the `file:line` of each, and the indices of its samples."""
     found: list[tuple[str, list[int]]] = []
     for index in range(len(source.samples)):
         place = _row_of(source.place(index))
@@ -113,7 +113,7 @@ def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
 
 
 def _row_of(place: str) -> str:
-    """The file and line of a sample, without its turn number."""
+    """Return the file and line of a sample. `place`: the same text, which may end with a turn number."""
     before, turn, number = place.rpartition(" turn ")
     return before if turn and number.isdigit() else place
 
@@ -174,7 +174,10 @@ def _decoded(tokenizer: Any, tokens: NDArray[np.integer[Any]]) -> str:
 
 
 def _messages(data: DataConfig, sample: Sample, tokenizer: Any, place: str) -> tuple[ShownMessage, ...]:
-    """Token ranges of the messages; empty if the row has no conversation or the tokenizer gives no offsets."""
+    """Return the token range of each message of the row at `place`.
+
+    The result is empty if the row has no conversation, or if the tokenizer gives no character offsets.
+    """
     if tokenizer is None or not tokenizer.is_fast:
         return ()
     name, _, line = place.rpartition(":")
@@ -194,7 +197,10 @@ def _messages(data: DataConfig, sample: Sample, tokenizer: Any, place: str) -> t
 
 
 def _source_settings(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
-    """The name and the data settings of each source. Without a mixture: None and the settings of `[data]`."""
+    """Return the name and the data settings of each source of a mixture.
+
+    Without a mixture, the only entry is None with the settings of `[data]`.
+    """
     if not data.sources:
         return [(None, data)]
     return [(source.label, data.of_source(source)) for source in data.sources]

@@ -14,7 +14,10 @@ from padfree.train.finite_checks import NonFiniteError
 
 @contextmanager
 def one_line_failures(max_tokens: int) -> Iterator[None]:
-    """Raise a `UserError` for a lost peer, a non-finite loss, a GPU that is out of memory, or a full disk."""
+    """Context manager that turns some failures into a `UserError`.
+
+    These are a lost peer process, a non-finite loss, a GPU that runs out of memory, and a full disk.
+    """
     try:
         yield
     except (NonFiniteError, PeerLostError) as error:
@@ -30,5 +33,5 @@ def one_line_failures(max_tokens: int) -> Iterator[None]:
 
 
 def first_sentence(error: Exception) -> str:
-    """The first sentence of a long message, on one line."""
+    """Return the first sentence of an exception's message, on one line."""
     return " ".join(str(error).split()).partition(". ")[0]

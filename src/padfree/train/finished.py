@@ -4,7 +4,7 @@
     data                 unchanged
     evaluation.jsonl     contains the last evaluation
     events.jsonl         the model was exported after the last step
-    settings             those for evaluation and export are unchanged; other settings no longer have an effect
+    settings             the settings of evaluation and export are unchanged; other settings no longer have an effect
 
 If any condition fails, the run resumes from the checkpoint as usual and does what is missing.
 """
@@ -34,7 +34,7 @@ AFTER_TRAINING = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.b
 
 
 def finished_step(config: Config, source: TrainingData) -> int | None:
-    """The number of steps of a finished run; None if something is left to do."""
+    """Return the number of steps of the run if it is finished, or None if something is left to do."""
     folder = Path(config.run.folder)
     newest = latest_in(folder / CHECKPOINTS) if config.checkpoint.resume else None
     if newest is None:
@@ -63,14 +63,14 @@ def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) ->
     if ROLLOUTS in extra or extra.get(QUEUE):
         return False
     batcher = make_batcher(config, source.samples, source.parts)
-    with suppress(UserError):  # made with other settings: resuming will report it
+    with suppress(UserError):  # the checkpoint has other settings; resuming will report them
         batcher.load_state_dict(extra["batcher"])
         return next(iter(batcher), None) is None
     return False
 
 
 def _last_line(path: Path) -> dict[str, Any]:
-    """The last JSON line of a run's file; empty if there is none."""
+    """Return the last line of a JSON Lines file as a dict; an empty dict if there is no such line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = json.loads(lines[-1]) if lines else {}

@@ -1,6 +1,6 @@
 """A whole run, from its settings to the exported model.
 
-settings -> preflight      refuses runs that cannot work before anything is written or loaded; on a GPU, a thread
+settings -> preflight      checks the settings and the data before anything is written or loaded; on a GPU, a thread
                            imports the packages of the first step meanwhile
          -> resolve_auto   chooses values for `auto` settings
          -> begin_run      engine, reference, sampler, batches
@@ -77,12 +77,13 @@ def train(
     on_activity: OnActivity | None = None,
     signals: StopSignals | None = None,
 ) -> RunResult:
-    """Train, in one of the processes that torchrun started, or in a single process.
+    """Run a whole training in this process, and return how it ended. Every process that torchrun starts calls this.
 
-    `on_note` receives notes about unusual settings and about resolved `auto` settings, one line each. `on_sampling`
-    receives the number of finished responses of a batch, and the number that this rank has requested. `on_activity`
-    receives the current activity of the run. `signals` are the handlers of a command that handles signals from its
-    start; without them, signals are handled from the first step on.
+    `on_step` receives the metrics of each step, and `on_tokenising` the progress of tokenisation. `on_note` receives
+    notes about unusual settings and about resolved `auto` settings, one line each. `on_sampling` receives the number of
+    finished responses of a batch, and the number that this rank has requested. `on_activity` receives the current
+    activity of the run. `signals`: signal handlers that the calling command has installed. Without them, `train`
+    installs its own before the first step.
     """
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     require_trackers(config.track)
@@ -94,7 +95,7 @@ def train(
         mesh = mesh_of(config, device)
         report_activity("reading model and data", 0, 0)
         with EarlyImports(first_step_modules(config.model, config.parallel, mesh.device.type)) as imports:
-            # Write nothing before all checks have passed. Quick checks come first, because reading data may take long.
+            # Nothing is written before all checks have passed. Quick checks come first, because reading data is slow.
             raise_together(user_error_of(check_folder_usable, config) if mesh.loss.rank == 0 else None)
             preflight_result = preflight(
                 config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
@@ -119,7 +120,7 @@ def train(
 
 
 def _finished(config: Config, mesh: Mesh, preflight_result: Preflight) -> int | None:
-    """The result of `finished_step` on rank 0, for every rank."""
+    """Call `finished_step` on rank 0, and return its result on every rank. Collective."""
     gathered: list[int | None] = [None] * mesh.loss.size
     found = finished_step(config, preflight_result.source) if mesh.loss.rank == 0 else None
     dist.all_gather_object(gathered, found, group=mesh.loss.group)
@@ -221,7 +222,10 @@ def evaluate(
     on_note: OnNote | None = None,
     on_activity: OnActivity | None = None,
 ) -> dict[str, float]:
-    """Evaluate the model at `model.path` as `[eval]` configures. Nothing is trained or written."""
+    """Evaluate the model at `model.path` as `[eval]` configures, and return the metrics by name.
+
+    Nothing is trained or written. The callbacks are those of `train`.
+    """
     config = config.with_held_out_data()
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
@@ -258,12 +262,12 @@ def evaluate(
 
 
 def _pair_reference(config: Config, reference: ReferenceModel | None) -> ReferenceModel | None:
-    """The reference that evaluation on pairs needs; policies are evaluated without one."""
+    """Return the reference if evaluation needs it, which is so for preference pairs; otherwise None."""
     return reference if config.loss.task.has_reference else None
 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: ReferenceModel | None) -> ReferencedSamples:
-    """The samples with the reference's log-probabilities. The reference is not needed afterwards."""
+    """Return the samples with the reference's log-probabilities. The reference is not needed afterwards."""
     assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
@@ -276,7 +280,10 @@ def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Refere
 def _collector(
     config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, source: TrainingData, **options: Any
 ) -> Collector | None:
-    """The collector that generates rollouts; None if the data already holds samples. `options`: see `Collector`."""
+    """Return the collector that generates rollouts, or None if the data already holds samples.
+
+    `options`: see `Collector`.
+    """
     if config.rollout.source is None:
         return None
     prompts = [prompt for prompt in source.samples if isinstance(prompt, Prompt)]
@@ -304,7 +311,7 @@ def _collector(
 
 
 def mesh_of(config: Config, device: torch.device) -> Mesh:
-    """The mesh of process groups for these settings, over all processes."""
+    """Return the mesh of process groups for these settings, over all processes."""
     parallel, world = config.parallel, dist.get_world_size()
     contexts: tuple[int, ...] = ()
     if parallel.context == "auto" and world % parallel.replicate == 0:
@@ -319,10 +326,10 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 
 
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
-    """Facts about the data for the memory estimate.
+    """Return arguments for `resolve_auto_on` that describe the data.
 
-    With rollouts: tokens of the longest prompt. Otherwise: tokens per device in the micro-batch that holds the longest
-    sample, and the number of copied keys.
+    If the run generates rollouts, this is the number of tokens of the longest prompt. Otherwise, it is the number of
+    tokens per device in the micro-batch with the longest sample, and the number of keys that attention copies.
     """
     samples = preflight_result.source.samples
     longest = longest_of(samples)

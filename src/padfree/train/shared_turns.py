@@ -1,4 +1,4 @@
-"""Count the tokens that the samples of one data row share, before a run: for the memory estimate and for the plan.
+"""Count the tokens that the samples of one data row share. The memory estimate and `padfree plan` need the count.
 
     turn 1   system user-1 | thought-1 answer-1
     turn 2   system user-1 | answer-1 user-2 | thought-2 answer-2
@@ -24,11 +24,14 @@ from padfree.tasks.reading import Samples
 from padfree.train.data_rows import in_rows
 
 MOST_ROWS = 64
-"""Maximum number of rows in which copied keys are counted."""
+"""Maximum number of data rows in which the keys that attention copies are counted."""
 
 
 def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples) -> Indices:
-    """Indices of rows with several samples that may share prefixes; empty for pairs, rollouts and prompts."""
+    """Return the indices of rows with several samples that may share prefixes.
+
+    The result is empty for preference pairs, rollouts and prompts.
+    """
     if not isinstance(samples, StoredSamples) or not in_rows(loss, rollout) or loss.task.group_size > 1:
         return np.zeros(0, dtype=np.int64)
     if batch.share_prefixes is False:
@@ -37,12 +40,12 @@ def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConf
 
 
 def run_cost(batch: BatchConfig, model: PreTrainedModel) -> CostModel:
-    """The cost model of the run, which decides whether sharing a prefix pays."""
+    """Return the run's cost model, by which the planner decides whether sharing a prefix saves time."""
     return CostModel.from_config(model.config) if batch.cost is None else read_cost(batch.cost)
 
 
 def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: CostModel) -> PrefixTree:
-    """The prefixes that the samples of this row share."""
+    """Return the prefixes that the samples of row `row` share."""
     first, end = samples.row_starts[row : row + 2].tolist()
     return prefixes_of([samples[index] for index in range(first, end)], batch.share_prefixes, cost)
 
@@ -50,9 +53,10 @@ def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: Cost
 def copied_keys(
     batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, model: PreTrainedModel
 ) -> float:
-    """Keys that attention copies per computed token: the maximum over the rows that are likely to copy most.
+    """Return the number of keys that attention copies per computed token: the maximum over some rows.
 
-    These are the rows with the highest ratio of all tokens to the tokens of the longest sample.
+    These are the rows that are likely to copy most: the ratio of all their tokens to the tokens of their longest sample
+    is highest.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:

@@ -25,7 +25,10 @@ def step_metrics(
     compute_seconds: Sequence[float] = (),
     memory_gib: float | None = None,
 ) -> dict[str, Any]:
-    """The metrics of one step. `compute_seconds`: compute time of each data rank, without waiting for other ranks."""
+    """Return the metrics of one step by name. `rates`: learning rates by metric name. `seconds`: time of the step.
+
+    `compute_seconds`: the time that each data rank computed, without waiting for other ranks.
+    """
     found = {
         "step": step,
         "loss": report.loss,
@@ -55,7 +58,7 @@ def step_metrics(
 
 
 def _shared(plan: StepPlan) -> Shared | None:
-    """Tokens and (query, key) pairs that sharing within packs saves."""
+    """Return the number of tokens and of (query, key) pairs that sharing prefixes saves; None without sharing."""
     if plan.prefixes is None:
         return None
     tokens = pairs = 0.0
@@ -68,7 +71,7 @@ def _shared(plan: StepPlan) -> Shared | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process so far, in GiB: GPU memory, or host memory if the device is a CPU."""
+    """Return the peak memory of this process so far, in GiB: GPU memory, or host memory if the device is a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource  # not available on Windows
@@ -80,9 +83,10 @@ def peak_memory_gib(device: torch.device) -> float:
 def reward_metrics(
     samples: Sequence[Sample], *, end_tokens: Collection[int] = (), sources: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Rewards of a rollout batch, and the lengths of its responses in trained tokens. `sources`: those of a mixture.
+    """Return metrics of a rollout batch: its rewards, and the lengths of its responses in trained tokens.
 
-    With `end_tokens`, also the share of responses that were cut off before such a token.
+    `sources`: names of the sources of a mixture, whose mean rewards are also returned. With `end_tokens`, the metrics
+    include the share of responses that were cut off before one of these tokens.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [int(sample.mask.sum()) for sample in samples]

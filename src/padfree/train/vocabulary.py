@@ -8,7 +8,8 @@ this tokenizer must have the same id in each model's own tokenizer, which may ha
 vocabularies, including added tokens, and not the files, because one vocabulary can be stored in several ways. A reward
 model receives text and tokenises it itself, so it may have any tokenizer.
 
-The trained model's tokenizer may lack tokens of `model.tokenizer`: the run trains their embeddings.
+If `model.tokenizer` names another tokenizer than the trained model's own, the model's own may lack some of its tokens:
+the run trains the embeddings of these tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from padfree.train.training_data import has_tokenizer, open_tokenizer
 
 
 def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: Any) -> Iterator[str]:
-    """Refuse a model whose tokenizer has other ids; yield notes about models without a tokenizer to compare.
+    """Raise an error if the tokenizer of a model has other token ids than `tokenizer`, the run's.
 
-    `names`: the models of the run, by the setting that names each.
+    Yield a note for each model that has no tokenizer to compare.
     """
     own_name = model.tokenizer or model.path
     compared = {_unique_name(own_name)}
@@ -51,9 +52,10 @@ def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: 
 def compare_vocabularies(
     own: Mapping[str, int], other: Mapping[str, int], setting: str, name: str, own_name: str, *, may_lack: bool = False
 ) -> str | None:
-    """Refuse `other`, the vocabulary of `name`, if a token of `own` has another id in it or is missing.
+    """Raise an error if a token of `own` has another id in `other` or is missing there.
 
-    With `may_lack`, missing tokens only give a note, unless their ids belong to other tokens.
+    `own` is the vocabulary of the run's tokenizer `own_name`, and `other` that of the model `name`, which `setting`
+    names. With `may_lack`, missing tokens only give a note, which is returned, unless their ids belong to other tokens.
     """
     if own.items() <= other.items():
         return None
@@ -85,13 +87,13 @@ def compare_vocabularies(
 
 
 def _tokenizer_of(name: str, setting: str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a model; None if it has none."""
+    """Load the tokenizer of the model `name`, or return None if the model has none. `setting`: for error messages."""
     if Path(name).exists():
         return open_tokenizer(name, setting, trust_remote_code) if has_tokenizer(name) else None
     try:
         return open_tokenizer(name, setting, trust_remote_code)
     except UserError:
-        return None  # whether the Hub has tokenizer files shows only when they are requested
+        return None  # only a request can tell whether the Hub has tokenizer files
 
 
 def _unique_name(name: str) -> str:

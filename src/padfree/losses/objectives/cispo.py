@@ -1,7 +1,8 @@
-"""CISPO: every token keeps its gradient, and its importance weight is clipped. With r = π / π_old of a token, A its
-advantage and sg the identity without gradient:
+"""CISPO: every token keeps its gradient, and its importance weight is clipped.
 
     -sg(clamp(r, 1 - low, 1 + high)) A log π
+
+Here r = π / π_old is the probability ratio of a token, A its advantage, and sg the identity without gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""REINFORCE, the plain policy gradient: -A log π. Old log-probabilities, if available, are only used for metrics."""
+"""REINFORCE, the plain policy gradient: the loss of a token with advantage A is -A log π.
+
+If old log-probabilities are available, they are used only for metrics.
+"""
 
 from __future__ import annotations
 

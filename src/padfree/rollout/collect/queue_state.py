@@ -35,7 +35,10 @@ Stored = tuple[int, int, Played | Response]
 
 
 def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
-    """Convert to values that a checkpoint can hold."""
+    """Convert queued episodes and partial responses to the values that a checkpoint stores. Inverse: `stored_in`.
+
+    `environment`: the name of the run's environment.
+    """
     entries: list[dict[str, Any]] = []
     pieces: list[tuple[NDArray[Any], ...]] = []
     for batch, number, one in sorted(stored, key=lambda each: each[:2]):
@@ -58,7 +61,10 @@ def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
 
 
 def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
-    """Inverse of `queue_state`; an empty list if the checkpoint has no queue."""
+    """Return the episodes and partial responses that `queue_state` stored in a checkpoint's `extra` dict.
+
+    Return an empty list if the checkpoint has no queue.
+    """
     entries = extra.get(KEY) or []
     lengths = [
         facts["length"] for entry in entries for facts in (entry["leaves"] if "leaves" in entry else [entry["begun"]])
@@ -90,7 +96,7 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
 
 
 def dropped_reason(extra: Mapping[str, Any], environment: str, staleness: int) -> str | None:
-    """Why the queue in a checkpoint cannot be used; None if it can, or if it is empty."""
+    """Return the reason why this run cannot use the queue in a checkpoint; None if it can, or if the queue is empty."""
     if not (extra.get(KEY) or extra.get("episodes")):  # "episodes": an earlier format
         return None
     if not staleness:

@@ -41,7 +41,7 @@ Arrays = tuple[NDArray[Any], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive tokens that were all sampled by one policy version, or that were all not sampled."""
+    """A run of consecutive tokens. Either one policy version sampled all of them, or none of them was sampled."""
 
     length: int
     sampled: bool
@@ -50,9 +50,9 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LeafFacts:
-    """Description of a leaf without its tokens, known to every rank.
+    """Description of a leaf (a sequence that becomes a sample) without its tokens. Every rank knows it.
 
-    The leaves of one group and rank are sorted by their token ids; `order` is the index in that order.
+    The leaves of one group and rank are sorted by their token ids; `order` is the leaf's index in that order.
     """
 
     stretches: tuple[Stretch, ...]
@@ -67,9 +67,9 @@ class LeafFacts:
 
 
 def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None) -> list[tuple[LeafFacts, ...]]:
-    """Describe the leaves of the episodes of one group that this rank played.
+    """Return descriptions of the leaves, for each episode of one group that this rank played.
 
-    `shown` is the number of the episode whose text is included.
+    `prompt`: token ids of the group's prompt. `shown`: the number of the episode whose text is included.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][1].tokens.astype(np.int64).tobytes())
@@ -105,7 +105,10 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
 
 
 def placeholder_leaves(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int) -> list[Leaf]:
-    """Make placeholder leaves from the facts of one group and rank. `first`: number of leaves made before."""
+    """Make leaves with placeholder token ids from the descriptions (`facts`) of one group and rank.
+
+    `first`: the number of placeholder leaves made so far, so that ids are not used twice.
+    """
     leaves: dict[int, Leaf] = {}
     previous: NDArray[np.int64] = np.zeros(0, np.int64)
     for index in sorted(range(len(facts)), key=lambda index: facts[index].order):
@@ -162,17 +165,20 @@ def known_to_all(
 
 
 class SampleStore:
-    """The token ids and log-probabilities of a batch that this rank holds. All methods but `get` are collective."""
+    """The token ids and log-probabilities that this rank holds of a batch. All methods but `get` are collective."""
 
     def __init__(self, mesh: Mesh, owners: Sequence[int], lengths: Sequence[int], own: Mapping[int, Arrays]) -> None:
-        """`owners` are the ranks that sampled each sample; `own` are the arrays of this rank by sample index."""
+        """`owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens.
+
+        `own`: the arrays of the samples that this rank sampled, by sample index.
+        """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
         self._data_ranks: list[int] = gather_objects(mesh.data.rank, mesh.loss.group, "the exchange of samples")
         self.received = 0  # bytes received from other ranks
 
     def fetch(self, wanted: Sequence[Iterable[int]]) -> None:
-        """Send each rank the samples that it wants: `wanted[rank]` are sample indices, the same on every rank."""
+        """Send each rank the samples that it needs. `wanted[rank]`: sample indices, the same on every rank."""
         rank, size = self._mesh.loss.rank, self._mesh.loss.size
         missing = [sorted(set(one) - held) for one, held in zip(wanted, self._held, strict=True)]
         for one, held in zip(missing, self._held, strict=True):
@@ -195,7 +201,10 @@ class SampleStore:
             start = end
 
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
-        """Send each rank the samples of its packs: `packs[data rank]` are arrays of positions in `indices`."""
+        """Send each rank the samples of its packs.
+
+        `packs[data rank]`: for each pack an array of positions in `indices`. `indices`: sample indices in the store.
+        """
         positions = [np.concatenate([np.zeros(0, np.int64), *each]) for each in packs]
         self.fetch([[indices[position] for position in positions[data].tolist()] for data in self._data_ranks])
 
@@ -209,13 +218,13 @@ class SampleStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TravellingSample(Sample):
-    """A placeholder for sample `index` of a store."""
+    """A placeholder for sample `index` of a `SampleStore`. Its token ids are not the real ones."""
 
     store: SampleStore
     index: int
 
     def itself(self) -> Sample:
-        """Return the sample with its tokens if this rank holds them, else this placeholder."""
+        """Return the sample with its real tokens if this rank holds them; otherwise this placeholder."""
         arrays = self.store.get(self.index)
         if arrays is None:
             return self
@@ -224,7 +233,10 @@ class TravellingSample(Sample):
 
 
 def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own: Mapping[int, Arrays]) -> list[Sample]:
-    """Wrap samples with placeholder tokens; `own` are the real arrays of this rank, by sample index. Collective."""
+    """Wrap samples with placeholder tokens, so that their real tokens can be fetched later. Collective.
+
+    `owners[i]`: the rank that sampled sample i. `own`: the real arrays of the samples of this rank, by sample index.
+    """
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own)
     return [
         TravellingSample(
@@ -254,9 +266,9 @@ def travelling_samples(
 
 
 def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
-    """Fetch the tokens of the samples in this rank's packs. Collective if the samples are placeholders.
+    """Return the samples, with real tokens for those in this rank's packs. Collective if they are placeholders.
 
-    `packs[data rank]` are arrays of indices of `samples`, as in a `StepPlan`.
+    `packs[data rank]`: for each pack an array of indices of `samples`, as in a `StepPlan`.
     """
     placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
     if not placeholders:
@@ -267,7 +279,7 @@ def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64
 
 
 def whole(samples: Sequence[Sample]) -> list[Sample]:
-    """Fetch the tokens of all samples, for a checkpoint or a message. Collective if the samples are placeholders."""
+    """Return all samples with their real tokens, for a checkpoint or a message. Collective if they are placeholders."""
     placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
     if placeholders:
         placeholders[0].store.fetch_all([sample.index for sample in placeholders])

@@ -43,7 +43,7 @@ ASYNC_METHODS = (*METHODS, "begin", "renew", "stuck", "failure")
 
 
 def check_engine_name(name: str) -> None:
-    """Raise a UserError if a user's engine cannot be found. Imports nothing."""
+    """Raise a `UserError` if the package of a user's engine cannot be found. Nothing is imported."""
     if is_path(name):
         USER_ENGINE.check(name)
 
@@ -51,8 +51,8 @@ def check_engine_name(name: str) -> None:
 def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score) -> Sampler:
     """Make the sampler named by `rollout.engine`; an `AsyncSampler` if `rollout.staleness` is above 0. Collective.
 
-    `trained` is the model whose weights it will receive. `score` gives the trainer's log-probabilities, with which the
-    sampler can verify that the weights have arrived.
+    `trained` is the model whose weights the sampler will receive. `score` computes the trainer's log-probabilities,
+    with which the sampler can verify that the weights have arrived.
     """
     name, staleness = config.rollout.engine, config.rollout.staleness
     sampler: Any
@@ -78,7 +78,7 @@ def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer
 
 @contextmanager
 def _user_code(name: str) -> Iterator[None]:
-    """Report an exception of a user's engine as a UserError, because it is not a bug of padfree."""
+    """Context manager: an exception of the user's engine `name` becomes a `UserError`. It is not a bug in padfree."""
     try:
         yield
     except (UserError, PeerLostError, torch.OutOfMemoryError):
@@ -139,7 +139,7 @@ class CheckedSampler:
 
 
 class CheckedAsyncSampler(CheckedSampler):
-    """Wraps a user's `AsyncSampler`. An invalid response becomes its `failure`."""
+    """Wraps a user's `AsyncSampler` and checks its responses. The error of an invalid response becomes `failure`."""
 
     _wrong: Exception | None = None
 
@@ -156,7 +156,9 @@ class CheckedAsyncSampler(CheckedSampler):
         def checked(index: int, response: Response) -> None:
             try:
                 self._checked(response, requests[index], whole=False)
-            except UserError as error:  # this is a thread of the engine; the main thread reads `failure`
+            except UserError as error:
+                # A thread of the engine runs this function. The error is stored in `failure`, which the main thread
+                # reads.
                 self._wrong = self._wrong or error
                 return
             on_response(index, response)

@@ -46,10 +46,10 @@ LINK_EFFICIENCY = 0.8
 """The fraction of the nominal bandwidth that large collectives reach."""
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 1e-6, 5e-6
-"""Seconds of latency that each device adds to a ring, and that each host adds."""
+"""Latency in seconds that each device adds to a ring, and latency that each host adds."""
 
 PLANNED_STEPS, CONTEXT_PACKS = 2, 16
-"""Number of steps planned for each number of devices, and of packs per micro-batch whose context traffic is counted."""
+"""Number of steps planned for each number of devices; number of packs per micro-batch whose traffic is counted."""
 
 WORTHWHILE_SPEEDUP = 1.5
 """Doubling the devices is worthwhile if it makes steps at least this many times as fast."""
@@ -65,7 +65,10 @@ class Links:
 
     @staticmethod
     def of(inside: str | None, between: str | None, gpu: str | None) -> Links:
-        """Links by name or by a number of GB/s. Defaults: the NVLink generation of the GPU, and InfiniBand NDR."""
+        """Return the links that are given by name or as a number of GB/s.
+
+        The defaults are the NVLink generation of the GPU, and InfiniBand NDR.
+        """
         default = next((link for name, link in LINK_OF.items() if name.lower() in (gpu or "").lower()), "nvlink4")
         return Links(
             inside=_speed("--link-inside", inside or default, INSIDE),
@@ -88,17 +91,17 @@ def _speed(flag: str, given: str, named: dict[str, float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Average seconds of a step on `ranks` devices, by part."""
+    """The average seconds of a step on `ranks` devices, divided into parts such as compute and communication."""
 
     ranks: int
     hosts: int
     replicate: int
     micro_batches: float
-    even: float  # compute, if it were divided equally among the ranks
+    even: float  # seconds of compute, if it were divided equally among the ranks
     waiting: float  # waiting for the slowest rank
-    fixed: float  # fixed cost of each micro-batch and of each step
-    weights: float  # all-gather of weights and reduce-scatter of gradients, the exposed part
-    context: float  # sending keys and values, the exposed part
+    fixed: float  # seconds of the fixed cost of each micro-batch and of each step
+    weights: float  # seconds of FSDP's communication that do not overlap with compute
+    context: float  # seconds of sending keys and values that do not overlap with compute
     weights_out: float  # bytes of weights and gradients that a host sends to other hosts
     fits: bool | None  # whether the run fits in the memory of a device
 
@@ -107,7 +110,7 @@ class StepTime:
         return self.even + self.waiting + self.fixed + self.weights + self.context
 
     def losses(self) -> dict[str, float]:
-        """Seconds of a step other than evenly divided compute, by cause. A cause is a short text for the output."""
+        """Return the seconds by which a step exceeds evenly divided compute, by cause (a text for the output)."""
         return {
             f"ranks wait for the slowest rank ({self.micro_batches:.1f} micro-batches per rank)": self.waiting,
             "the fixed cost of each micro-batch and step dominates": self.fixed,
@@ -118,7 +121,10 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scaling:
-    """The same steps on growing numbers of devices: weights sharded over all ranks, or replicated on each host."""
+    """Estimated step times for growing numbers of devices.
+
+    They are estimated twice: with weights sharded over all ranks, and with a replica of the weights on each host.
+    """
 
     links: Links
     compute: TimeModel
@@ -131,7 +137,10 @@ class Scaling:
 
     @staticmethod
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
-        """The last worthwhile number of devices, and the cause of lost time that grows most after it."""
+        """Return the last worthwhile number of devices, and the cause of lost time that grows most after it.
+
+        Return None if every number of devices in `times` is worthwhile.
+        """
         for before, after in pairwise(times):
             if before.seconds / after.seconds < WORTHWHILE_SPEEDUP ** float(np.log2(after.ranks / before.ranks)):
                 scale = before.ranks / after.ranks
@@ -216,7 +225,10 @@ def plan_scaling(
     need: DeviceMemory,
     memory: float,
 ) -> Scaling:
-    """Step times on 8 devices, 16, 32 and so on up to `shape.ranks` devices on `hosts` hosts."""
+    """Estimate the step times on 8 devices, 16, 32 and so on, up to `shape.ranks` devices on `hosts` hosts.
+
+    `steps`: sample lengths of each step. `need` estimates the memory of a device, which has `memory` bytes.
+    """
     if shape.ranks % hosts:
         raise UserError(
             "--hosts", f"{hosts} does not divide {shape.ranks} ranks", "give every host the same number of ranks"
@@ -304,7 +316,10 @@ def _step_time(
 def _context_seconds(
     plan: StepPlan, placement: Placement, parallel: ParallelConfig, need: DeviceMemory, links: Links, size: int
 ) -> Any:
-    """[J] seconds that each micro-batch spends sending keys and values, from its first `CONTEXT_PACKS` packs."""
+    """Return [J]: the seconds that each of J micro-batches spends sending keys and values.
+
+    They are estimated from its first `CONTEXT_PACKS` packs. `size`: bytes of an element.
+    """
     found = np.zeros(plan.num_micro_batches)
     if placement.context == 1:
         return found
@@ -321,9 +336,9 @@ def _context_seconds(
 
 
 def _seconds(sent: Traffic, links: Links) -> float:
-    """Seconds to send these bytes: on the busiest link inside a host, or between hosts, whichever is slower.
+    """Return the seconds to send these bytes: on the busiest link inside a host or between hosts, whichever is slower.
 
-    The bandwidth between hosts is shared by all devices of a host.
+    All devices of a host share its bandwidth to other hosts.
     """
     placement = sent.placement
     inside = float(sum(sent.inside.values(), np.zeros(placement.ranks)).max())
@@ -333,7 +348,7 @@ def _seconds(sent: Traffic, links: Links) -> float:
 
 
 def _latency(placement: Placement) -> float:
-    """Seconds of latency of one ring over the shards."""
+    """Return the latency in seconds of one ring over all devices that shard the weights."""
     shards = placement.ranks // placement.replicate
     passed = placement.hosts_of(placement.shard_groups)
     return shards * LATENCY_INSIDE + (passed if passed > 1 else 0) * LATENCY_BETWEEN

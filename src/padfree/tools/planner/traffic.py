@@ -47,7 +47,7 @@ METRICS = "metrics"
 FLOAT32, FLOAT64 = 4, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""Approximate number of statistics of a step that are summed over all processes, without one for each process."""
+"""Approximate number of statistics of a step that are summed over all processes, not counting per-process entries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,25 +76,25 @@ class Placement:
 
     @property
     def context_groups(self) -> Ranks:
-        """[data ranks, context] ranks in groups: the ranks of a group share a pack."""
+        """[data ranks, context]: all ranks, in groups (rows) that share a pack."""
         return rank_groups(self.ranks, self.context, self.replicate).context
 
     @property
     def shard_groups(self) -> Ranks:
-        """[replicate, shards] ranks in groups: each group shards the weights among its ranks."""
+        """[replicate, shards]: all ranks, in groups (rows) that divide the weights among them."""
         return rank_groups(self.ranks, self.context, self.replicate).shards
 
     @property
     def replica_groups(self) -> Ranks:
-        """[shards, replicate] ranks in groups: the ranks of a group hold the same shard."""
+        """[shards, replicate]: all ranks, in groups (rows) that hold the same shard of the weights."""
         return self.shard_groups.T
 
     def hosts_of(self, groups: Ranks) -> int:
-        """The largest number of hosts that one of these groups spans."""
+        """Return the largest number of hosts that one of these groups (rows of ranks) spans."""
         return max(len(np.unique(group)) for group in self.host(groups))
 
     def lines(self) -> Iterator[str]:
-        """The placement as text, for a dry run."""
+        """Yield the placement as lines of text, for a dry run."""
         each = self.ranks_per_host
         named = [f"host {host}: {_range(host * each, host * each + each - 1)}" for host in range(min(self.hosts, 4))]
         more = f", and {self.hosts - 4} more" if self.hosts > 4 else ""
@@ -127,7 +127,7 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Add a collective over `size` bytes in each ring of `groups` [rings, P]: (P - 1)/P of it on each link."""
+        """Add a collective over `size` bytes in each ring of `groups` [rings, P]. Each link carries (P - 1)/P of it."""
         world = groups.shape[1]
         if world > 1:
             self.send(kind, groups, np.roll(groups, -1, axis=1), size * (world - 1) / world)
@@ -138,7 +138,7 @@ class Traffic:
                 own[kind] = own.get(kind, np.zeros(self.placement.ranks)) + sent
 
     def of_host(self, host: int) -> tuple[float, float]:
-        """Bytes that the processes of a host send inside the host, and to other hosts."""
+        """Return the bytes that the processes of a host send inside the host, and to other hosts."""
         own = self.placement.host(np.arange(self.placement.ranks)) == host
         inside, between = (
             float(sum(sent[own].sum() for sent in links.values())) for links in (self.inside, self.between)
@@ -146,7 +146,7 @@ class Traffic:
         return inside, between
 
     def table(self) -> dict[str, tuple[float, float]]:
-        """For each kind, the bytes of the host that sends the most: inside the host, and to other hosts."""
+        """Return, for each kind, the bytes of the host that sends the most: inside the host, and to other hosts."""
         hosts = self.placement.host(np.arange(self.placement.ranks))
 
         def busiest(sent: Floats) -> float:
@@ -162,7 +162,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSizes:
-    """Elements of one FSDP unit over all shards, padding included."""
+    """The number of elements of one FSDP unit over all shards, including padding."""
 
     gathered: int
     reduced: int
@@ -170,7 +170,10 @@ class UnitSizes:
 
 
 def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
-    """The FSDP units that `padfree.sharding.parallelize` makes. FSDP2 pads the first dimension of every parameter."""
+    """Return the sizes of the FSDP units that `padfree.sharding.parallelize` makes.
+
+    FSDP2 pads the first dimension of every parameter to a multiple of `shards`.
+    """
 
     def padded(parameter: nn.Parameter) -> int:
         if not parameter.ndim or not parameter.numel():
@@ -193,7 +196,10 @@ def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
 def weights_traffic(
     model: PreTrainedModel, placement: Placement, *, size: int, reshard: bool, backend: Backend, micro_batches: int
 ) -> Traffic:
-    """The bytes that FSDP sends in a step. `size`: bytes of an element of gathered weights."""
+    """Return the bytes that FSDP sends in a step of `micro_batches` micro-batches.
+
+    `size`: bytes of an element of gathered weights. `reshard`: whether layers are gathered again for backward.
+    """
     found = Traffic(placement=placement)
     if placement.ranks == 1:
         return found
@@ -212,14 +218,14 @@ def weights_traffic(
 def context_traffic(
     plan: StepPlan, sizes: ModelSizes, placement: Placement, parallel: ParallelConfig, *, size: int
 ) -> Traffic:  # fmt: skip
-    """The bytes that attention sends between the context ranks of each pack.
+    """Return the bytes that attention sends between the context ranks of each pack. `size`: bytes of an element.
 
     A pack has `placement.context` context ranks, or the number that the plan gives it (`plan.widths`).
     """
     found = Traffic(placement=placement)
     if placement.context == 1 and plan.widths is None:
         return found
-    # A layer recomputed for backward sends its keys again, unless the compiler saves the attention output.
+    # A layer that is recomputed for backward sends its keys again, unless the compiler saves the attention output.
     kept = parallel.compile not in ("none", "auto") and parallel.checkpointing == "selective"
     forwards = 1 if parallel.checkpointing == "none" or kept else 2
     kind = f"context, {parallel.method}"
@@ -262,9 +268,9 @@ def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
 def step_traffic(
     parallel: ParallelConfig, dtype: str, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
 ) -> Traffic:  # fmt: skip
-    """The bytes of one training step with this plan, which gathers weights in `dtype`.
+    """Return the bytes that ranks send in one training step with this plan. No setting may be "auto".
 
-    No setting may be "auto"; `model` can be a skeleton.
+    `model` can be a skeleton, i.e. without weights.
     """
     size = NUMBER_BYTES[dtype]
     assert parallel.reshard != "auto", "must be resolved by the caller"

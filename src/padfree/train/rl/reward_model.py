@@ -6,8 +6,8 @@
     result                                   <-  one score per response, on the rank that asked for it
 
 The policy's token ids cannot be used, because the two models may have different tokenizers. The reward model scores the
-text without the token that ended the response. The text ends like the reward model's training texts, whether the policy
-ended it or it was cut off.
+text without the token that ended the response. Its text therefore ends like the reward model's training texts, whether
+the policy ended the response or the response was cut off.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModelReward:
         self._positions = ModelLimits.of(scorer.model).positions
 
     def __call__(self, answers: Sequence[tuple[Prompt, str]]) -> list[float | str]:
-        """The score of each response text, or an error message."""
+        """Return the score of each response text, or an error message in its place."""
         tokens = self._tokens(answers)
         readable = [one for one in tokens if not isinstance(one, str)]
         everybody = gather_objects(readable, self.scorer.mesh.loss.group, "the rewards of rollouts")
@@ -50,8 +50,8 @@ class ModelReward:
         return [one if isinstance(one, str) else next(own) for one in tokens]
 
     def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> list[NDArray[np.int32] | str]:
-        """The tokens of each prompt with its response, or an error message."""
-        # The prompt before the policy's chat template was applied.
+        """Return the tokens of each prompt with its response, or an error message in their place."""
+        # Use the prompt as it was before the policy's chat template was applied.
         rows = [
             (prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers
         ]

@@ -98,7 +98,8 @@ def make_server_sampler(
             concurrency=rollout.max_concurrent,
             timeout=rollout.timeout,
         )
-    except BaseException:  # also an interrupt while servers start: they would keep running
+    except BaseException:
+        # Stop the servers after any exception, even an interrupt. Otherwise they would keep running.
         end_servers(loop, launcher)
         raise
 
@@ -116,7 +117,7 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
 
 
 async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> str:
-    """Return the name under which the servers serve the model. Raise a UserError if a server does not fit the run."""
+    """Return the name under which the servers serve the model. Raise a `UserError` if a server does not fit the run."""
     try:
         names = {await server.check(served) for server in servers}
     except LateError as error:
@@ -130,9 +131,9 @@ async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> st
 
 
 def transfer_folder(config: Config) -> Path:
-    """The folder for the weight files of this run.
+    """Return the folder for the weight files of this run.
 
-    It lies in `rollout.transfer_folder` if that is set. Otherwise it lies in shared memory for servers that the run
+    It is inside `rollout.transfer_folder` if that is set. Otherwise it is in shared memory for servers that the run
     starts, and in the run folder for other servers.
     """
     digest = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
