@@ -34,7 +34,7 @@ from torch import Tensor
 import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
-from padfree.batch import LmHead, PackedBatch, Sample, Segments
+from padfree.batch import LmHead, PackedBatch
 from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator
@@ -63,9 +63,13 @@ from padfree.rollout import SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
+from padfree.sample import Sample
+from padfree.segments import Segments
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.testing.models import build, row, save_with_tokenizer
-from padfree.tools.demo import SIZES, Demo
+from padfree.tools.demo.demo_folder import Demo
+from padfree.tools.demo.run_demo import SIZES
+from padfree.tools.demo.stages import STAGES
 from padfree.tools.page import Page
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 
@@ -1276,7 +1280,7 @@ def begun(folder: Path, *, resume: bool = False) -> Demo:
     """A demo before its first stage; all that its command line can get wrong has been refused by then."""
     from rich.console import Console
 
-    return Demo(folder, Console(file=io.StringIO()), SIZES, resume=resume)
+    return Demo(folder, Console(file=io.StringIO()), SIZES, known=STAGES, resume=resume)
 
 
 def begun_and_resumed(folder: Path) -> None:

@@ -216,7 +216,7 @@ def _undisturbed(config: Config) -> Iterator[None]:
 
     state = random_state()
     try:
-        with one_line_failures(config):
+        with one_line_failures(config.batch.max_tokens):
             yield
     except Exception as error:
         if not isinstance(error, UserError) and not hasattr(error, OF_CALLER):

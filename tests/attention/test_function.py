@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from padfree.attention import varlen_attention, varlen_backward, varlen_forward
-from padfree.batch import Segments
+from padfree.segments import Segments
 from tests.attention.cases import (
     FEWER_QUERIES,
     MASKS,

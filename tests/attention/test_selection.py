@@ -22,9 +22,9 @@ from padfree.attention import (
     varlen_attention,
 )
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
 from padfree.cp import shard
 from padfree.model import attach, hidden_states
+from padfree.segments import Segments
 from padfree.testing.models import build, row
 from tests.refused import refused
 

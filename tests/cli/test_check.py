@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from padfree.batch import PackedBatch, Sample
+from padfree.batch import PackedBatch
 from padfree.cli.check import context_ranks
 from padfree.cli.main import main
 from padfree.packing.collate import collate
+from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
 from tests.ranks import run_ranks
 

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padfree.batch import LayoutKind, PackedBatch, Rollout, SampleInfo, Segments
+from padfree.batch import PackedBatch, Rollout, SampleInfo
+from padfree.choices import LayoutKind
 from padfree.cp import attend, gather_tokens, shard
+from padfree.segments import Segments
 from tests.cp.cases import KINDS, ROWS, context_of, inputs_for, one_process, packed
 from tests.refused import refused
 

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padfree.batch import Sample
 from padfree.losses import (
     WEIGHT_MODES,
     WeightMode,
@@ -21,6 +20,7 @@ from padfree.losses import (
     weight_divisor,
 )
 from padfree.packing.collate import collate
+from padfree.sample import Sample
 from tests.refused import refused
 
 MASKS = [np.array(m, dtype=bool) for m in ([0, 1, 1, 0], [0, 1, 1], [0, 1, 1, 1, 1])]

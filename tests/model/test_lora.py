@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.config import LoraConfig
 from padfree.cp.shard import shard
 from padfree.distributed import make_mesh
 from padfree.head import score
 from padfree.model import attach, hidden_states
 from padfree.model.export import export_adapters, export_model
-from padfree.model.load import load_model, named_tensors
+from padfree.model.load import load_model
 from padfree.model.lora import ADAPTER, add_adapters, initial_values, is_adapter
 from padfree.model.mixers import installed
+from padfree.model.named_tensors import named_tensors
 from padfree.packing import pack
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.models import build
 from tests.ranks import run_ranks

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.config import LoraConfig
-from padfree.model.load import named_tensors
 from padfree.model.lora import add_adapters
+from padfree.model.named_tensors import named_tensors
 from padfree.optim.master_weights import compute_copies, keep_master_weights
-from padfree.rollout.collect.collector import divided
+from padfree.rollout.collect.queued_batch import divided
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.testing.models import build

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 from padfree.tasks.batch_advantages import Advantage, check_signal, signal_of, with_advantages
 from tests.refused import refused
 

@@ -15,8 +15,8 @@ from padfree.checkpoint.checkpoint_files import CheckpointError
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, make_mesh
-from padfree.model.load import clean_name
 from padfree.model.lora import is_adapter
+from padfree.model.named_tensors import clean_name
 from padfree.train.engine import Engine
 from padfree.train.setup import build_engine, export
 from tests.ranks import run_ranks

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 FLOAT_TYPES = (*HALF_TYPES, torch.float32, torch.float64)

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from padfree.attention import reference
 from padfree.attention.backend import FLOAT_TYPES, AttentionBackend, Capabilities
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 PIECE_QUERIES = 128
 """The greatest number of queries in a piece.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from padfree.attention.spec import AttentionSpec, blind_queries
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 
 def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -26,8 +26,8 @@ from torch import Tensor
 from padfree.attention.backend import HALF_TYPES, AttentionBackend, AttentionNeeds, Capabilities, Pages
 from padfree.attention.flash import fill_blind_queries, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
 from padfree.errors import UserError, shown_error
+from padfree.segments import Segments
 
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from padfree.attention.backend import HALF_TYPES, AttentionBackend, Capabilities, has_module
 from padfree.attention.spec import AttentionSpec, key_ranges
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 BLOCK = 128
 

@@ -26,8 +26,9 @@ from padfree.attention.backend import AttentionBackend
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments, need_tensor
+from padfree.batch import need_tensor
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 
 @overload

@@ -24,7 +24,7 @@ from padfree.attention.backend import AttentionBackend
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 SELF_ATTENTION = "padfree::self_attention"
 BACKWARD = "padfree::self_attention_backward"

@@ -49,7 +49,7 @@ from padfree.attention.operator import backward_shapes, forward_shapes, recomput
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import PrefixKeys, Segments
+from padfree.batch import PrefixKeys
 from padfree.prefix_tree import (
     Indices,
     first_positions,
@@ -59,6 +59,7 @@ from padfree.prefix_tree import (
     prefix_ranges,
     subtree_ends,
 )
+from padfree.segments import Segments
 
 PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"

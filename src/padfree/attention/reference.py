@@ -22,7 +22,7 @@ from torch import Tensor
 
 from padfree.attention.backend import FLOAT_TYPES, AttentionBackend, Capabilities
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.arrays import need_number, need_whole
-from padfree.batch import Segments
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from padfree.attention.backend import HALF_TYPES, MULTIPLES_OF_8, AttentionBackend, Capabilities
 from padfree.attention.flash import fill_blind_queries, flash_inputs, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 
 class TorchVarlen(AttentionBackend):

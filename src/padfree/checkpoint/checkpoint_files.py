@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from padfree.errors import UserError
-from padfree.model.load import Region, local_region
+from padfree.model.named_tensors import Region, local_region
 
 DTYPES = {
     torch.float64: "F64",

@@ -83,7 +83,7 @@ from padfree.checkpoint.optimizer_state import describe_optimizer, load_optimize
 from padfree.distributed.peers import watching
 from padfree.errors import UserError
 from padfree.model.export import sync
-from padfree.model.load import local_part, local_region
+from padfree.model.named_tensors import local_part, local_region
 
 LATEST = "latest"
 NAME = re.compile(r"step-\d{8,}(\.\d+)?")

@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 from padfree.checkpoint.checkpoint_files import DTYPES, CheckpointError, hash_of
 from padfree.checkpoint.optimizer_state import describe_optimizer, optimizer_tensors
 from padfree.errors import UserError
-from padfree.model.load import local_part, named_tensors
 from padfree.model.lora import ADAPTER, is_adapter, is_trained_with_adapters
+from padfree.model.named_tensors import local_part, named_tensors
 
 FORMAT = 1
 MANIFEST = "manifest.json"

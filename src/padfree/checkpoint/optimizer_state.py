@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from padfree.checkpoint.checkpoint_files import DTYPE_OF, Reader, check_json
 from padfree.errors import UserError
-from padfree.model.load import local_part, local_region, named_tensors
+from padfree.model.named_tensors import local_part, local_region, named_tensors
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """The options that select how an optimizer is implemented. A resumed run ignores their values in the checkpoint."""

@@ -56,7 +56,9 @@ def run(settings: argparse.Namespace) -> None:
         config = config.with_held_out_data()
     tokenizer = load_tokenizer(config)
     source = load_training_data(config, tokenizer, import_reward=False)
-    rows = shown_rows(config, source, tokenizer, first=settings.row, count=settings.rows)
+    rows = shown_rows(
+        config.data, source, tokenizer, turns=config.loss.task.turns, first=settings.row, count=settings.rows
+    )
     about = [*source.notes, f"data: {source.report.summary()}"]
     if settings.page is None:
         for line in (*about, "", *lines(rows, coloured=sys.stdout.isatty())):

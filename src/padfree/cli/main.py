@@ -32,7 +32,7 @@ COMMANDS = {
     "chat": ("padfree.cli.chat", "chat with a model, turn by turn"),
     "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
     "data": ("padfree.cli.data", "show data rows as the model sees them"),
-    "demo": ("padfree.tools.demo", "plan, check, fine-tune and run RL with a tiny model, on a CPU"),
+    "demo": ("padfree.tools.demo.run_demo", "plan, check, fine-tune and run RL with a tiny model, on a CPU"),
     "env": ("padfree.cli.env", "print versions, devices and kernels, for a bug report"),
     "eval": ("padfree.cli.eval", "evaluate a model on held-out data"),
     "export": ("padfree.cli.gguf", "write a model to a GGUF file, for llama.cpp"),

@@ -107,7 +107,7 @@ def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> R
         from padfree.train.failures import one_line_failures
         from padfree.train.run import train
 
-    with one_line_failures(config):
+    with one_line_failures(config.batch.max_tokens):
         return train(
             config,
             on_step=shown.step,
@@ -152,7 +152,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     preflight_result = preflight(config, processes=processes, device_type=device_type, dry=True)
     check_disk(config, preflight_result.model)
     source, model, data = preflight_result.source, preflight_result.model, processes // context
-    cost = run_cost(config, model)
+    cost = run_cost(config.batch, model)
     in_pairs = config.loss.task.group_size > 1
     sampled = config.rollout.source is not None
     # Prompts have no responses yet, so shared prefixes can be found only if the run does not sample its responses.
@@ -184,7 +184,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     facts: dict[str, Any] = {
         "longest": int((-(-plan.computed_tokens // widths)).max()),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
-        "copied_keys": copied_keys(config, source.samples, model),
+        "copied_keys": copied_keys(config.batch, config.loss, config.rollout, source.samples, model),
     }
     resolved = resolve_auto(
         config,
@@ -214,7 +214,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     used, several = source.report.num_used, source.report.num_used < source.report.num_samples
     in_rows = f"{used:,} rows, " if several else ""
     yield f"data: {in_rows}{len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
-    for each in source_shares(config, source.samples, source.parts):
+    for each in source_shares(config.data, config.loss, config.rollout, source.samples, source.parts):
         yield f"  {each.line()}"
     shared = f"{context}" if contexts == (1,) else f"1 to {contexts[-1]}"
     expert = config.parallel.expert
@@ -263,7 +263,7 @@ def traffic_lines(
         replicate=config.parallel.replicate,
         expert=config.parallel.expert,
     )
-    found = [step_traffic(config, model, plan, placement, backend) for plan in plans]
+    found = [step_traffic(config.parallel, config.model.dtype, model, plan, placement, backend) for plan in plans]
     yield from placement.lines()
     yield from found[0].lines(backend)
     if len(found) > 1:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from padfree.arrays import number_array
 from padfree.choices import KLEstimator
-from padfree.config.loss_settings import ClipSettings
+from padfree.config.policy_settings import ClipSettings
 from padfree.errors import UserError
 from padfree.losses import checks
 from padfree.losses.kl import kl_divergence
 from padfree.losses.logits import score_logits
 from padfree.losses.objectives.clip import clipped_ratio
-from padfree.losses.segments import segment_sum, spread
+from padfree.losses.segment_sums import segment_sum, spread
 
 
 def selective_log_softmax(logits: Tensor, input_ids: Tensor) -> Tensor:

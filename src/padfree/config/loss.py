@@ -1,7 +1,7 @@
 """The settings of the loss.
 
     [loss]                   [loss.clip]        [loss.gspo]       one table for each kind of loss and each correction,
-    kind = "clip"            high = 0.28        low = 1e-4        defined in `loss_settings`
+    kind = "clip"            high = 0.28        low = 1e-4        defined in `policy_settings`
     settings() -> PolicySettings(objective=ClipSettings(high=0.28), ...)
 
 Each kind of loss has its own bounds: `loss.kind=gspo` reads `[loss.gspo]` and ignores `[loss.clip]`.
@@ -24,25 +24,27 @@ from padfree.choices import (
 )
 from padfree.config.functions import is_path
 from padfree.config.loss_settings import (
+    DistillSettings,
+    DPOSettings,
+    KTOSettings,
+    RewardModelSettings,
+    SFTSettings,
+    TaskSettings,
+)
+from padfree.config.policy_settings import (
     TOKEN_CORRECTIONS,
     CISPOSettings,
     ClipSettings,
     Correction,
     CustomObjective,
-    DistillSettings,
-    DPOSettings,
     GSPOSettings,
     IcePopSettings,
-    KTOSettings,
     Objective,
     OPSMSettings,
     PolicySettings,
     ReinforceSettings,
-    RewardModelSettings,
     SequenceMaskSettings,
     SequenceTISSettings,
-    SFTSettings,
-    TaskSettings,
     TokenTISSettings,
 )
 from padfree.config.setting import BETWEEN, STAYS, check_bounds, check_table, need_of, setting

@@ -23,7 +23,7 @@ from torch import Tensor
 from padfree.arrays import need_whole
 from padfree.attention import varlen_attention
 from padfree.attention.prefix_attention import prefix_attention
-from padfree.batch import AttnContext, Layout, Segments, need_tensor
+from padfree.batch import AttnContext, Layout, need_tensor
 from padfree.cp.allgather import attend_allgather
 from padfree.cp.context_plan import ContextPlan, Pieces
 from padfree.cp.keys import key_traffic
@@ -32,6 +32,7 @@ from padfree.cp.ring import attend_ring
 from padfree.cp.shard import METHODS, need_group
 from padfree.cp.ulysses import attend_ulysses, check_heads
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 _ATTEND: dict[str, Callable[..., Tensor]] = {
     "allgather": attend_allgather,

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import Layout, Segments
+from padfree.batch import Layout
 from padfree.cp.layout import document_index
 from padfree.cp.ranges import segments_of, to_device
 from padfree.prefix_tree import paths
+from padfree.segments import Segments
 
 Prepared = TypeVar("Prepared")
 

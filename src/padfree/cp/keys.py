@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan, Pieces
 from padfree.cp.ranges import Indices, Selection, segments_of, select_ranges, to_device
 from padfree.prefix_tree import PathRanges
+from padfree.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

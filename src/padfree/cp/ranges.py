@@ -28,7 +28,8 @@ from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
 from padfree.attention.copies import copies_to_device, sum_copies
-from padfree.batch import Copies, Segments
+from padfree.batch import Copies
+from padfree.segments import Segments
 
 Indices = NDArray[np.int64]
 

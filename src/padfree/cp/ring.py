@@ -36,11 +36,11 @@ from torch.distributed import ProcessGroup
 
 from padfree.arrays import concatenated_ranges
 from padfree.attention import apply_sinks, sinks_gradient, varlen_backward, varlen_forward
-from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.ranges import Indices, Selection, segments_of, select_ranges, to_device
 from padfree.distributed import Ring
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -25,13 +25,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import AttnContext, Layout, Segments
+from padfree.batch import AttnContext, Layout
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.layout import document_index
 from padfree.cp.ranges import Indices, to_device
 from padfree.cp.shard import need_group
 from padfree.distributed import exchange_rows
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 
 def assign_segments(layout: Layout, segments: Segments) -> Indices:

@@ -39,9 +39,9 @@ from padfree.data.chat_forms import Form, formed, formed_message, forms_of
 from padfree.data.chat_guard import Shown, check_row, check_twin
 from padfree.data.chat_shape import MAX_LEAVES, ConversationShape, Skeleton, Span, TemplateValue, shape_of, written
 from padfree.data.chat_turns import TurnCut, TurnCutter
-from padfree.data.conversation import Conversation, Message, read_conversation
+from padfree.data.conversation import Conversation, Message
 from padfree.data.data_settings import TextSettings
-from padfree.data.records import RowError, shown, string
+from padfree.data.records import RowError, shown
 from padfree.data.template import compared_texts, compiled, rendered
 from padfree.errors import UserError, shown_error
 
@@ -414,16 +414,3 @@ def chat_renderer(
     if plain or (settings.prompt_format == "auto" and not (settings.chat_template or tokenizer.chat_template)):
         return None
     return ChatRenderer(tokenizer, settings.chat_template, settings.template_arguments, day=day)
-
-
-def prompt_conversation(
-    row: dict[str, Any], column: str, *, tools: object = None, tools_column: str = "tools"
-) -> Conversation:
-    """Read the prompt of a row as a conversation.
-
-    The prompt is a list of messages, or a text that becomes a user message.
-    """
-    if isinstance(row.get(column), list):
-        return read_conversation(row[column], column, tools=tools, tools_column=tools_column)
-    said = [{"role": "user", "content": string(row, column)}]
-    return read_conversation(said, column, tools=tools, tools_column=tools_column)

@@ -33,12 +33,12 @@ from typing import Any, ClassVar, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.choices import Overlong
 from padfree.data.data_settings import check_max_length
 from padfree.data.records import DataReport, SkippedRow, labelled
 from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
 from padfree.errors import UserError, check_choice
+from padfree.sample import Sample
 
 SCANNED_TOKENS = 1 << 22
 """The number of tokens that `first_token_from` compares at a time."""

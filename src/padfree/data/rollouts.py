@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import ROLLOUT_ARRAYS, Sample
 from padfree.data.chat_renderer import ChatRenderer, chat_renderer
 from padfree.data.data_settings import RolloutDataSettings
 from padfree.data.encode import Encoder, Passage, Piece
@@ -64,6 +63,7 @@ from padfree.data.records import (
 from padfree.data.rows import RowReader
 from padfree.data.sources import Chunk, open_sources, record_of
 from padfree.errors import UserError
+from padfree.sample import ROLLOUT_ARRAYS, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

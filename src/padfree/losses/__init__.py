@@ -14,24 +14,21 @@ import torch.
 """
 
 from padfree.choices import KLEstimator, WeightMode
-from padfree.config.loss_settings import (
+from padfree.config.loss_settings import DPOSettings, RewardModelSettings, SFTSettings, ValueSettings
+from padfree.config.policy_settings import (
     CISPOSettings,
     ClipSettings,
     Correction,
     CustomObjective,
-    DPOSettings,
     GSPOSettings,
     IcePopSettings,
     Objective,
     OPSMSettings,
     PolicySettings,
     ReinforceSettings,
-    RewardModelSettings,
     SequenceMaskSettings,
     SequenceTISSettings,
-    SFTSettings,
     TokenTISSettings,
-    ValueSettings,
 )
 from padfree.losses.advantages import (
     discounted_returns,
@@ -66,7 +63,7 @@ from padfree.losses.objectives import ObjectiveInputs, ObjectiveOutput, load_obj
 from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.policy_loss import needs_old_logprobs, policy_loss
 from padfree.losses.preference import dpo_loss, preference_pairs, reward_model_loss, sample_ends
-from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_mean, segment_sum, spread
 from padfree.losses.types import LossInputs, LossOutput, Statistics, merge_statistics
 from padfree.losses.value import value_loss
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from padfree.arrays import need_number, need_whole
 from padfree.losses import checks
-from padfree.losses.segments import Reduce, continues, no_reduce, scan_back, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, continues, no_reduce, scan_back, segment_sum, spread
 
 LARGEST = sys.float_info.max
 

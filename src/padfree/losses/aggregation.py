@@ -44,7 +44,7 @@ from padfree.batch import IGNORE, at_predictions
 from padfree.choices import WeightMode
 from padfree.errors import UserError
 from padfree.losses import checks
-from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_sum, spread
 
 SMALLEST = sys.float_info.min
 WEIGHT_MODES: tuple[WeightMode, ...] = get_args(WeightMode)

@@ -19,11 +19,12 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from padfree.config.loss_settings import PolicySettings, SFTSettings
+from padfree.config.loss_settings import SFTSettings
+from padfree.config.policy_settings import PolicySettings
 from padfree.errors import UserError
 from padfree.losses import policy_loss
 from padfree.losses.nll import sft_loss
-from padfree.losses.segments import Reduce, no_reduce
+from padfree.losses.segment_sums import Reduce, no_reduce
 from padfree.losses.types import LossInputs, LossOutput
 
 TokenLossSettings: TypeAlias = PolicySettings | SFTSettings

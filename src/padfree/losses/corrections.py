@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.config.loss_settings import (
+from padfree.config.policy_settings import (
     Correction,
     IcePopSettings,
     OPSMSettings,
@@ -34,7 +34,7 @@ from padfree.config.loss_settings import (
     TokenTISSettings,
 )
 from padfree.losses.kl import LOG_RATIO_BOUND
-from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_mean, segment_sum, spread
 from padfree.losses.types import LossInputs
 
 

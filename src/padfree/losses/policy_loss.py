@@ -19,11 +19,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from padfree.config.loss_settings import TOKEN_CORRECTIONS, CustomObjective, OPSMSettings, PolicySettings
+from padfree.config.policy_settings import TOKEN_CORRECTIONS, CustomObjective, OPSMSettings, PolicySettings
 from padfree.losses.corrections import sequence_factor, token_factor
 from padfree.losses.kl import LOG_RATIO_BOUND, kl_divergence
 from padfree.losses.objectives import ObjectiveInputs, ObjectiveOutput, run_objective, traits
-from padfree.losses.segments import Reduce, no_reduce
+from padfree.losses.segment_sums import Reduce, no_reduce
 from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 

@@ -37,7 +37,7 @@ from padfree.batch import SampleInfo
 from padfree.config.loss_settings import DPOSettings, RewardModelSettings
 from padfree.errors import UserError
 from padfree.losses import checks
-from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_sum, spread
 from padfree.losses.types import LossInputs, LossOutput
 
 

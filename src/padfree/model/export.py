@@ -44,9 +44,10 @@ from transformers.utils import logging
 from padfree.distributed import raise_together
 from padfree.errors import UserError
 from padfree.model.expert_adapters import has_expert_adapters, merged_weight, stacked_weights
-from padfree.model.load import clean_name, keep_in_float32, named_tensors
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
+from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.nonfinite_tensors import nonfinite_tensor
+from padfree.model.structure import keep_in_float32
 from padfree.model.wrapper import save_whole, wrapper_of
 from padfree.version import __version__
 

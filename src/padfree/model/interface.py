@@ -28,9 +28,10 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from padfree.attention.operator import self_attention
 from padfree.attention.prefix_attention import prefix_attention
-from padfree.batch import AttnContext, Segments
+from padfree.batch import AttnContext
 from padfree.cp import attend
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 NAME = "padfree"
 

@@ -5,7 +5,7 @@
     q_proj.weight   ->   q_proj.base_layer.weight, q_proj.lora_A.default.weight, q_proj.lora_B.default.weight
 
 `add_adapters` inserts PEFT's layers into the model in place. The model stays a transformers model, so that attention,
-recomputation, compilation, FSDP2 and the head work as before. `padfree.model.load.clean_name` removes `base_layer` from
+recomputation, compilation, FSDP2 and the head work as before. `named_tensors.clean_name` removes `base_layer` from
 names, which gives the names in HF files. Call `attach` first, because it tests the plain architecture.
 
 The initial values of A depend only on the seed and on the name of A, not on ranks, on the order of layers or on the

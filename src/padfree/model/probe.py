@@ -42,13 +42,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from padfree.batch import AttnContext, Segments, pack_inputs
+from padfree.batch import AttnContext, pack_inputs
 from padfree.errors import shown_error
 from padfree.model.interface import NAME, attention, mark_chunked_layers
 from padfree.model.mixers import Mixer, find_mixers, install
 from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.outputs import base_of, described_head
 from padfree.model.shrink import VOCABULARY, shrink
+from padfree.segments import Segments
 
 PROBE = f"{NAME}_probe"
 LENGTHS_PROBE = f"{NAME}_lengths_probe"

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -24,10 +27,14 @@ from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from padfree.errors import UserError
+from padfree.model.named_tensors import named_tensors
 from padfree.model.outputs import base_of
 
 HEAD = "score"
 WEIGHT = f"{HEAD}.weight"
+
+OTHER_HEADS = r"(lm_head|embed_out|output)\.(weight|bias)"
+"""Names of the heads of causal language models in files."""
 
 _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
 """The models whose head passed the check of `scalar_head_of`. The check runs only once per model, because
@@ -57,6 +64,12 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
     assert isinstance(model, PreTrainedModel)
     scalar_head_of(model)
     return model
+
+
+def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
+    """The files of a causal language model without its head, which `model` replaces with another head."""
+    own = set(named_tensors(model))
+    return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}
 
 
 def scalar_head_of(model: PreTrainedModel) -> Tensor:

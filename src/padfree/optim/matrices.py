@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from padfree.distributed.collectives import exchange_rows
-from padfree.model.load import region_of
+from padfree.model.named_tensors import region_of
 
 
 class MatrixSplit(NamedTuple):

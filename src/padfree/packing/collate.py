@@ -25,23 +25,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges, need_whole, number_array
-from padfree.batch import (
-    IGNORE,
-    Entries,
-    PackedBatch,
-    Rollout,
-    Sample,
-    SampleInfo,
-    Segments,
-    at_predictions,
-    common_fields,
-)
+from padfree.batch import IGNORE, Entries, PackedBatch, Rollout, SampleInfo, at_predictions
 from padfree.choices import SharePrefixes
 from padfree.errors import UserError, need
 from padfree.packing.balance import balance
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
 from padfree.packing.prefixes import FREE, PrefixTree, find_prefixes
+from padfree.sample import Sample, common_fields
+from padfree.segments import Segments
 
 Cost = Callable[[NDArray[Any]], NDArray[Any]]
 

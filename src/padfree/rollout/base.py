@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from padfree.batch import Sample
+    from padfree.sample import Sample
 
 Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
 """Function of samples and a temperature that returns the trainer's log-probabilities [n] of each sample. Collective."""

@@ -24,7 +24,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padfree.batch import Sample
 from padfree.choices import Advantage
 from padfree.errors import UserError
 from padfree.losses import (
@@ -34,6 +33,7 @@ from padfree.losses import (
     rloo_advantages,
     spread,
 )
+from padfree.sample import Sample
 
 
 def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, LocalBatch
-from padfree.config import Config
+from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import DistillSettings
 from padfree.head import DistillationLoss, distillation_loss
 from padfree.head.budget import Memory
@@ -83,10 +83,10 @@ class Distill(sft.SFT):
     With `[rollout]`, it reads prompts instead, which the student answers.
     """
 
-    def read(self, config: Config, tokenizer: Any, **options: Any) -> TrainingData:
-        if config.rollout.source is not None:
-            return rl.TASK.read(config, tokenizer, **options)
-        return super().read(config, tokenizer, **options)
+    def read(self, data: DataConfig, rollout: RolloutConfig, tokenizer: Any, **options: Any) -> TrainingData:
+        if rollout.source is not None:
+            return rl.TASK.read(data, rollout, tokenizer, **options)
+        return super().read(data, rollout, tokenizer, **options)
 
     def micro_batch_loss(  # type: ignore[override]
         self, settings: DistillSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None

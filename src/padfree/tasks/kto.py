@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import LocalBatch, Sample
-from padfree.config import Config, LossConfig
+from padfree.batch import LocalBatch
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.config.loss_settings import KTOSettings
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import sum_over_context
@@ -41,6 +41,7 @@ from padfree.data.records import RowError, shown, string
 from padfree.data.tokenize import PairTokenizer
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput, segment_sum, spread
+from padfree.sample import Sample
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, scored_inputs
 from padfree.tasks.reading import TrainingData, of_store, text_settings
@@ -224,15 +225,16 @@ class AnswerMeasure:
 class KTO(Task):
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(config.data, day))
-        paths = list(config.data.path)
+        settings = SFTDataSettings(**text_settings(data, day))
+        paths = list(data.path)
         found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, SCHEMA, progress=progress)
         return of_store(found)
 

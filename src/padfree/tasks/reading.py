@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.config import DataConfig
 from padfree.config.inputs import check_regular
 from padfree.data import DataReport, StoredSamples, TokenizedDataset
@@ -16,6 +15,7 @@ from padfree.data.formats import reading_notes
 from padfree.data.store import read_metadata
 from padfree.errors import UserError
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 
 Samples = Sequence[Sample | Prompt] | StoredSamples
 

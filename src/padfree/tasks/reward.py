@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, LocalBatch
-from padfree.config import Config
+from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import RewardModelSettings
 from padfree.cp.shard import sum_over_context
 from padfree.data import SFTDataSettings, load_pairs
@@ -59,15 +59,16 @@ class RewardMicroBatchLoss:
 class RewardModel(Task):
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(config.data, day))
-        return of_store(load_pairs(list(config.data.path), tokenizer, settings, progress=progress, margins=True))
+        settings = SFTDataSettings(**text_settings(data, day))
+        return of_store(load_pairs(list(data.path), tokenizer, settings, progress=progress, margins=True))
 
     def micro_batch_loss(
         self,

@@ -14,16 +14,16 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample, with_arrays
-from padfree.config import Config, LossConfig
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.config.functions import model_of
-from padfree.config.loss_settings import PolicySettings
+from padfree.config.policy_settings import PolicySettings
 from padfree.data import RolloutDataSettings, load_reward, read_rollouts
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
 from padfree.losses import needs_old_logprobs
 from padfree.rollout import read_prompts
 from padfree.rollout.environment import load_episode
+from padfree.sample import Sample, with_arrays
 from padfree.tasks.batch_advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, TokenMicroBatchLoss
@@ -34,20 +34,21 @@ from padfree.tasks.task import Models, Task
 class RL(Task):
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        data, settings = config.data, RolloutDataSettings(**text_settings(config.data, day))
-        if config.rollout.source is not None:
-            if import_reward and config.rollout.reward is not None and model_of(config.rollout.reward) is None:
-                load_reward(config.rollout.reward)
-            if import_reward and config.rollout.has_episodes:
-                load_episode(config.rollout)
-            max_new_tokens = config.rollout.max_new_tokens
+        settings = RolloutDataSettings(**text_settings(data, day))
+        if rollout.source is not None:
+            if import_reward and rollout.reward is not None and model_of(rollout.reward) is None:
+                load_reward(rollout.reward)
+            if import_reward and rollout.has_episodes:
+                load_episode(rollout)
+            max_new_tokens = rollout.max_new_tokens
             prompts = read_prompts(list(data.path), tokenizer, settings, max_new_tokens=max_new_tokens)
             return TrainingData(
                 samples=prompts.prompts,

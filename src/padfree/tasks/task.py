@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample, with_arrays
-from padfree.config import Config, LossConfig
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
+from padfree.sample import Sample, with_arrays
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
 from padfree.tasks.reading import TrainingData
@@ -53,14 +53,18 @@ class Task(ABC):
     @abstractmethod
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        """Read and tokenise the data of `config.data`. Arguments: see `padfree.train.training_data`."""
+        """Read and tokenise the data. Arguments: see `padfree.train.training_data`.
+
+        `rollout` says whether the run samples responses to prompts.
+        """
 
     @abstractmethod
     def micro_batch_loss(

@@ -22,8 +22,9 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from padfree.batch import PackedBatch, Sample
+from padfree.batch import PackedBatch
 from padfree.packing.collate import collate
+from padfree.sample import Sample
 
 VOCABULARY = 64
 WINDOW = 5

@@ -13,6 +13,8 @@ evaluate        metrics on held-out data
 setup           builds loss, models and engine from the settings
 training_data   tokenizer, samples and the batcher that groups them into global batches
 preflight       checks a run's settings and data, and refuses the run before anything is written or loaded
+check_data      refuses data that a run cannot train on
+count_steps     the number of optimizer steps of a run
 resolve_auto    the values that `auto` settings take on this device
 limits          the token ids and positions that a model accepts
 resume          settings that may change between a checkpoint and the run that resumes from it

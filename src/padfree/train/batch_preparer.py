@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.checkpoint.manifest import TrainedModel
-from padfree.config import Config
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.errors import UserError
+from padfree.sample import Sample
 from padfree.tasks.task import Models, task_of
 from padfree.train.batch_times import BatchTimes
 from padfree.train.critic import Critic
@@ -37,10 +37,13 @@ class BatchPreparer:
 
     def __init__(
         self,
-        config: Config,
         engine: Engine,
         batcher: Batcher,
         *,
+        loss: LossConfig,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        seed: int,
         reference: ReferenceModel | None,
         teacher: Scorer | None,
         critic: Critic | None,
@@ -48,10 +51,11 @@ class BatchPreparer:
         end_tokens: tuple[int, ...] = (),
     ) -> None:
         """Arguments that are None are not part of this run. `end_tokens`: token ids that end a response, if known."""
-        self.config, self.engine, self.batcher = config, engine, batcher
+        self.engine, self.batcher = engine, batcher
+        self._loss, self._data, self._rollout, self._seed = loss, data, rollout, seed
         self.reference, self.teacher, self.critic = reference, teacher, critic
         self.rollouts = rollouts
-        self.task = task_of(config.loss.command)
+        self.task = task_of(loss.command)
         self.end_tokens = end_tokens
         self._had_labels = False  # whether any sample so far had a trained token
         self.groups = self.groups_without_signal = 0  # summed over all batches so far
@@ -65,14 +69,14 @@ class BatchPreparer:
     def waits_for_updates(self) -> bool:
         """Whether preparing a batch needs the weights that result from the updates of the previous batches."""
         asks = any(model is not None for model in (self.reference, self.teacher, self.critic))
-        return self.sampled or self.task.waits_for_updates(self.config.loss, asks=asks)
+        return self.sampled or self.task.waits_for_updates(self._loss, asks=asks)
 
     def no_signal_note(self) -> str | None:
         """Return a note for the user if nothing was learned since this process started; otherwise None.
 
         Nothing is learned if every advantage is 0 and no other loss term changes the weights.
         """
-        loss = self.config.loss
+        loss = self._loss
         if not self.groups or self.groups_without_signal < self.groups:
             return None
         if loss.kl_coefficient or loss.entropy_coefficient or self.critic is not None or self.engine.router is not None:
@@ -161,14 +165,14 @@ class BatchPreparer:
         self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
         if self.sampled and not self._had_labels:
             raise UserError(
-                f"{self.config.rollout.source}",
+                f"{self._rollout.source}",
                 f"none of the {len(batch)} samples of batch {number} has a token to train",
                 "let the policy generate tokens: tokens that an environment adds are not trained",
             )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
-        batch, found = self.task.prepare(batch, self._models(times), self.config.loss)
+        batch, found = self.task.prepare(batch, self._models(times), self._loss)
         metrics: dict[str, float] = {}
-        has_metrics = self.rollouts is not None or not self.config.loss.task.in_rows
+        has_metrics = self.rollouts is not None or not self._loss.task.in_rows
         if has_metrics:
             written = {} if self.rollouts is None else self.rollouts.metrics()
             metrics = {**self._reward_metrics(batch), **written, **found}
@@ -177,7 +181,7 @@ class BatchPreparer:
         return GlobalBatch(
             samples=batch,
             parts=parts,
-            epochs=self.config.loss.epochs,
+            epochs=self._loss.epochs,
             metrics=metrics,
             times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if has_metrics else {},
         )
@@ -193,16 +197,16 @@ class BatchPreparer:
         )
 
     def _reward_metrics(self, batch: list[Sample]) -> dict[str, float]:
-        sources = [source.label for source in self.config.data.sources]
+        sources = [source.label for source in self._data.sources]
         return reward_metrics(batch, end_tokens=self.end_tokens, sources=sources if len(sources) > 1 else ())
 
     def minibatch_settings(self, number: int) -> dict[str, int]:
         """Return the arguments for `update_parts`, which assigns the samples of batch `number` to its updates."""
-        loss = self.config.loss
+        loss = self._loss
         return {
             "epochs": loss.epochs,
             "mini_batches": loss.mini_batches,
-            "seed": self.config.run.seed,
+            "seed": self._seed,
             "number": number,
         }
 

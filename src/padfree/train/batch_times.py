@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 
 Found = TypeVar("Found")
 

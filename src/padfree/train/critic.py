@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.config import CriticConfig
 from padfree.errors import UserError
 from padfree.losses import gae, token_rewards, whiten
+from padfree.sample import Sample
 from padfree.train.engine import Engine
 from padfree.train.finite_checks import NonFiniteError
 from padfree.train.value_loss import ScalarScorer

@@ -14,30 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from padfree.batch import Sample
-from padfree.config import Config
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.data import StoredSamples
 from padfree.errors import UserError
 from padfree.packing.epochs import EpochOrder, SourcePart
 from padfree.packing.fill import Indices
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 from padfree.tasks.reading import Samples
 
 Group = Sequence[Sample | Prompt]
 
 
-def in_rows(config: Config) -> bool:
+def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
     """Whether batches consist of data rows; if not, they consist of groups of rollouts or of prompts."""
-    return config.loss.task.in_rows and config.rollout.source is None
+    return loss.task.in_rows and rollout.source is None
 
 
-def row_starts(config: Config, samples: Any) -> Indices:
+def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
     """Return [R+1]: the index of the first sample of each of the R data rows, then the number of samples.
 
     `StoredSamples` record their rows. For other samples, the task defines the number of samples per row (1 in RL).
     """
     known: Indices | None = getattr(samples, "row_starts", None)
-    size = config.loss.task.group_size if in_rows(config) else 1
+    size = loss.task.group_size if in_rows(loss, rollout) else 1
     return np.arange(0, len(samples) + 1, size) if known is None else known
 
 
@@ -51,38 +51,35 @@ def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
     return counts
 
 
-def epoch_parts(config: Config, sizes: Sequence[int]) -> list[SourcePart] | None:
+def epoch_parts(data: DataConfig, sizes: Sequence[int]) -> list[SourcePart] | None:
     """Return the size and the weight of each source of a mixture. `sizes`: number of rows or groups of each source.
 
     If the data is not a mixture, return None: each row then occurs once per epoch.
     """
-    if not config.data.sources:
+    if not data.sources:
         return None
-    return [
-        SourcePart(size=size, weight=one.exact_weight) for size, one in zip(sizes, config.data.sources, strict=True)
-    ]
+    return [SourcePart(size=size, weight=one.exact_weight) for size, one in zip(sizes, data.sources, strict=True)]
 
 
-def check_shown(config: Config, sizes: Sequence[int]) -> None:
+def check_shown(data: DataConfig, sizes: Sequence[int]) -> None:
     """Raise a `UserError` for a source whose weight is so small that no row of it is ever trained.
 
     `sizes`: number of rows of each source.
     """
-    epochs = config.data.epochs
-    for number, part in enumerate(epoch_parts(config, sizes) or ()):
+    epochs = data.epochs
+    for number, part in enumerate(epoch_parts(data, sizes) or ()):
         if epochs is not None and not part.shown(epochs):
             raise UserError(
                 f"data.sources.{number}.weight",
-                f"{config.data.sources[number].weight:g} of {part.size} rows is less than one row in "
-                f"data.epochs={epochs}",
+                f"{data.sources[number].weight:g} of {part.size} rows is less than one row in data.epochs={epochs}",
                 "give a larger weight, or more epochs",
             )
 
 
-def epoch_order(config: Config, sizes: Sequence[int]) -> EpochOrder:
+def epoch_order(data: DataConfig, sizes: Sequence[int], *, seed: int) -> EpochOrder:
     """Return the order in which the batcher takes rows in each epoch. `sizes`: number of rows of each source."""
-    parts = epoch_parts(config, sizes) or [SourcePart(size=sum(sizes), weight=Fraction(1))]
-    return EpochOrder(parts, shuffle=config.data.shuffle, seed=config.run.seed)
+    parts = epoch_parts(data, sizes) or [SourcePart(size=sum(sizes), weight=Fraction(1))]
+    return EpochOrder(parts, shuffle=data.shuffle, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,19 +105,21 @@ class SourceShare:
         )
 
 
-def source_shares(config: Config, samples: Samples, parts: Sequence[int]) -> list[SourceShare]:
+def source_shares(
+    data: DataConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, parts: Sequence[int]
+) -> list[SourceShare]:
     """Return the share of each of `data.sources` in the mixture; an empty list if there is no mixture.
 
     `parts`: the number of samples of each source.
     """
-    if not config.data.sources:
+    if not data.sources:
         return []
     lengths = lengths_of(samples)
     ends = np.cumsum(parts)
     tokens = [int(part.sum()) for part in np.split(lengths, ends[:-1])]
-    rows = row_counts(row_starts(config, samples), parts)
-    weighted = [count * each.weight for count, each in zip(tokens, config.data.sources, strict=True)]
-    epochs = config.data.epochs
+    rows = row_counts(row_starts(loss, rollout, samples), parts)
+    weighted = [count * each.weight for count, each in zip(tokens, data.sources, strict=True)]
+    epochs = data.epochs
     return [
         SourceShare(
             name=each.label,
@@ -131,7 +130,7 @@ def source_shares(config: Config, samples: Samples, parts: Sequence[int]) -> lis
             share=weighted[number] / max(sum(weighted), 1.0),
             epochs=None if epochs is None else each.weight * epochs,
         )
-        for number, each in enumerate(config.data.sources)
+        for number, each in enumerate(data.sources)
     ]
 
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from padfree.attention import BACKENDS
-from padfree.config import Config
+from padfree.config import ModelConfig, ParallelConfig
 from padfree.garbage_collection import paused_collector
 
 HEAD = ("triton", "triton.tools.tensor_descriptor")
@@ -28,17 +28,17 @@ EPILOGUES = ("padfree.layers.ops.quack_matmul_epilogues",)
 FLASH_ATTENTION_4 = ("flash_attn.cute.interface",)
 
 
-def first_step_modules(config: Config, device_type: str) -> list[str]:
+def first_step_modules(model: ModelConfig, parallel: ParallelConfig, device_type: str) -> list[str]:
     """Return the modules that the first step imports on this device type; an empty list on the CPU."""
     if device_type != "cuda":
         return []
-    half, compiled = config.model.dtype != "float32", config.parallel.compile != "none"
+    half, compiled = model.dtype != "float32", parallel.compile != "none"
     modules = [*HEAD]
     if compiled:
         modules += COMPILER
-    if half and config.model.attention in ("auto", "fa4") and BACKENDS["fa4"].is_installed():
+    if half and model.attention in ("auto", "fa4") and BACKENDS["fa4"].is_installed():
         modules += FLASH_ATTENTION_4
-    if half and compiled and config.parallel.kernels == "auto":
+    if half and compiled and parallel.kernels == "auto":
         modules += EPILOGUES
     return modules
 

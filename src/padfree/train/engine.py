@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padfree.batch import Sample
 from padfree.config.loss_settings import TaskSettings, ValueSettings
 from padfree.cp.ranges import to_device
 from padfree.head.budget import Memory
@@ -49,6 +48,7 @@ from padfree.optim.optimizer import Optimizer
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import whole
+from padfree.sample import Sample
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
 from padfree.tasks import task_of

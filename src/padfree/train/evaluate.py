@@ -23,14 +23,15 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
-from padfree.config import Config, EvalConfig
+from padfree.config import EvalConfig, LossConfig
 from padfree.data import Reward, load_reward
 from padfree.optim.master_weights import compute_copies
 from padfree.rollout import Prompt
-from padfree.rollout.collect.collector import Collector, EpisodeOutcome
+from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.group import RolloutGroup
+from padfree.rollout.collect.queued_batch import EpisodeOutcome
 from padfree.rollout.sampling_rng import GREEDY, response_keys
+from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.reading import TrainingData
@@ -188,18 +189,21 @@ class SampledResponses:
 
 
 def make_evaluation(
-    config: Config,
+    settings: EvalConfig,
+    loss: LossConfig,
     engine: Engine,
     held_out: TrainingData | None,
     writer: Collector | None,
     reference: ReferenceModel | None = None,
     on_activity: OnActivity | None = None,
+    *,
+    seed: int,
 ) -> Evaluate | None:
     """Return the function that evaluates as `[eval]` configures, or None if `eval.path` is not set.
 
     The function raises an error if a metric is not finite.
     """
-    measure = _measure(config, engine, held_out, writer, reference, on_activity)
+    measure = _measure(settings, loss, engine, held_out, writer, reference, on_activity, seed)
     if measure is None:
         return None
 
@@ -212,26 +216,28 @@ def make_evaluation(
 
 
 def _measure(
-    config: Config,
+    settings: EvalConfig,
+    loss: LossConfig,
     engine: Engine,
     held_out: TrainingData | None,
     writer: Collector | None,
     reference: ReferenceModel | None,
     on_activity: OnActivity | None,
+    seed: int,
 ) -> Evaluate | None:
     if held_out is None:
         return None
     samples = list(held_out.samples)
     if writer is not None:
         prompts = [sample for sample in samples if isinstance(sample, Prompt)]
-        reward = None if config.eval.reward is None else load_reward(config.eval.reward)
-        return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity, reward=reward)
+        reward = None if settings.reward is None else load_reward(settings.reward)
+        return SampledResponses(writer, engine, prompts, settings, seed, on_activity, reward=reward)
     held_out_samples = [sample for sample in samples if isinstance(sample, Sample)]
-    task, scorer = task_of(config.loss.command), engine.scorer
+    task, scorer = task_of(loss.command), engine.scorer
     models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)
     measure = task.measure(engine.micro_batch_loss, scorer.temperature)
     return HeldOut(
-        scorer, measure, held_out_samples, on_activity, prepare=task.evaluation(held_out_samples, models, config.loss)
+        scorer, measure, held_out_samples, on_activity, prepare=task.evaluation(held_out_samples, models, loss)
     )
 
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from padfree.batch import Sample
 from padfree.errors import UserError
-from padfree.model.load import nonfinite_weight
+from padfree.model.nonfinite_tensors import nonfinite_weight
+from padfree.sample import Sample
 
 
 class NonFiniteError(RuntimeError):

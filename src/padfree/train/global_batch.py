@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.errors import UserError
 from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import whole
+from padfree.sample import TOKEN_ARRAYS, Sample
 
 KEY = "rollouts"
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample
+from padfree.batch import IGNORE, LocalBatch, PackedBatch
 from padfree.choices import LayoutKind, PackOverlong, SharePrefixes
 from padfree.cp import shard
 from padfree.distributed import Mesh
@@ -29,6 +29,7 @@ from padfree.packing import CostModel, PrefixTree, StepPlan, collate, plan_share
 from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import arrived
+from padfree.sample import Sample
 from padfree.warning import PadfreeWarning
 
 Floats = NDArray[np.floating[Any]]

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
-from padfree.config import Config
 from padfree.data import StoredSamples
 from padfree.data.store import default_cache_folder, find_or_build, hash_of, open_array, writing
 from padfree.distributed import Mesh
 from padfree.errors import UserError
+from padfree.sample import Sample
 from padfree.train.rl.reference_model import ReferenceModel
 
 NAME = "logprobs"
@@ -48,13 +47,13 @@ class ReferencedSamples(Sequence[Sample]):
 
 
 def with_reference(
-    samples: StoredSamples, reference: ReferenceModel, fingerprint: str, config: Config, mesh: Mesh
+    samples: StoredSamples, reference: ReferenceModel, fingerprint: str, mesh: Mesh, *, dtype: str, temperature: float
 ) -> ReferencedSamples:
     """Return the samples with the log-probabilities of the reference. Collective.
 
     `fingerprint`: a hash of the reference's weights, which is part of the cache key.
     """
-    depends = [samples.digest, fingerprint, config.model.dtype, config.loss.temperature, torch.__version__]
+    depends = [samples.digest, fingerprint, dtype, temperature, torch.__version__]
     key, cache = hash_of(["reference", *depends])[:32], default_cache_folder()
     shape = (int(samples.lengths.sum()),)
 

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
-from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.checkpoint.checkpoint_files import CheckpointError, hash_of
 from padfree.checkpoint.checkpointer import latest_in
 from padfree.checkpoint.manifest import read_manifest
@@ -37,6 +36,7 @@ from padfree.data import StoredSamples
 from padfree.errors import UserError
 from padfree.record.file_names import CHECKPOINTS
 from padfree.rollout import Prompt
+from padfree.sample import TOKEN_ARRAYS, Sample
 from padfree.train.global_batch import KEY as ROLLOUTS
 
 KEY = "made_with"

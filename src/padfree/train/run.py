@@ -32,11 +32,12 @@ from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.collect.collector import Collector, OnSampling
-from padfree.rollout.engines import make_async_sampler, make_sampler
+from padfree.rollout.engines import make_sampler
 from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.stop_signals import StopSignals
 from padfree.tasks.reading import Samples, TrainingData, text_settings
+from padfree.train.count_steps import planned_steps
 from padfree.train.determinism import deterministic
 from padfree.train.disk import check_disk
 from padfree.train.early_imports import EarlyImports, first_step_modules
@@ -44,7 +45,7 @@ from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.finished import finished_step
 from padfree.train.precomputed import ReferencedSamples, with_reference
-from padfree.train.preflight import Preflight, check_folder_usable, planned_steps, preflight
+from padfree.train.preflight import Preflight, check_folder_usable, preflight
 from padfree.train.resolve_auto import resolve_auto_on
 from padfree.train.resume import data_record
 from padfree.train.rl.reference_model import ReferenceModel
@@ -93,7 +94,7 @@ def train(
     ):
         mesh = mesh_of(config, device)
         report_activity("reading model and data", 0, 0)
-        with EarlyImports(first_step_modules(config, mesh.device.type)) as imports:
+        with EarlyImports(first_step_modules(config.model, config.parallel, mesh.device.type)) as imports:
             # Nothing is written before all checks have passed. Quick checks come first, because reading data is slow.
             raise_together(user_error_of(check_folder_usable, config) if mesh.loss.rank == 0 else None)
             preflight_result = preflight(
@@ -158,7 +159,14 @@ def _train(
     collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, on_sampling=on_sampling)
     with nullcontext() if collector is None else closing(collector):
         evaluation = make_evaluation(
-            config, engine, preflight_result.held_out, collector, _pair_reference(config, reference), report_activity
+            config.eval,
+            config.loss,
+            engine,
+            preflight_result.held_out,
+            collector,
+            _pair_reference(config, reference),
+            report_activity,
+            seed=config.run.seed,
         )
         samples: Samples = source.samples
         if config.reference.precompute:
@@ -171,7 +179,9 @@ def _train(
             reference=reference,
             teacher=build_teacher_scorer(config, mesh),
             critic=build_critic(config, mesh),
-            rollouts=None if collector is None else SampledBatches(config, batcher, collector, engine),
+            rollouts=None
+            if collector is None
+            else SampledBatches(config.rollout, config.loss, config.run, batcher, collector, engine),
             end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
             on_step=on_step,
             on_note=on_note,
@@ -238,7 +248,14 @@ def evaluate(
         with nullcontext() if collector is None else closing(collector):
             reference = _pair_reference(resolved.config, build_reference(resolved.config, mesh, engine))
             measure = make_evaluation(
-                resolved.config, engine, preflight_result.held_out, collector, reference, on_activity
+                config.eval,
+                config.loss,
+                engine,
+                preflight_result.held_out,
+                collector,
+                reference,
+                on_activity,
+                seed=config.run.seed,
             )
             assert measure is not None
             return measure(0)
@@ -255,7 +272,9 @@ def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Refere
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
     fingerprint = Checkpointer(Path(config.run.folder) / CHECKPOINTS).fingerprint(tensors)
-    return with_reference(samples, reference, fingerprint, config, mesh)
+    return with_reference(
+        samples, reference, fingerprint, mesh, dtype=config.model.dtype, temperature=config.loss.temperature
+    )
 
 
 def _collector(
@@ -271,11 +290,12 @@ def _collector(
     chat = None
     if config.rollout.has_episodes:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)), day=source.day)
-    made = make_async_sampler if config.rollout.staleness else make_sampler
-    sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     try:
         return Collector(
-            config,
+            config.rollout,
+            config.loss,
+            config.run,
             mesh,
             sampler,
             tokenizer,
@@ -318,5 +338,5 @@ def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -
         return {"prompt_tokens": longest}
     return {
         "longest": -(-longest // config.parallel.most_context(processes)),
-        "copied_keys": copied_keys(config, samples, preflight_result.model),
+        "copied_keys": copied_keys(config.batch, config.loss, config.rollout, samples, preflight_result.model),
     }

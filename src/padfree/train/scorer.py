@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import LocalBatch, Sample, at_tokens
+from padfree.batch import LocalBatch, at_tokens
 from padfree.choices import PackOverlong
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import gather_tokens
@@ -31,6 +31,7 @@ from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
 from padfree.optim.master_weights import compute_copies
 from padfree.packing import CostModel
+from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
 from padfree.train.finite_checks import check_scores
 from padfree.train.microbatch import MicroBatch, Packer, PackSettings

@@ -150,7 +150,7 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     # The reward model's tokenizer may give more tokens than the run's. A text over the maximum becomes its own pack.
     scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
-    return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config)
+    return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config.data)
 
 
 def check_reward_model(path: str, files: Mapping[str, Path] | None) -> None:

@@ -18,7 +18,7 @@ from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
 from padfree.config import Config
 from padfree.distributed import raise_together
 from padfree.errors import UserError
-from padfree.model.load import named_tensors
+from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import CHECKPOINTS
 from padfree.record.run_files import open_run_files
 from padfree.record.run_folder import mark_run_folder
@@ -69,9 +69,12 @@ def begin_run(
     mesh, note = engine.mesh, on_note or (lambda line: None)
     raise_together(user_error_of(mark_run_folder, config) if mesh.loss.rank == 0 else None)
     batches = BatchPreparer(
-        config,
         engine,
         batcher,
+        loss=config.loss,
+        data=config.data,
+        rollout=config.rollout,
+        seed=config.run.seed,
         reference=reference,
         teacher=teacher,
         critic=critic,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from padfree.batch import Sample
 from padfree.estimate.flops import Flops, Shared
 from padfree.packing import CostModel, StepPlan
+from padfree.sample import Sample
 from padfree.train.engine import StepReport
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.hub import check_name
 from padfree.config.reader import LARGEST_COUNT
@@ -37,6 +36,7 @@ from padfree.errors import UserError, shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt
 from padfree.rollout.collect.group import RolloutGroup
+from padfree.sample import Sample
 from padfree.tasks import task_of
 from padfree.tasks.batch_advantages import check_signal
 from padfree.tasks.reading import Samples, TrainingData, text_settings
@@ -110,11 +110,11 @@ def load_training_data(
 def _load(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
     read = task_of(config.loss.command).read
     if not config.data.sources:
-        return read(config, tokenizer, **options)
+        return read(config.data, config.rollout, tokenizer, **options)
     found: dict[str, TrainingData] = {}
     for number, source in enumerate(config.data.sources):
         try:
-            one = read(replace(config, data=config.data.of_source(source)), tokenizer, **options)
+            one = read(config.data.of_source(source), config.rollout, tokenizer, **options)
         except UserError as error:
             raise _of_data_source(error, number) from error
         found[source.label] = one
@@ -187,7 +187,7 @@ def load_held_out(
 def _first(config: Config, samples: Samples) -> Samples:
     """Return the first `eval.samples` samples. They are whole data rows, counted like `batch.samples`."""
     assert config.eval.samples is not None
-    starts, size = row_starts(config, samples), config.loss.task.group_size
+    starts, size = row_starts(config.loss, config.rollout, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
     return [samples[index] for index in range(int(count))]
 
@@ -218,8 +218,8 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
     _check_step_memory(config, samples)
     order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
     groups, sizes = groups_of(config, samples, parts)
-    order["parts"] = epoch_parts(config, sizes)
-    if in_rows(config):
+    order["parts"] = epoch_parts(data, sizes)
+    if in_rows(config.loss, config.rollout):
         if batch.samples is not None:
             size = config.loss.task.group_size
             return FixedSizeBatcher(groups, batch_size=batch.samples // size, length=_num_tokens, **order)
@@ -267,8 +267,8 @@ def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tu
 
     `parts`: the number of samples of each source of a mixture.
     """
-    if in_rows(config):
-        starts = row_starts(config, samples)
+    if in_rows(config.loss, config.rollout):
+        starts = row_starts(config.loss, config.rollout, samples)
         return Rows(samples, starts), row_counts(starts, parts)
     ends = np.cumsum(parts or [len(samples)]).tolist()
     by_part = [_groups(config, [samples[i] for i in range(a, b)]) for a, b in pairwise([0, *ends])]

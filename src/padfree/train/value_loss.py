@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.batch import LocalBatch, Sample
+from padfree.batch import LocalBatch
 from padfree.losses import (
     LossInputs,
     LossOutput,
@@ -29,6 +29,7 @@ from padfree.losses import (
 )
 from padfree.model.scalar_head import scalar_head_of
 from padfree.optim.master_weights import compute_copies
+from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
 from padfree.tasks.reward import pack_scores
 from padfree.train.finite_checks import check_scores

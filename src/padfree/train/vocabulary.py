@@ -18,27 +18,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from padfree.config import Config
-from padfree.config.hub import GIVEN_TEXT, named_models
+from padfree.config import ModelConfig
+from padfree.config.hub import GIVEN_TEXT
 from padfree.errors import UserError
 from padfree.train.training_data import has_tokenizer, open_tokenizer
 
 
-def check_vocabularies(config: Config, tokenizer: Any) -> Iterator[str]:
+def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: Any) -> Iterator[str]:
     """Raise an error if the tokenizer of a model has other token ids than `tokenizer`, the run's.
 
     Yield a note for each model that has no tokenizer to compare.
     """
-    own_name = config.model.tokenizer or config.model.path
+    own_name = model.tokenizer or model.path
     compared = {_unique_name(own_name)}
-    for setting, name in named_models(config).items():
+    for setting, name in names.items():
         if setting in GIVEN_TEXT or setting == "model.tokenizer" or _unique_name(name) in compared:
             continue
         compared.add(_unique_name(name))
         trained = setting == "model.path"
-        if trained and (config.model.init == "random" or Path(name).is_file()):
+        if trained and (model.init == "random" or Path(name).is_file()):
             continue  # an untrained model has not learned any ids
-        other = _tokenizer_of(name, setting, config.model.trust_remote_code)
+        other = _tokenizer_of(name, setting, model.trust_remote_code)
         if tokenizer is None or other is None:
             missing = own_name if tokenizer is None else name
             same = f"assuming that token ids have the same meaning in {name} and {own_name}"

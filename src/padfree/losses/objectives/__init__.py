@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from padfree.config.loss_settings import CustomObjective, Objective
+from padfree.config.policy_settings import CustomObjective, Objective
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, Traits, objective, traits_of
 from padfree.losses.objectives.custom import load_objective
 

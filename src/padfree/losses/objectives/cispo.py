@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from padfree.config.loss_settings import CISPOSettings
+from padfree.config.policy_settings import CISPOSettings
 from padfree.losses.kl import LOG_RATIO_BOUND
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.config.loss_settings import ClipSettings
+from padfree.config.policy_settings import ClipSettings
 from padfree.losses import checks
 from padfree.losses.kl import LOG_RATIO_BOUND
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective

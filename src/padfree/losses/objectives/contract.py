@@ -28,7 +28,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from padfree.errors import UserError
-from padfree.losses.segments import Reduce, no_reduce, segment_mean, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_mean, spread
 from padfree.losses.types import LossInputs
 
 Function = TypeVar("Function", bound=Callable[..., object])

@@ -10,7 +10,7 @@ each token has its own gradient, context ranks exchange only values, not gradien
 
 from __future__ import annotations
 
-from padfree.config.loss_settings import GSPOSettings
+from padfree.config.policy_settings import GSPOSettings
 from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 

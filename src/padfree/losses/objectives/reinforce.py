@@ -5,7 +5,7 @@ If old log-probabilities are available, they are used only for metrics.
 
 from __future__ import annotations
 
-from padfree.config.loss_settings import ReinforceSettings
+from padfree.config.policy_settings import ReinforceSettings
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 
 

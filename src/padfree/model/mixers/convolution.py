@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 
 def positions_of(num_tokens: int, segments: Segments) -> Tensor:

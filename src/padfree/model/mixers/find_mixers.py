@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, PreTrainedModel
 
-from padfree.batch import AttnContext, Segments
+from padfree.batch import AttnContext
 from padfree.model.interface import NAME, attention
 from padfree.model.mixers.mixer import Carrier, Mixer, qualified_name
 from padfree.model.mixers.registry import kind_of
 from padfree.model.outputs import base_of
 from padfree.model.structure import layers_of
+from padfree.segments import Segments
 
 LISTENER = f"{NAME}_listener"
 NUM_TOKENS = 11

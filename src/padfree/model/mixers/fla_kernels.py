@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from padfree.batch import Segments
 from padfree.model.model_files import one_line
+from padfree.segments import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from padfree.batch import AttnContext, Segments
+from padfree.batch import AttnContext
 from padfree.cp import from_whole_segments, to_whole_segments
 from padfree.errors import UserError
 from padfree.model.interface import is_attached
@@ -37,6 +37,7 @@ from padfree.model.mixers.mixer import Mixer, qualified_name
 from padfree.model.mixers.own_forward import reference_forward
 from padfree.model.mixers.varlen_kernel import VarlenKernel, own_kernels_are_right, tested_kernel
 from padfree.model.outputs import base_of
+from padfree.segments import Segments
 
 STATE = "_padfree_mixer"
 CHOSEN_FOR = "_padfree_mixers_chosen_for"

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from padfree.batch import Segments
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.mixers.mixer import Mixer, decay_of, qualified_name
 from padfree.model.mixers.own_forward import Function, code_of, reference_forward, with_functions
 from padfree.model.mixers.registry import KINDS
+from padfree.segments import Segments
 from padfree.warning import PadfreeWarning
 
 LENGTHS = (67, 1, 130, 64, 3)

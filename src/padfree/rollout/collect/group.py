@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.config.rollout import RolloutConfig
 from padfree.rollout.environment.play import Played
 from padfree.rollout.prompts import Prompt
+from padfree.sample import Sample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,12 +16,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
+from padfree.config.functions import model_of
+from padfree.config.rollout import RolloutConfig
+from padfree.data import load_reward
 from padfree.errors import UserError
 from padfree.rollout.base import AsyncSampler, Response, Sampler, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer
+from padfree.rollout.environment.load_environment import environment_name, load_episode
 from padfree.rollout.environment.play import Play, Played, Watcher
-from padfree.rollout.environment.reward_workers import RewardWorkers
-from padfree.rollout.environment.runner import RunnerSettings
+from padfree.rollout.environment.reward_workers import RewardsLater, RewardWorkers
+from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 from padfree.rollout.environment.tokens import Gather
 from padfree.rollout.environment.trajectory import Leaf, leaf_of_response
 from padfree.rollout.loop_thread import LoopThread
@@ -170,6 +174,28 @@ class ResponseWriter:
         if not self._settings.skip_failures:
             raise error
         return Played(number=play.number, failure=str(error))
+
+
+def make_writer(
+    settings: RolloutConfig, sampler: Sampler, chat_tokenizer: ChatTokenizer, *, temperature: float
+) -> ResponseWriter | EpisodeRunner:
+    """Make the object that plays episodes: those of an environment, or single turns."""
+    runner = RunnerSettings(
+        name=environment_name(settings),
+        max_concurrent=settings.max_concurrent,
+        timeout=settings.episode_timeout,
+        skip_failures=settings.on_failure == "skip",
+        temperature=temperature,
+    )
+    reward_workers: RewardWorkers | None = None
+    if model_of(settings.reward) is not None:
+        reward_workers = RewardsLater(str(settings.reward))
+    elif settings.reward is not None:
+        reward_workers = RewardWorkers(load_reward(settings.reward), settings.reward_processes)
+    if settings.has_episodes:
+        return EpisodeRunner(load_episode(settings), sampler, chat_tokenizer, reward_workers, runner)
+    assert reward_workers is not None
+    return ResponseWriter(sampler, chat_tokenizer, reward_workers, runner)
 
 
 def _request(play: Play) -> SamplingRequest:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from padfree.batch import Sample
 from padfree.config.rollout import RolloutConfig
 from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
+from padfree.sample import Sample
 
 
 def batch_metrics(

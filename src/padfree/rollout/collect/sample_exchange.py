@@ -24,11 +24,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh, exchange_rows, gather_objects
 from padfree.packing.prefixes import common_length
+from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
+from padfree.rollout.environment.tokens import Gather
 from padfree.rollout.environment.trajectory import Leaf
+from padfree.sample import Sample
 
 NO_TOKEN = 1 << 40
 """Larger than any token id; placeholder ids start here."""
@@ -132,6 +134,36 @@ def placeholder_leaves(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: 
     return [leaves[index] for index in range(len(facts))]
 
 
+def known_to_all(
+    groups: Sequence[RolloutGroup], own: Mapping[int, Played], gather: Gather, *, num_shown: int
+) -> tuple[dict[int, Played], dict[int, int]]:
+    """Return the episodes of these groups with placeholder leaves, and the rank that played each of them. Collective.
+
+    The first `num_shown` groups keep the text of their first episode.
+    """
+    own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
+    for index, group in enumerate(groups):
+        part = [own[number] for number in group.numbers if number in own]
+        shown = group.first if index < num_shown else None
+        for one, leaf_facts in zip(part, facts_of(part, group.prompt.tokens, shown=shown), strict=True):
+            own_facts[one.number] = leaf_facts, one.metrics, one.counts
+    played: dict[int, Played] = {}
+    owners: dict[int, int] = {}
+    num_leaves = 0
+    for rank, rank_facts in enumerate(gather(own_facts)):
+        for group in groups:
+            numbers = [number for number in group.numbers if number in rank_facts]
+            group_facts = [leaf_facts for number in numbers for leaf_facts in rank_facts[number][0]]
+            leaves = iter(placeholder_leaves(group_facts, group.prompt.tokens, num_leaves))
+            num_leaves += len(group_facts)
+            for number in numbers:
+                episode_facts, metrics, counts = rank_facts[number]
+                own_leaves = tuple(next(leaves) for _ in episode_facts)
+                played[number] = Played(number=number, leaves=own_leaves, metrics=metrics, counts=counts)
+                owners[number] = rank
+    return played, owners
+
+
 class SampleStore:
     """The token ids and log-probabilities that this rank holds of a batch. All methods but `get` are collective."""
 
@@ -212,6 +244,25 @@ def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own
         )
         for index, sample in enumerate(samples)
     ]
+
+
+def travelling_samples(
+    samples: Sequence[Sample],
+    mesh: Mesh,
+    groups: Sequence[RolloutGroup],
+    owners: Mapping[int, int],
+    own: Mapping[int, Played],
+) -> list[Sample]:
+    """Wrap the samples of these groups, one for each leaf. `owners`, `own`: see `known_to_all`. Collective."""
+    leaves = [
+        (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))
+    ]
+    arrays = {}
+    for index, (number, leaf_index) in enumerate(leaves):
+        if number in own:
+            leaf = own[number].leaves[leaf_index]
+            arrays[index] = leaf.tokens, leaf.logprobs
+    return travelling(samples, mesh, [owners[number] for number, _ in leaves], arrays)
 
 
 def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:

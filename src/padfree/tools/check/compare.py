@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.model.structure import layers_of
+from padfree.sample import Sample
 
 FLOOR = 0.01
 """A gradient difference is divided by at least this fraction of the largest gradient entry in its part of the model."""

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh
-from padfree.model.load import named_tensors
+from padfree.model.named_tensors import named_tensors
+from padfree.sample import Sample
 from padfree.sizes import ModelSizes
 from padfree.train.resolve_auto import device_memory
 

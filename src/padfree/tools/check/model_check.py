@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.choices import ModelHead
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.errors import UserError
 from padfree.model.load import load_model
+from padfree.sample import Sample
 from padfree.tools.check.check_report import MAIN, CheckReport, CheckResult, Skipped
 from padfree.tools.check.compare import (
     TOLERANCES,

@@ -29,8 +29,9 @@ from transformers import PreTrainedConfig
 
 from padfree.errors import UserError
 from padfree.model import attach, lm_head_of
-from padfree.model.load import _from_config, _names_match, opened_together
+from padfree.model.load import names_match, opened_together
 from padfree.model.model_files import INDEX, PARTIAL
+from padfree.model.structure import model_from_config
 from padfree.model.wrapper import language_config
 from padfree.sizes import ModelSizes
 from padfree.train.limits import ModelLimits
@@ -74,7 +75,7 @@ def model_source(
     if (inner := language_config(config)) is not None:
         config, full, layers = inner, files is not None or full, None if files is not None else layers
     with torch.device("meta"):
-        model = _from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
+        model = model_from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
     lm_head_of(attach(model, backend))  # raises early if the model does not support packing
     limits = ModelLimits.of(model)
     total = int(config.num_hidden_layers)
@@ -142,8 +143,8 @@ def _write_first_layers(
     config.save_pretrained(folder)
     kept = {name: path for name, path in files.items() if (layer_number(name) or 0) < count}
     with torch.device("meta"):
-        model = _from_config(config, torch.float32, trust_remote_code)
-    direct = _names_match(model, kept)
+        model = model_from_config(config, torch.float32, trust_remote_code)
+    direct = names_match(model, kept)
     # If the tensor names match, every process reads its slices of the files. Otherwise only rank 0 reads the files.
     copies = not direct and (not dist.is_initialized() or dist.get_rank() == 0)
     for path in sorted(set(kept.values())):

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
+from padfree.sample import Sample
 from padfree.tools.check.padded import padded_rows
 
 

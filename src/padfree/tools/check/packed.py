@@ -27,16 +27,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
 from padfree.choices import LayoutKind, ModelHead
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
-from padfree.model.load import clean_name, load_model
+from padfree.model.load import load_model
+from padfree.model.named_tensors import clean_name
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing.collate import prefixes_of
+from padfree.sample import Sample
 from padfree.sharding.parallelize import inside, parallelize, transformations
 from padfree.tasks.distill import DistillationMicroBatchLoss
 from padfree.tasks.reward import RewardMicroBatchLoss

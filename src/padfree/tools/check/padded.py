@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
+from padfree.sample import Sample
 
 
 class PaddedBatch(NamedTuple):

@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.config.loss_settings import KTOSettings
 from padfree.losses import DPOSettings, ValueSettings
-from padfree.model.load import local_part, local_region, named_tensors
+from padfree.model.named_tensors import local_part, local_region, named_tensors
 from padfree.model.outputs import base_of
+from padfree.sample import Sample
 from padfree.tools.check.one_at_a_time import CheckOutcome, _take, one_at_a_time, padded_pairs
 from padfree.tools.check.padded import padded_rows
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from padfree.batch import Sample
 from padfree.config import DataConfig
 from padfree.data import (
     RolloutDataSettings,
@@ -25,6 +24,7 @@ from padfree.data import (
 from padfree.data.prepare import load_rows
 from padfree.data.sources import open_sources
 from padfree.errors import UserError
+from padfree.sample import Sample
 from padfree.tasks.kto import SCHEMA, LabelledDataset, LabelTokenizer
 from padfree.tasks.reading import text_settings
 from padfree.train.training_data import open_tokenizer

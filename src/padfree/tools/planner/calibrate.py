@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.output_sections import check_output
 from padfree.distributed import Mesh, distributed, make_mesh
@@ -38,6 +37,7 @@ from padfree.losses import SFTSettings
 from padfree.model.load import load_model
 from padfree.optim.optimizer import make_optimizer
 from padfree.packing import CostModel
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.sizes import ModelSizes
 from padfree.tools.planner.time_model import cost_path, device_name

@@ -16,9 +16,9 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Segments
 from padfree.choices import LayoutKind
 from padfree.cp import keys_read, make_layout, modelled_cost
+from padfree.segments import Segments
 from padfree.tools.planner.steps import Lengths
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from padfree.config import Config
+from padfree.config import ParallelConfig
 from padfree.errors import UserError
 from padfree.packing import StepPlan, plan_step
 from padfree.sizes import ModelSizes
@@ -217,7 +217,8 @@ def plan_scaling(
     steps: Sequence[Lengths],
     shape: PlanShape,
     time_model: TimeModel,
-    config: Config,
+    parallel: ParallelConfig,
+    dtype: str,
     *,
     hosts: int,
     links: Links,
@@ -256,7 +257,9 @@ def plan_scaling(
         def timed(replicate: int, ranks: int = ranks, on_hosts: int = on_hosts, plans: Any = plans) -> StepTime:
             placement = Placement(ranks=ranks, hosts=on_hosts, context=shape.context, replicate=replicate)
             estimate = need.estimate(replace(shape, ranks=ranks, replicate=replicate))
-            return _step_time(plans, placement, time_model, config, links, need, fits=estimate.device <= memory)
+            return _step_time(
+                plans, placement, time_model, parallel, dtype, links, need, fits=estimate.device <= memory
+            )
 
         sharded.append(timed(1))
         if on_hosts > 1 and each % shape.context == 0:
@@ -268,7 +271,8 @@ def _step_time(
     plans: Sequence[StepPlan],
     placement: Placement,
     time_model: TimeModel,
-    config: Config,
+    parallel: ParallelConfig,
+    dtype: str,
     links: Links,
     need: DeviceMemory,
     *,
@@ -276,13 +280,11 @@ def _step_time(
 ) -> StepTime:
     assert time_model.per_second is not None
     cost, rate = time_model.cost, time_model.per_second
-    size = NUMBER_BYTES[config.model.dtype]
-    assert config.parallel.reshard != "auto", "must be resolved by the caller"
-    sent = weights_traffic(
-        need.model, placement, size=size, reshard=config.parallel.reshard, backend="nccl", micro_batches=1
-    )
+    size = NUMBER_BYTES[dtype]
+    assert parallel.reshard != "auto", "must be resolved by the caller"
+    sent = weights_traffic(need.model, placement, size=size, reshard=parallel.reshard, backend="nccl", micro_batches=1)
     units = fsdp_units(need.model, placement.ranks // placement.replicate)
-    collectives = (3 if config.parallel.reshard else 2) * len(units) + (placement.replicate > 1) * len(units)
+    collectives = (3 if parallel.reshard else 2) * len(units) + (placement.replicate > 1) * len(units)
     moving = _seconds(sent, links) + collectives * _latency(placement)
     exposed = moving / len(units)  # the first gather and the last reduce overlap with nothing
     parts = dict.fromkeys(PARTS, 0.0)
@@ -292,9 +294,9 @@ def _step_time(
         parts["even"] += float(compute.mean(0).sum())
         parts["waiting"] += float((slowest - compute.mean(0)).sum())
         parts["fixed"] += (plan.num_micro_batches * cost.constant + cost.step) / rate
-        context = _context_seconds(plan, placement, config, need, links, size)
+        context = _context_seconds(plan, placement, parallel, need, links, size)
         hidden_by = slowest + cost.constant / rate
-        if config.parallel.method == "ring":
+        if parallel.method == "ring":
             parts["weights"] += float(np.maximum(moving + context - hidden_by, 0.0).sum()) + exposed
         else:
             parts["context"] += float(context.sum())
@@ -312,7 +314,7 @@ def _step_time(
 
 
 def _context_seconds(
-    plan: StepPlan, placement: Placement, config: Config, need: DeviceMemory, links: Links, size: int
+    plan: StepPlan, placement: Placement, parallel: ParallelConfig, need: DeviceMemory, links: Links, size: int
 ) -> Any:
     """Return [J]: the seconds that each of J micro-batches spends sending keys and values.
 
@@ -327,7 +329,7 @@ def _context_seconds(
     sizes = ModelSizes.of(need.model.config)
     for j in range(plan.num_micro_batches):
         micro_batch = replace(plan, micro_batches=tuple((of_rank[j],) for of_rank in plan.micro_batches[:packs]))
-        sent = context_traffic(micro_batch, sizes, few, config, size=size)
+        sent = context_traffic(micro_batch, sizes, few, parallel, size=size)
         most = max((float(each.max()) for each in sent.inside.values()), default=0.0)
         found[j] = most / LINK_EFFICIENCY / (links.between if crosses else links.inside)
     return found

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.inputs import check_regular
 from padfree.data import Progress
@@ -31,6 +30,7 @@ from padfree.errors import UserError
 from padfree.model.sharing import sharing_obstacle
 from padfree.packing import PrefixTree, TokenBudgetBatcher
 from padfree.packing.collate import prefixes_of
+from padfree.sample import Sample
 from padfree.train.batch_preparer import distinct
 from padfree.train.data_rows import (
     SourceShare,
@@ -90,7 +90,7 @@ def load_steps(
     processes = processes or config.parallel.most_context(1) * config.parallel.replicate
     found = preflight(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
     samples, parts = found.source.samples, found.source.parts
-    sources = tuple(source_shares(config, samples, parts))
+    sources = tuple(source_shares(config.data, config.loss, config.rollout, samples, parts))
     if on_note is not None:
         for note in found.source.notes:
             on_note(note)
@@ -145,7 +145,7 @@ def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple
     """
     batch, seed = config.batch, config.run.seed
     if batch.samples is not None:
-        order = epoch_order(config, sizes)(0)
+        order = epoch_order(config.data, sizes, seed=seed)(0)
         return [order[start : start + batch.samples] for start in range(0, len(order), batch.samples)], 0
     assert batch.tokens is not None
     batcher = TokenBudgetBatcher(
@@ -156,7 +156,7 @@ def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple
         length=int,
         shuffle=config.data.shuffle,
         seed=seed,
-        parts=epoch_parts(config, sizes),
+        parts=epoch_parts(config.data, sizes),
     )
     return [np.array(batcher.indices, dtype=np.int64) for _ in batcher], batcher.num_overlong
 
@@ -166,8 +166,8 @@ def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrai
 
     `parts`: number of samples of each source of a mixture. `model`: a skeleton, for the cost of sharing prefixes.
     """
-    lengths, starts = lengths_of(samples), row_starts(config, samples)
-    several = rows_with_several(config, samples)
+    lengths, starts = lengths_of(samples), row_starts(config.loss, config.rollout, samples)
+    several = rows_with_several(config.batch, config.loss, config.rollout, samples)
     if len(starts) == len(lengths) + 1 and not parts:
         return sft_steps(lengths, config)
     tokens = np.diff(np.concatenate([[0], np.cumsum(lengths)])[starts])
@@ -184,7 +184,7 @@ def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrai
     if not len(several) or sharing_obstacle(model) is not None:
         return found
 
-    cost = run_cost(config, model)
+    cost = run_cost(config.batch, model)
 
     def prefixes(step: int) -> PrefixTree:
         found = distinct([samples[index] for index in steps[step].tolist()])
@@ -193,9 +193,9 @@ def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrai
     # If many rows have several samples, estimate the number of shared tokens from some evenly spread rows.
     times = np.bincount(np.concatenate(rows), minlength=len(first))[several]
     chosen = spread(len(several), MOST_COMPARED)
-    saved = [tokens[row] - tree_of_row(config, samples, row, cost).num_tokens for row in several[chosen].tolist()]
+    saved = [tokens[row] - tree_of_row(config.batch, samples, row, cost).num_tokens for row in several[chosen].tolist()]
     shared = float((np.array(saved) * times[chosen]).sum()) * float(times.sum()) / max(float(times[chosen].sum()), 1.0)
-    copies = copied_keys(config, samples, model)
+    copies = copied_keys(config.batch, config.loss, config.rollout, samples, model)
     return replace(found, shared_tokens=round(shared), prefixes=prefixes, copied_keys=copies)
 
 
@@ -244,7 +244,7 @@ def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> Ste
 def _shown(samples: Any, config: Config, parts: Sequence[int]) -> list[Any]:
     """Return the groups of the first epoch, in the order of the data. `parts`: samples of each source."""
     groups, sizes = groups_of(config, samples, parts)
-    return [groups[index] for index in np.sort(epoch_order(config, sizes)(0)).tolist()]
+    return [groups[index] for index in np.sort(epoch_order(config.data, sizes, seed=config.run.seed)(0)).tolist()]
 
 
 def _shared_tokens(samples: Sequence[Sample], config: Config) -> int:

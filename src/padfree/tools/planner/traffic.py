@@ -34,14 +34,14 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from padfree.batch import Segments
-from padfree.config import Config
+from padfree.config import ParallelConfig
 from padfree.cp import communication_bytes, make_layout
 from padfree.distributed.mesh import rank_groups
 from padfree.errors import UserError
 from padfree.model.stacked_experts import stacked_experts, undivided
 from padfree.model.structure import layers_of
 from padfree.packing import StepPlan
+from padfree.segments import Segments
 from padfree.sizes import AttentionSizes, ModelSizes
 
 Backend = Literal["gloo", "nccl"]
@@ -249,7 +249,7 @@ def weights_traffic(
 
 
 def context_traffic(
-    plan: StepPlan, sizes: ModelSizes, placement: Placement, config: Config, *, size: int
+    plan: StepPlan, sizes: ModelSizes, placement: Placement, parallel: ParallelConfig, *, size: int
 ) -> Traffic:  # fmt: skip
     """Return the bytes that attention sends between the context ranks of each pack. `size`: bytes of an element.
 
@@ -258,7 +258,6 @@ def context_traffic(
     found = Traffic(placement=placement)
     if placement.context == 1 and plan.widths is None:
         return found
-    parallel = config.parallel
     # A layer that is recomputed for backward sends its keys again, unless the compiler saves the attention output.
     kept = parallel.compile not in ("none", "auto") and parallel.checkpointing == "selective"
     forwards = 1 if parallel.checkpointing == "none" or kept else 2
@@ -290,7 +289,7 @@ def context_traffic(
 
 
 def expert_traffic(
-    plan: StepPlan, model: PreTrainedModel, placement: Placement, config: Config, *, size: int
+    plan: StepPlan, model: PreTrainedModel, placement: Placement, parallel: ParallelConfig, *, size: int
 ) -> Traffic:  # fmt: skip
     """The bytes that the ranks of an expert group send each other, if all experts are chosen equally often."""
     found, expert = Traffic(placement=placement), placement.expert
@@ -299,7 +298,7 @@ def expert_traffic(
     widths = placement.context if plan.widths is None else plan.widths
     tokens = np.maximum(-(-plan.computed_tokens // widths), 1)  # [data ranks, J] on a context rank; a filler has 1
     by_rank = np.repeat(tokens.sum(1), placement.ranks // plan.ranks)
-    forwards = 1 if config.parallel.checkpointing == "none" else 2
+    forwards = 1 if parallel.checkpointing == "none" else 2
     top, groups = ModelSizes.of(model.config).experts_per_token, placement.expert_mesh.reshape(-1, expert)
     for module in stacked_experts(model):
         down: Any = module.down_proj
@@ -322,24 +321,24 @@ def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
 
 
 def step_traffic(
-    config: Config, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
+    parallel: ParallelConfig, dtype: str, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
 ) -> Traffic:  # fmt: skip
     """Return the bytes that ranks send in one training step with this plan. No setting may be "auto".
 
     `model` can be a skeleton, i.e. without weights.
     """
-    size = NUMBER_BYTES[config.model.dtype]
-    assert config.parallel.reshard != "auto", "must be resolved by the caller"
+    size = NUMBER_BYTES[dtype]
+    assert parallel.reshard != "auto", "must be resolved by the caller"
     found = weights_traffic(
         model,
         placement,
         size=size,
-        reshard=config.parallel.reshard,
+        reshard=parallel.reshard,
         backend=backend,
         micro_batches=plan.num_micro_batches,
     )
-    found.add(context_traffic(plan, ModelSizes.of(model.config), placement, config, size=size))
-    found.add(expert_traffic(plan, model, placement, config, size=size))
+    found.add(context_traffic(plan, ModelSizes.of(model.config), placement, parallel, size=size))
+    found.add(expert_traffic(plan, model, placement, parallel, size=size))
     return found
 
 

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.errors import UserError
 from padfree.model.export import whole_tensors
-from padfree.model.load import local_part, local_region, named_tensors
 from padfree.model.lora import is_adapter
+from padfree.model.named_tensors import local_part, local_region, named_tensors
+from padfree.sample import Sample
 from padfree.train.scorer import Scorer
 
 

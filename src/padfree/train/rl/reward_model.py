@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
-from padfree.config import Config
+from padfree.config import DataConfig
 from padfree.data import SFTDataSettings
 from padfree.data.tokenize import PairTokenizer
 from padfree.distributed import gather_objects
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 from padfree.train.limits import ModelLimits
 from padfree.train.value_loss import ScalarScorer
 
@@ -31,8 +31,7 @@ from padfree.train.value_loss import ScalarScorer
 class ModelReward:
     """Scores the responses of all ranks together. Collective; each rank passes its own responses."""
 
-    def __init__(self, scorer: ScalarScorer, tokenizer: Any, config: Config) -> None:
-        data = config.data
+    def __init__(self, scorer: ScalarScorer, tokenizer: Any, data: DataConfig) -> None:
         settings = SFTDataSettings(prompt_format=data.prompt_format, append_eos=data.append_eos)
         self.scorer, self._tokenize = scorer, PairTokenizer(tokenizer, settings)
         self._positions = ModelLimits.of(scorer.model).positions

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from padfree.batch import Sample
-from padfree.config import Config
+from padfree.config import LossConfig, RolloutConfig, RunConfig
 from padfree.optim.master_weights import compute_copies
 from padfree.rollout.collect.collector import Collector
+from padfree.sample import Sample
 from padfree.train.engine import Engine
 from padfree.train.training_data import Batcher
 
@@ -24,10 +24,18 @@ from padfree.train.training_data import Batcher
 class SampledBatches:
     """Takes batches of prompts from the batcher, and returns their samples in the same order."""
 
-    def __init__(self, config: Config, batcher: Batcher, collector: Collector, engine: Engine) -> None:
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        loss: LossConfig,
+        run: RunConfig,
+        batcher: Batcher,
+        collector: Collector,
+        engine: Engine,
+    ) -> None:
         self._batcher, self._collector, self._engine = batcher, collector, engine
-        self._staleness, self._steps = config.rollout.staleness, config.run.steps
-        self._updates = config.loss.epochs * config.loss.mini_batches  # updates per batch
+        self._staleness, self._steps = rollout.staleness, run.steps
+        self._updates = loss.epochs * loss.mini_batches  # updates per batch
         self._queue: list[tuple[int, dict[str, Any]]] = []  # batch number, and the position in the data before it
 
     @property

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from padfree.batch import AttnContext, LmHead, Segments
+from padfree.batch import AttnContext, LmHead
 from padfree.model.interface import NAME, attention, position_limit
 from padfree.model.outputs import base_of, described_head
 from padfree.rollout.engines.in_process.decode_attention import decode_attention
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
+from padfree.segments import Segments
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields that hold the number of experts in HF models."""

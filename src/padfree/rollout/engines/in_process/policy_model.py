@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from padfree.model.export import empty_copy, whole_tensors
-from padfree.model.load import clean_name, named_tensors, restored_buffers
+from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.sharing import state_obstacle
+from padfree.model.structure import restored_buffers
 
 
 class PolicyModel:

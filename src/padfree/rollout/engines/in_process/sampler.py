@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.errors import UserError
-from padfree.model.load import nonfinite_weight
+from padfree.model.nonfinite_tensors import nonfinite_weight
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest, Score
 from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.errors import UserError
 from padfree.rollout.base import Score
 from padfree.rollout.engines.servers.server_api import ServerApi
+from padfree.sample import Sample
 
 TEXT = (
     "The ferry leaves the harbour at a quarter past seven, and the first passengers are on deck long before that. "

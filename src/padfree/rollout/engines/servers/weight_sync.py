@@ -35,7 +35,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from padfree.errors import UserError
 from padfree.model.export import empty_copy, export_adapters, whole_tensors
-from padfree.model.load import clean_name, named_tensors
+from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.rollout.engines.servers.buckets import BucketForm, address_towards, broadcast, join_group
 from padfree.rollout.engines.servers.server_api import FailedError, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.server_processes import Launcher
