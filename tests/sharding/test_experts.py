@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM
 
-from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import LoraConfig, config_from_dict
 from padfree.distributed import Mesh, make_mesh
@@ -29,6 +28,7 @@ from padfree.model.routers import routers_of
 from padfree.model.stacked_experts import undivided
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
+from padfree.sample import Sample
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
 from padfree.testing.models import EXPERTS, build
