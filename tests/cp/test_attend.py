@@ -279,7 +279,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(results: list[dict[str, Any]
         ("window", "method: 'ring'", "allgather"),
         ("causal", "window: 3", "causal=True"),
         ("group", "group: is not set", "shard()"),
-        ("tokens", "q: shape", "one element per token"),
+        ("tokens", "q: has shape", "one element per token"),
         ("wrong rank", "group:", "of this group"),
     ):
         assert messages[name].startswith(setting), messages[name]

@@ -109,9 +109,9 @@ def test_experts_over_ranks_send_tokens_instead_of_weights() -> None:
     model = build("qwen3_moe")  # 2 layers with 4 experts, top 2, hidden size 64
     experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
     plan = plan_step([16, 16, 16, 16], ranks=4, max_tokens=16)
-    whole = step_traffic(config_from_dict(settings()), model, plan, Placement(ranks=4, hosts=2), "nccl")
+    whole = traffic_of(config_from_dict(settings()), model, plan, Placement(ranks=4, hosts=2), "nccl")
     config, placement = config_from_dict(settings(expert=2)), Placement(ranks=4, hosts=2, expert=2)
-    found = step_traffic(config, model, plan, placement, "nccl")
+    found = traffic_of(config, model, plan, placement, "nccl")
     # 16 tokens choose 2 experts each, and every second choice is on the other rank of the host; the rows and their
     # outputs, forward and backward, and the counts of the other rank's 2 experts
     assert found.inside[EXPERTS].tolist() == [2 * (4 * 16 * 64 * 4 + 2 * 8)] * 4
@@ -120,7 +120,7 @@ def test_experts_over_ranks_send_tokens_instead_of_weights() -> None:
     gathered = whole.inside[GATHER] + whole.between[GATHER] - found.inside[GATHER] - found.between[GATHER]
     assert gathered.tolist() == [4 * experts * 3 / 4 - 4 * experts / 2 * 1 / 2] * 4
     assert list(placement.lines())[-1] == "  the 2 ranks that divide the experts are inside a host"
-    full = step_traffic(config_from_dict(settings(expert=2, checkpointing="full")), model, plan, placement, "nccl")
+    full = traffic_of(config_from_dict(settings(expert=2, checkpointing="full")), model, plan, placement, "nccl")
     assert full.inside[EXPERTS].tolist() == [2 * (6 * 16 * 64 * 4 + 2 * 2 * 8)] * 4
 
 
