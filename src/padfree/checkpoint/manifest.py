@@ -58,9 +58,10 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def bits_of(tensor: Tensor) -> int:
-    """A checksum of this rank's part of a tensor: the sum of its values, read as 16-bit integers.
+    """A checksum of this rank's part of a tensor.
 
-    Values are rounded to bfloat16 first, so that the result does not depend on the dtype of the weights.
+    The values are rounded to bfloat16, so that the checksum does not depend on the dtype of the weights. The bits of
+    each value are then read as a 16-bit integer, and these integers are summed.
     """
     return int(local_part(tensor).bfloat16().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
 

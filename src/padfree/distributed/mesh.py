@@ -231,7 +231,7 @@ class RankGroups(NamedTuple):
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
     """Compute the ranks of each process group for `world` processes.
 
-    Neighbouring ranks share a pack and a set of weights, because they are on the same machine.
+    Neighbouring ranks are on the same machine if possible, so they share a pack and a copy of the weights.
     """
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 

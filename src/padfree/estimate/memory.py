@@ -308,8 +308,9 @@ def _working(
 def head_bytes(
     tokens: int, hidden: int, vocabulary: int, *, size: int, device_type: str, budget: int, weight_gradient: bool
 ) -> int:
-    """The bytes that the fused head needs if all tokens are scored, including the gradients of hidden states and
-    weight.
+    """The bytes that the fused head needs if all tokens are scored.
+
+    The gradients of the hidden states and of the head's weight are included.
     """
     operand = size if device_type == "cuda" else FLOAT32
     budget = usable_budget(budget, tokens, hidden, sum_bytes=FLOAT32)

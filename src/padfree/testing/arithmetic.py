@@ -66,7 +66,7 @@ def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, 
 
 
 def _problem(rng: np.random.Generator, most_steps: int) -> tuple[str, list[str], int]:
-    """Return the text of a random problem, the lines of its solution, and its answer."""
+    """Draw a random word problem. Return its text, the lines of its solution, and its answer."""
     total = int(rng.integers(0, LARGEST + 1))
     sentences = [f"{rng.choice(NAMES)} has {total} {rng.choice(THINGS)} in {MONTHS[0]}."]
     work = []
