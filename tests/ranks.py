@@ -88,17 +88,20 @@ def run_ranks(
                 deadline = min(deadline, time.monotonic() + 5.0)  # the others get a moment to report, too
             time.sleep(0.02)
         hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        ended = [process.exitcode for process in processes]  # negative: the signal that ended it; None: still alive
         for process in processes:
             process.kill()
             process.join()
         failed = sorted(folder.glob("failed*"), key=lambda path: path.stat().st_mtime_ns)
         if failed:
-            raise AssertionError("\n".join(path.read_text() for path in failed))
+            crashes = [f"exit codes of the ranks: {ended}", *(path.read_text() for path in folder.glob("stack*"))]
+            raise AssertionError("\n".join([path.read_text() for path in failed] + crashes))
         if hung:
             stacks = "\n".join((folder / f"stack{rank}").read_text() for rank in hung)
             raise AssertionError(f"ranks {hung} of {world} did not end within {timeout} s\n{stacks}")
         for rank, process in enumerate(processes):
-            assert rank in dying or process.exitcode == 0, f"rank {rank} of {world} ended with {process.exitcode}"
+            stack = (folder / f"stack{rank}").read_text()
+            assert rank in dying or process.exitcode == 0, f"rank {rank} of {world} ended with {ended[rank]}\n{stack}"
         return [
             None if rank in dying else pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)
         ]
@@ -152,6 +155,7 @@ def _main(
     for action, message, category, module, line in reversed(filters):  # the last one that is set is asked first
         warnings.filterwarnings(action, message, category, module, line)
     with open(folder / f"stack{rank}", "w") as stack:
+        faulthandler.enable(file=stack)
         faulthandler.dump_traceback_later(max(timeout - 3.0, 0.5), file=stack)
         try:
             dist.init_process_group(
@@ -174,6 +178,7 @@ def _main(
             os._exit(1)  # a group with a lost member cannot be taken down in order
         finally:
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
     if someone_dies:
         os._exit(0)
     dist.destroy_process_group()
