@@ -33,6 +33,7 @@ OldPolicySetting = Literal["auto", "trainer", "sampler", "current"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 KLWeighting = Literal["none", "ratio"]
 SequenceStatistic = Literal["mean", "sum", "token"]
+SkipZeroGradient = Literal["auto"] | bool
 DivergenceKind = Literal["forward-kl", "reverse-kl", "jsd"]
 
 # eval, checkpoint

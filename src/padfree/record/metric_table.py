@@ -49,9 +49,20 @@ STEP = MetricGroup(
         Metric("rows", "rows", "SFT and distillation: data rows of the step; a row may give several samples."),
         Metric("tokens", "tokens", "Tokens of the step, without padding."),
         Metric("scored_tokens", "tokens", "Tokens that have a loss."),
-        Metric("computed_tokens", "tokens", "Tokens that are computed: a prefix that samples share counts once."),
+        Metric(
+            "skipped_samples",
+            "samples",
+            "RL with `loss.skip_zero_gradient=auto`: samples of the step that are not computed, because their advantages "
+            "and therefore their gradients are 0; only if the loss has no KL, entropy or router term.",
+        ),
+        Metric("skipped_tokens", "tokens", "Tokens of the skipped samples; `tokens` includes them."),
+        Metric(
+            "computed_tokens",
+            "tokens",
+            "Tokens that are computed: a prefix that samples share counts once, skipped samples do not count.",
+        ),
         Metric("seconds", "s", "Time of the update, without sampling and scoring of rollouts."),
-        Metric("tokens_per_second", "tokens/s", "`tokens` divided by `seconds`."),
+        Metric("tokens_per_second", "tokens/s", "`tokens` without `skipped_tokens`, divided by `seconds`."),
         Metric("micro_batches", "micro-batches", "Micro-batches on each data rank."),
         Metric("fill", "share", "Tokens divided by the capacity of the micro-batches."),
         Metric("padding_share", "share", "Pad tokens divided by all tokens that are computed."),
@@ -86,8 +97,9 @@ STEP = MetricGroup(
 
 LOSS = MetricGroup(
     "Statistics of the loss",
-    "Means over scored tokens, or over pairs or answers. An objective of your own adds `loss/NAME` for each of its "
-    "statistics.",
+    "Means over scored tokens, or over pairs or answers. In RL, samples that the step skips (`skipped_samples`) have no "
+    "log-probabilities: all means except that of the advantage cover the other samples, and are missing if the step "
+    "skips all samples. An objective of your own adds `loss/NAME` for each of its statistics.",
     (
         Metric("loss/nll", "nats", "SFT: negative log-likelihood."),
         Metric("loss/divergence", "nats", "Distillation: divergence between teacher and student."),
@@ -105,7 +117,7 @@ LOSS = MetricGroup(
         Metric("loss/rejected", "reward", "DPO and reward models: score of the rejected answer."),
         Metric("loss/desirable", "reward", "KTO: reward of desirable answers."),
         Metric("loss/undesirable", "reward", "KTO: reward of undesirable answers."),
-        Metric("loss/advantage", "advantage", "RL: advantage."),
+        Metric("loss/advantage", "advantage", "RL: advantage; skipped samples count as 0."),
         Metric("loss/ratio", "ratio", "RL: ratio of the policy to the old policy."),
         Metric("loss/approx_kl", "nats", "RL: log π_old - log π."),
         Metric("loss/clip_fraction", "share", "RL: tokens whose ratio is clipped."),

@@ -12,7 +12,7 @@ import torch
 from padfree.batch import Sample
 from padfree.estimate.flops import Flops, Shared
 from padfree.packing import CostModel, StepPlan
-from padfree.train.engine import StepReport
+from padfree.train.engine import Skipped, StepReport
 
 
 def step_metrics(
@@ -26,6 +26,7 @@ def step_metrics(
     memory_gib: float | None = None,
 ) -> dict[str, Any]:
     """The metrics of one step. `compute_seconds`: compute time of each data rank, without waiting for other ranks."""
+    skipped = report.skipped or Skipped()
     found = {
         "step": step,
         "loss": report.loss,
@@ -35,8 +36,9 @@ def step_metrics(
         **({} if report.num_rows is None else {"rows": report.num_rows}),
         "tokens": report.num_tokens,
         "scored_tokens": report.num_labels,
+        **({} if report.skipped is None else {"skipped_samples": skipped.samples, "skipped_tokens": skipped.tokens}),
         "seconds": seconds,
-        "tokens_per_second": report.num_tokens / seconds if seconds > 0 else 0.0,
+        "tokens_per_second": (report.num_tokens - skipped.tokens) / seconds if seconds > 0 else 0.0,
         "computed_tokens": int(report.plan.computed_tokens.sum()),
         "micro_batches": report.plan.num_micro_batches,
         "fill": report.plan.fill,
@@ -48,7 +50,7 @@ def step_metrics(
     if sum(compute_seconds) > 0:
         found["imbalance_measured"] = max(compute_seconds) * len(compute_seconds) / sum(compute_seconds)
     if flops is not None:
-        found |= flops.metrics(report.plan.lengths, report.num_labels, seconds, shared=_shared(report.plan))
+        found |= flops.metrics(report.plan.lengths, report.num_labels - skipped.labels, seconds, shared=_shared(report.plan))
     if memory_gib is not None:
         found["memory_gib"] = memory_gib
     return found
