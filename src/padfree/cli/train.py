@@ -90,9 +90,12 @@ def last_line(config: Config, result: RunResult) -> str:
     if result.stopped:
         return f"stopped by a signal after {result.step} steps; run the same command again to resume ({folder})"
     if result.was_finished:
+        more = "raise run.steps or give another run.folder"
+        if result.checkpoint is None:
+            more = "give another run.folder, because this one has no checkpoint to continue from"
         return (
             f"{folder} is finished: all {result.step} steps were done before, and nothing was changed; to train more, "
-            "raise run.steps or give another run.folder"
+            f"{more}"
         )
     return f"done after {result.step} steps; everything is in {folder}"
 

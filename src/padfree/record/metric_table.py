@@ -52,8 +52,8 @@ STEP = MetricGroup(
         Metric(
             "skipped_samples",
             "samples",
-            "RL with `loss.skip_zero_gradient=auto`: samples of the step that are not computed, because their advantages "
-            "and therefore their gradients are 0; only if the loss has no KL, entropy or router term.",
+            "RL with `loss.skip_zero_gradient=auto`: samples of the step that are not computed, because their "
+            "advantages and therefore their gradients are 0; only if the loss has no KL, entropy or router term.",
         ),
         Metric("skipped_tokens", "tokens", "Tokens of the skipped samples; `tokens` includes them."),
         Metric(
@@ -97,8 +97,8 @@ STEP = MetricGroup(
 
 LOSS = MetricGroup(
     "Statistics of the loss",
-    "Means over scored tokens, or over pairs or answers. In RL, samples that the step skips (`skipped_samples`) have no "
-    "log-probabilities: all means except that of the advantage cover the other samples, and are missing if the step "
+    "Means over scored tokens, or over pairs or answers. In RL, samples that the step skips (`skipped_samples`) have "
+    "no log-probabilities: all means except that of the advantage cover the other samples, and are missing if the step "
     "skips all samples. An objective of your own adds `loss/NAME` for each of its statistics.",
     (
         Metric("loss/nll", "nats", "SFT: negative log-likelihood."),
@@ -171,17 +171,28 @@ BATCH = MetricGroup(
 
 TIMES = MetricGroup(
     "Times of a rollout batch",
-    "RL, on rank 0. `seconds/update` is in every line, the others in the line of a batch's first update.",
+    "RL, on rank 0. `seconds/update` is in every line, phases of a batch are in the line of its first update. Logging, "
+    "evaluations and checkpoints follow an update and are in the line of the next. The phases of a line add up to the "
+    "time between the ends of two updates; only phases that run at the same time (on a GPU, with rollouts from files) "
+    "count twice.",
     (
         Metric("seconds/update", "s", "Time of the update, equal to `seconds`."),
         Metric("seconds/sampling", "s", "Sampling; everything that a sampler does not report separately is included."),
         Metric("seconds/rewards", "s", "Computing rewards."),
         Metric("seconds/weight_sync", "s", "Sending weights to the sampler."),
         Metric("seconds/waiting", "s", "Waiting for responses that are sampled ahead."),
-        Metric("seconds/reference", "s", "Scoring by the reference."),
+        Metric("seconds/reference", "s", "Scoring by the reference, and copying the policy's weights to it."),
         Metric("seconds/teacher", "s", "Scoring by the teacher."),
         Metric("seconds/critic", "s", "Values of the critic."),
         Metric("seconds/old_logprobs", "s", "Scoring by the policy before the updates."),
+        Metric(
+            "seconds/preparing",
+            "s",
+            "Preparing the batch, without the phases above: order of the data, advantages, reward metrics.",
+        ),
+        Metric("seconds/logging", "s", "Writing the metrics of the previous line, trackers and progress included."),
+        Metric("seconds/evaluation", "s", "Evaluations since the previous line."),
+        Metric("seconds/checkpoint", "s", "Saving checkpoints since the previous line, as far as training waits."),
         Metric(
             "sampler_tokens_per_second",
             "tokens/s",

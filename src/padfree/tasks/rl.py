@@ -88,7 +88,9 @@ class RL(Task):
             metrics |= signal_of(samples, loss.advantage).metrics()
             samples = with_advantages(samples, loss.advantage)
         if needs_old_logprobs(loss.policy()):
-            samples = _with_old_logprobs(samples, models, loss) if old is None else with_arrays(samples, old_logprobs=old)
+            samples = (
+                _with_old_logprobs(samples, models, loss) if old is None else with_arrays(samples, old_logprobs=old)
+            )
         samples, _ = super().prepare(samples, models, loss)
         return samples, metrics
 

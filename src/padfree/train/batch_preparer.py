@@ -136,6 +136,13 @@ class BatchPreparer:
     def next(self, step: int) -> GlobalBatch | None:
         """The next batch; None after the last. `step`: updates made so far, which is also the policy version."""
         times = BatchTimes()
+        with times.measure_rest("preparing"):
+            found = self._next(step, times)
+        if found is not None and (self.rollouts is not None or not self.config.loss.task.in_rows):
+            found.times = times.metrics(sum(int(sample.mask.sum()) for sample in found.samples))
+        return found
+
+    def _next(self, step: int, times: BatchTimes) -> GlobalBatch | None:
         if self.rollouts is not None:
             with times.measure("sampling"):
                 found = self.rollouts.next(step)
@@ -159,8 +166,7 @@ class BatchPreparer:
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         batch, found = self.task.prepare(batch, self._models(times), self.config.loss)
         metrics: dict[str, float] = {}
-        has_metrics = self.rollouts is not None or not self.config.loss.task.in_rows
-        if has_metrics:
+        if self.rollouts is not None or not self.config.loss.task.in_rows:
             written = {} if self.rollouts is None else self.rollouts.metrics()
             metrics = {**self._reward_metrics(batch), **written, **found}
         self.groups += int(metrics.get("groups", 0))
@@ -170,7 +176,6 @@ class BatchPreparer:
             parts=parts,
             epochs=self.config.loss.epochs,
             metrics=metrics,
-            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if has_metrics else {},
         )
 
     def _models(self, times: BatchTimes) -> Models:

@@ -64,6 +64,7 @@ from padfree.train.data_rows import (
     row_counts,
     row_starts,
 )
+from padfree.train.end_record import check_can_continue
 from padfree.train.limits import ModelLimits, check_fits
 from padfree.train.resume import check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
@@ -130,6 +131,7 @@ def check_folder_usable(config: Config) -> None:
     check_folder(config.run.folder, "run.folder")
     check_not_in_use(Path(config.run.folder))
     check_newest(config)
+    check_can_continue(config, raised_steps_only=True)
 
 
 def _run_checks(

@@ -37,6 +37,7 @@ from padfree.data import StoredSamples
 from padfree.errors import UserError
 from padfree.record.file_names import CHECKPOINTS
 from padfree.rollout import Prompt
+from padfree.train.end_record import read_end
 from padfree.train.global_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
@@ -271,9 +272,10 @@ def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
 
 
 def data_day(config: Config) -> datetime.date:
-    """The date for chat templates: that of the checkpoint which the run resumes from, or today."""
+    """The date for chat templates: that of the run that ended, or of the checkpoint to resume from, or today."""
     with suppress(KeyError, TypeError, ValueError, OSError):  # no day, or damaged, which loading will report
-        return datetime.date.fromisoformat(_newest_extra(config)[1][KEY]["data"]["day"])
+        extra = read_end(config) or _newest_extra(config)[1]
+        return datetime.date.fromisoformat(extra[KEY]["data"]["day"])
     return today()
 
 

@@ -50,7 +50,9 @@ def step_metrics(
     if sum(compute_seconds) > 0:
         found["imbalance_measured"] = max(compute_seconds) * len(compute_seconds) / sum(compute_seconds)
     if flops is not None:
-        found |= flops.metrics(report.plan.lengths, report.num_labels - skipped.labels, seconds, shared=_shared(report.plan))
+        found |= flops.metrics(
+            report.plan.lengths, report.num_labels - skipped.labels, seconds, shared=_shared(report.plan)
+        )
     if memory_gib is not None:
         found["memory_gib"] = memory_gib
     return found
