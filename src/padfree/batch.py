@@ -39,15 +39,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import float_array, integer_array, mask_array, need_whole, single_number, token_array
-from padfree.choices import LayoutKind
+from padfree.choices import ROLLOUT_ARRAYS, LayoutKind
 from padfree.errors import UserError
 from padfree.prefix_tree import check_parents, first_positions
 
 IGNORE = -100
 """The label of a position that is not scored."""
-
-ROLLOUT_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
-"""Optional per-token arrays that a rollout file may contain; element j belongs to token j of its sample."""
 
 TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
 """All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and `old_logprobs`, which the trainer computes before an

@@ -1,4 +1,4 @@
-"""The choices of every setting with a fixed list of values. Other parts of padfree import them from here."""
+"""The choices of every setting with a fixed list of values, and other fixed names. All parts import them from here."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ Turns = Literal["auto", "together", "apart"]
 PromptFormat = Literal["auto", "chat", "plain"]
 Overlong = Literal["error", "truncate", "drop"]
 OnBadRow = Literal["error", "skip"]
+
+ROLLOUT_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
+"""Optional per-token arrays that a rollout file may contain; element j belongs to token j of its sample."""
 
 # batch
 RunOverlong = Literal["error", "alone"]

@@ -17,9 +17,10 @@ from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.config.loss_settings import KTOSettings
+from padfree.data.formats import LABEL_SCHEMA
 from padfree.data.prepare import load_rows
 from padfree.distributed import Mesh, distributed
-from padfree.tasks.kto import SCHEMA, LabelledDataset, LabelTokenizer, kto_loss, mismatched
+from padfree.tasks.kto import LabelledDataset, LabelTokenizer, kto_loss, mismatched
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import tiny_tokenizer
 from padfree.train.run import mesh_of, train
@@ -254,7 +255,7 @@ def test_rows_of_messages(tmp_path: Path) -> None:
     rows = [{"prompt": asked, "completion": answer, "label": 1 - index} for index, answer in enumerate(said)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    good, bad = load_rows(file, tokenizer, None, LabelledDataset, LabelTokenizer, SCHEMA)
+    good, bad = load_rows(file, tokenizer, None, LabelledDataset, LabelTokenizer, LABEL_SCHEMA)
     assert (good.reward, bad.reward, good.group) == (1.0, 0.0, None)
     assert tokenizer.decode(good.tokens[good.mask]) == "2<|im_end|>"
     assert "1+1=" in tokenizer.decode(good.tokens[~good.mask])

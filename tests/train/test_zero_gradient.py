@@ -47,7 +47,7 @@ from padfree.tasks.task import Models
 from padfree.tasks.zero_gradient import has_advantage, may_skip, run_may_skip
 from padfree.testing.models import build
 from padfree.train.critic import with_gae
-from padfree.train.engine import Engine, LossSettings, Skipped, StepReport
+from padfree.train.engine import Engine, LossSettings, SkippedSamples, StepReport
 from padfree.train.global_batch import update_parts
 from padfree.train.microbatch import PackSettings
 from padfree.train.scorer import Scorer
@@ -292,7 +292,7 @@ def test_report_and_metrics(mesh: Mesh) -> None:
     reports: list[StepReport] = [engine.step(samples) for engine in (full, skipping)]
     left_out = [sample for sample in samples if sample.group in LEFT_OUT or sample.uid == "e2"]
     assert reports[0].skipped is None
-    assert reports[1].skipped == Skipped(
+    assert reports[1].skipped == SkippedSamples(
         samples=len(left_out),
         tokens=sum(map(len, left_out)),
         labels=sum(sample.num_labels for sample in left_out),

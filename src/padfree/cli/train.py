@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from padfree.cli.main import STOPPED
 from padfree.cli.progress import Lines, progress
 from padfree.config import Config, load_config
-from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.processes import processes_of
 from padfree.config.recipe_files import default_recipe
+from padfree.data.first_look import check_inputs
 from padfree.errors import UserError
 from padfree.garbage_collection import paused_collector
 from padfree.stop_signals import StopSignals
@@ -72,7 +72,7 @@ def run(settings: argparse.Namespace) -> int:
             value=config.loss.kind,
         )
     processes = processes_of(meet=not settings.dry_run)
-    check_names(config)  # before torch is imported, so that a mistyped name fails quickly
+    check_inputs(config)  # before torch is imported, so that a mistake fails quickly
     if settings.dry_run:
         for line in description(config, all_settings=settings.all) if processes.is_first else ():
             print(line)

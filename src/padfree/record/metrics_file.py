@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from padfree.batch import ROLLOUT_ARRAYS, Sample
+from padfree.batch import Sample
+from padfree.choices import ROLLOUT_ARRAYS
 from padfree.errors import UserError
 from padfree.record.file_names import METRICS
 

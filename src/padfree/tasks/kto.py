@@ -34,8 +34,8 @@ from padfree.cp.ranges import to_device
 from padfree.cp.shard import sum_over_context
 from padfree.data import SFTDataSettings, TokenizedDataset
 from padfree.data.encode import Encoded, Passage, Piece
-from padfree.data.fields import Fields, Format, Schema
-from padfree.data.formats import GUARDED, HINTS, NAMES, SFT_SCHEMA
+from padfree.data.fields import Fields
+from padfree.data.formats import LABEL_SCHEMA
 from padfree.data.prepare import Progress, load_rows
 from padfree.data.records import RowError, shown, string
 from padfree.data.tokenize import PairTokenizer
@@ -47,15 +47,6 @@ from padfree.tasks.reading import TrainingData, of_store, text_settings
 from padfree.tasks.task import Models, Task
 
 # Data
-
-SCHEMA = Schema(
-    formats=(Format(kind="pair", needs=("prompt", "response", "label"), may=("input", "system", "history", "tools")),),
-    names=NAMES,
-    hints=HINTS,
-    guarded={name: why for name, why in GUARDED.items() if name != "label"},
-    elsewhere=SFT_SCHEMA.elsewhere,
-    number="label",
-)
 
 
 class LabelTokenizer(PairTokenizer):
@@ -226,7 +217,7 @@ class KTO(Task):
     ) -> TrainingData:
         settings = SFTDataSettings(**text_settings(config.data, day))
         paths = list(config.data.path)
-        found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, SCHEMA, progress=progress)
+        found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, LABEL_SCHEMA, progress=progress)
         return of_store(found)
 
     def micro_batch_loss(

@@ -139,7 +139,7 @@ class BatchPreparer:
         with times.measure_rest("preparing"):
             found = self._next(step, times)
         if found is not None and (self.rollouts is not None or not self.config.loss.task.in_rows):
-            found.times = times.metrics(sum(int(sample.mask.sum()) for sample in found.samples))
+            return replace(found, times=times.metrics(sum(int(sample.mask.sum()) for sample in found.samples)))
         return found
 
     def _next(self, step: int, times: BatchTimes) -> GlobalBatch | None:

@@ -78,7 +78,7 @@ class LossSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Skipped:
+class SkippedSamples:
     """Samples that a step leaves out because their gradient is 0: their number, tokens and scored tokens."""
 
     samples: int = 0
@@ -105,7 +105,7 @@ class StepReport:
     source_losses: Mapping[str, float] = field(default_factory=dict)  # weighted mean loss over the tokens of a source
     num_rows: int | None = None  # data rows, if several samples can come from one row; None: not known
     compute_seconds: tuple[float, ...] = ()  # forward time of the layers on each data rank; empty: not measured
-    skipped: Skipped | None = None  # None: the loss does not allow to skip samples
+    skipped: SkippedSamples | None = None  # None: the loss does not allow to skip samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ class PreparedStep:
     source: Indices | None = None  # [B] index of each sample's source, if the data is a mixture
     source_weights: tuple[float, ...] = ()  # sum of the token weights of each source
     num_rows: int | None = None  # see `StepReport`
-    skipped: Skipped | None = None  # see `StepReport`
+    skipped: SkippedSamples | None = None  # see `StepReport`
 
 
 UNSCORED = Sample(
@@ -355,7 +355,7 @@ class PendingStep:
         sources = self._engine.settings.sources
         by_source, rest = rest[: len(sources)], rest[len(sources) :]
         names = sorted(self._sums.statistics)
-        plan, skipped = self._prepared.plan, self._prepared.skipped or Skipped()
+        plan, skipped = self._prepared.plan, self._prepared.skipped or SkippedSamples()
         num_tokens, computed = int(plan.tokens.sum()), plan.padded_tokens(self._engine.mesh.context.size)
         return StepReport(
             loss=loss,
@@ -422,14 +422,14 @@ class PendingStep:
 
 def _computed(
     samples: Sequence[Sample], weights: Sequence[Floats]
-) -> tuple[Sequence[Sample], Sequence[Floats], Skipped]:
+) -> tuple[Sequence[Sample], Sequence[Floats], SkippedSamples]:
     """The samples of a batch that have a gradient, with their token weights; and how much is left out."""
     computed = has_advantage(samples)
     if computed.all():
-        return samples, weights, Skipped()
+        return samples, weights, SkippedSamples()
     left_out = [samples[index] for index in np.flatnonzero(~computed).tolist()]
     chosen = np.flatnonzero(computed).tolist()
-    skipped = Skipped(
+    skipped = SkippedSamples(
         samples=len(left_out),
         tokens=sum(map(len, left_out)),
         labels=sum(sample.num_labels for sample in left_out),

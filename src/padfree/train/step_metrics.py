@@ -12,7 +12,7 @@ import torch
 from padfree.batch import Sample
 from padfree.estimate.flops import Flops, Shared
 from padfree.packing import CostModel, StepPlan
-from padfree.train.engine import Skipped, StepReport
+from padfree.train.engine import SkippedSamples, StepReport
 
 
 def step_metrics(
@@ -26,7 +26,7 @@ def step_metrics(
     memory_gib: float | None = None,
 ) -> dict[str, Any]:
     """The metrics of one step. `compute_seconds`: compute time of each data rank, without waiting for other ranks."""
-    skipped = report.skipped or Skipped()
+    skipped = report.skipped or SkippedSamples()
     found = {
         "step": step,
         "loss": report.loss,

@@ -19,8 +19,9 @@ from typing import Any
 
 from padfree.config import Config
 from padfree.config.hub import GIVEN_TEXT, named_models
+from padfree.config.model_folder import has_tokenizer
 from padfree.errors import UserError
-from padfree.train.training_data import has_tokenizer, open_tokenizer
+from padfree.train.training_data import open_tokenizer
 
 
 def check_vocabularies(config: Config, tokenizer: Any) -> Iterator[str]:
