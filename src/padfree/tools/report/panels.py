@@ -104,6 +104,10 @@ PARTS = (
     "critic",
     "old_logprobs",
     "update",
+    "preparing",
+    "logging",
+    "evaluation",
+    "checkpoint",
 )
 """Parts of a step, in the order in which they are stacked."""
 
