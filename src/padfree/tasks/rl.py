@@ -99,8 +99,12 @@ class RL(Task):
 
 
 def _with_old_logprobs(samples: list[Sample], models: Models, loss: LossConfig) -> list[Sample]:
-    """Add the policy's log-probabilities to the samples that the updates compute; the others keep None."""
-    computed = has_advantage(samples) if run_may_skip(loss) else np.ones(len(samples), np.bool_)
+    """Add the policy's log-probabilities to the samples that the updates compute; the others keep None.
+
+    A critic is trained on all samples, and the samples of a pack must have the same arrays.
+    """
+    skips = run_may_skip(loss) and models.critic is None
+    computed = has_advantage(samples) if skips else np.ones(len(samples), np.bool_)
     if not computed.any():
         return samples
     chosen = np.flatnonzero(computed).tolist()

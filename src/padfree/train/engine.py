@@ -121,10 +121,8 @@ class PreparedStep:
     skipped: SkippedSamples | None = None  # see `StepReport`
 
 
-UNSCORED = Sample(
-    tokens=np.zeros(1, np.int64),
-    loss_mask=np.zeros(1, np.bool_),
-    **{name: np.zeros(1, np.float32) for name in TOKEN_ARRAYS},
+UNSCORED = Sample(tokens=np.zeros(1, np.int64), loss_mask=np.zeros(1, np.bool_)).with_numbers(
+    **{name: np.zeros(1, np.float32) for name in TOKEN_ARRAYS}
 )
 """A sample of one token without a loss: its gradient is 0."""
 
@@ -188,7 +186,7 @@ class Engine:
         settings = self.settings
         grouped = settings.aggregation == "group-mean"
         groups = [sample.group for sample in samples]
-        weights = token_weights(
+        weights: Sequence[Floats] = token_weights(
             settings.aggregation,
             [sample.mask for sample in samples],
             groups=groups if grouped else None,
