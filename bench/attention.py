@@ -35,8 +35,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from padfree.attention import choose_backend, varlen_attention, varlen_forward
-from padfree.batch import Sample, Segments
 from padfree.choices import LayoutKind
+from padfree.sample import Sample
+from padfree.segments import Segments
 
 SECTIONS = {"cpu": ("model",), "cuda": ("kernels", "wrapper", "context")}
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 32, 8, 128

@@ -75,8 +75,8 @@ def figures_page(content: dict[str, Any]) -> str:
     lines = [
         "# Current figures",
         "",
-        "Generated from `figures.toml` by `python bench/figures.py`. The commit is the one that was measured. If it",
-        "was not noted, it is the commit that recorded the figure. The date is that of the commit.",
+        "Generated from `figures.toml` by `python bench/figures.py`. The commit is the one that was measured or,",
+        "where that was not noted, the one that recorded the figure. The date is the date of that commit.",
     ]
     for (hardware, versions), group in groups.items():
         body = [

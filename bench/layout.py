@@ -32,11 +32,12 @@ import torch
 from numpy.typing import NDArray
 from timer import quickest
 
-from padfree.batch import Layout, Segments
+from padfree.batch import Layout
 from padfree.choices import LayoutKind
 from padfree.cp import keys_read, make_layout, modelled_cost, pieces, work
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import key_traffic, prepare_keys
+from padfree.segments import Segments
 
 TOKENS = (32768, 131072)
 WORLDS = (2, 4, 8, 16, 32)

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from padfree.attention import choose_backend
-from padfree.batch import LmHead, LocalBatch, PackedBatch, Sample
+from padfree.batch import LmHead, LocalBatch, PackedBatch
 from padfree.choices import LayoutKind
 from padfree.cp import communication_bytes, make_layout, modelled_cost, shard, work
 from padfree.cp.allgather import local_attention, prepare_keys
@@ -46,6 +46,7 @@ from padfree.losses import LossInputs, SFTSettings, make_token_loss
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
 from padfree.packing import collate
+from padfree.sample import Sample
 
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,

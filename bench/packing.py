@@ -42,12 +42,12 @@ import torch
 from numpy.typing import NDArray
 from timer import quickest
 
-from padfree.batch import Sample
 from padfree.packing.balance import balance
 from padfree.packing.collate import pack
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
 from padfree.packing.step_plan import plan_step
+from padfree.sample import Sample
 
 T = TypeVar("T")
 Lengths = NDArray[np.int64]

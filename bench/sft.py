@@ -24,13 +24,13 @@ from timer import Stopwatch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from padfree.batch import Sample
 from padfree.data import SFTDataSettings, load_sft
 from padfree.distributed import distributed, make_mesh
 from padfree.losses import SFTSettings
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing import FixedSizeBatcher
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tools.check.padded import padded_loss
 from padfree.train.engine import Engine, LossSettings

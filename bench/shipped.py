@@ -23,12 +23,12 @@ import numpy as np
 from timer import Stopwatch
 from updates import make_updates
 
-from padfree.batch import Sample, with_arrays
 from padfree.config import Config, load_config
 from padfree.distributed import distributed, make_mesh
 from padfree.estimate.memory import estimate_memory
 from padfree.losses import PolicySettings
 from padfree.model.structure import skeleton
+from padfree.sample import Sample, with_arrays
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.train import train
 from padfree.train.engine import Engine

@@ -51,10 +51,10 @@ from step_ways import (
 from timer import DeviceSpan, Stopwatch, mean_in_a_row, median_seconds
 
 from padfree.attention import choose_backend
-from padfree.batch import with_arrays
 from padfree.distributed import distributed, make_mesh
 from padfree.head import fused_loss
 from padfree.losses import LossInputs, make_token_loss
+from padfree.sample import with_arrays
 from padfree.train.engine import PendingStep
 from padfree.train.microbatch import PackSettings, make_micro_batch
 

@@ -22,13 +22,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
-from padfree.batch import Sample, with_arrays
 from padfree.distributed import Mesh
 from padfree.head.budget import Memory
 from padfree.losses import ClipSettings, PolicySettings, SFTSettings
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing import collate
+from padfree.sample import Sample, with_arrays
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tools.check.padded import padded_rows
 from padfree.train.engine import Engine, LossSettings

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from timer import synchronize
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 from padfree.train.engine import Engine, PendingStep, StepReport
 
 

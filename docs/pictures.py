@@ -11,8 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from padfree.batch import Layout, LayoutKind, Segments
+from padfree.batch import Layout
+from padfree.choices import LayoutKind
 from padfree.cp import make_layout, work
+from padfree.segments import Segments
 
 LENGTHS = (1400, 120, 300, 90, 640, 60, 210, 30, 180, 110, 70, 390, 250, 40, 160)
 RANKS = 4

@@ -34,7 +34,7 @@ from torch import Tensor
 import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
-from padfree.batch import LmHead, PackedBatch, Sample, Segments
+from padfree.batch import LmHead, PackedBatch
 from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator
@@ -63,9 +63,13 @@ from padfree.rollout import SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
+from padfree.sample import Sample
+from padfree.segments import Segments
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.testing.models import build, row, save_with_tokenizer
-from padfree.tools.demo import SIZES, Demo
+from padfree.tools.demo.demo_folder import Demo
+from padfree.tools.demo.run_demo import SIZES
+from padfree.tools.demo.stages import STAGES
 from padfree.tools.page import Page
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 
@@ -78,7 +82,7 @@ CASES: dict[str, list[Case]] = {}
 """By part: (the beginning of the message, what provokes it in a folder of its own, and where needed its cure)."""
 
 
-class ChatTokenizer:
+class CommandLine:
     """A mistake on a command line, which words can be added to or taken from."""
 
     def __init__(self, words: tuple[str, ...], run: Callable[[Path, tuple[str, ...]], Any]) -> None:
@@ -87,19 +91,19 @@ class ChatTokenizer:
     def __call__(self, folder: Path) -> Any:
         return self.run(folder, self.words)
 
-    def with_words(self, *added: str) -> ChatTokenizer:
+    def with_words(self, *added: str) -> CommandLine:
         """The same with these words as well; `-name` takes a setting away."""
         gone = {word[1:] for word in added if re.match(r"-[a-z]", word)}
         kept = tuple(word for word in self.words if word.partition("=")[0] not in gone)
         new = tuple(word for word in added if not re.match(r"-[a-z]", word))
         settings = [word for word in new if re.match(r"\w+(\.\w+)+=", word)]
         flags = [word for word in new if word not in settings]
-        return ChatTokenizer((*kept, *settings, *flags), self.run)
+        return CommandLine((*kept, *settings, *flags), self.run)
 
 
-def changed(*overrides: str, recipe: str = "sft") -> ChatTokenizer:
+def changed(*overrides: str, recipe: str = "sft") -> CommandLine:
     """A recipe with settings that cannot be."""
-    return ChatTokenizer(overrides, lambda folder, words: load_config(RECIPES / f"{recipe}.toml", words))
+    return CommandLine(overrides, lambda folder, words: load_config(RECIPES / f"{recipe}.toml", words))
 
 
 def written(folder: Path, name: str, *records: Any) -> Path:
@@ -1194,7 +1198,7 @@ def _placed(word: str, folder: Path) -> str:
     return re.sub(r"MODEL-(\w+)", lambda match: model_folder(match[1]), word).replace("FOLDER", str(folder))
 
 
-def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None) -> ChatTokenizer:
+def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None) -> CommandLine:
     """What `padfree` prints for it, as the message of an error; `files` are written to the folder first."""
 
     def provoke(folder: Path, words: tuple[str, ...]) -> None:
@@ -1209,7 +1213,7 @@ def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None)
         assert text.endswith("\n")
         raise UserError.of(text.removesuffix("\n").removeprefix(f"padfree {arguments[0]}: "))
 
-    return ChatTokenizer(arguments, provoke)
+    return CommandLine(arguments, provoke)
 
 
 @cache
@@ -1233,10 +1237,11 @@ LENGTHS = "3 5 2"
 SFT = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
 TASKS = [{"prompt": f"{number}+1=", "answer": f"#### {number + 1}"} for number in range(4)]
 GROUPED = [{**ROLLOUT, "reward": float(index % 2), "group": index // 4} for index in range(8)]
+ENDLESS = ("data.epochs=none", "run.steps=1")
 SMALL = {"sft": ("batch.samples=2",), "rl": ("batch.samples=8",), "rl-local": ("batch.samples=8", "data.columns={}")}
 
 
-def dry_run(recipe: str, rows: list[Any], *changes: str, model: str = "qwen3") -> ChatTokenizer:
+def dry_run(recipe: str, rows: list[Any], *changes: str, model: str = "qwen3") -> CommandLine:
     """A recipe on rows of a file of its own, up to its first step."""
 
     def provoke(folder: Path, words: tuple[str, ...]) -> Any:
@@ -1246,23 +1251,23 @@ def dry_run(recipe: str, rows: list[Any], *changes: str, model: str = "qwen3") -
         start += [f"data.path={path}", f"run.folder={folder / 'run'}", "rollout.max_new_tokens=4"]
         return command(*start, *words, "--dry-run")(folder)
 
-    return ChatTokenizer(changes, provoke)
+    return CommandLine(changes, provoke)
 
 
-def plan(*words: str) -> ChatTokenizer:
+def plan(*words: str) -> CommandLine:
     return command("plan", *words, files=lambda folder: written(folder, "lengths.txt", LENGTHS))
 
 
-def scaling(*words: str) -> ChatTokenizer:
+def scaling(*words: str) -> CommandLine:
     model = ("--model", "MODEL-qwen3", "--gpu", "H100", "--ranks", "16")
     return plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "64", *model, *words)
 
 
-def check(*words: str, files: Callable[[Path], Any] = lambda folder: None) -> ChatTokenizer:
+def check(*words: str, files: Callable[[Path], Any] = lambda folder: None) -> CommandLine:
     return command("check", "--model", "MODEL-qwen3", "--samples", "2", "--device", "cpu", *words, files=files)
 
 
-def report(*words: str) -> ChatTokenizer:
+def report(*words: str) -> CommandLine:
     return command("report", *words, files=lambda folder: written(folder, "metrics.jsonl", {"step": 0, "loss": 1.0}))
 
 
@@ -1275,7 +1280,7 @@ def begun(folder: Path, *, resume: bool = False) -> Demo:
     """A demo before its first stage; all that its command line can get wrong has been refused by then."""
     from rich.console import Console
 
-    return Demo(folder, Console(file=io.StringIO()), SIZES, resume=resume)
+    return Demo(folder, Console(file=io.StringIO()), SIZES, known=STAGES, resume=resume)
 
 
 def begun_and_resumed(folder: Path) -> None:
@@ -1366,7 +1371,7 @@ CASES["cli"] = [
 ]
 
 
-def launched(*options: str, words: tuple[str, ...] = ("sft", str(RECIPES / "sft.toml"))) -> ChatTokenizer:
+def launched(*options: str, words: tuple[str, ...] = ("sft", str(RECIPES / "sft.toml"))) -> CommandLine:
     """No host is reached: what is in the place of ssh ends at once, without an answer."""
     given = {
         "--hosts": "a,b",
@@ -1442,6 +1447,13 @@ CASES["preflight"] = [
     ("run.folder", dry_run("sft", SFT, "run.folder=FOLDER/d.jsonl/run"), "run.folder=FOLDER/run"),
     ("batch.cost", dry_run("sft", SFT, "batch.cost=FOLDER/nowhere.json"), "batch.cost=none"),
     ("batch.samples", dry_run("rl", GROUPED, "batch.samples=2"), "batch.samples=4"),
+    ("batch.samples", dry_run("sft", SFT, "batch.samples=4294967296000", *ENDLESS), "batch.samples=2"),
+    ("batch.samples", dry_run("rl-local", TASKS, "batch.samples=4294967296000", *ENDLESS), "batch.samples=8"),
+    (
+        "batch.tokens",
+        dry_run("sft", SFT, "batch.samples=none", "batch.tokens=4294967296000", *ENDLESS),
+        "batch.tokens=99",
+    ),
     ("data.columns", dry_run("sft", [{"asked": "1+1=", "told": "2"}] * 2)),
     ("data.columns", dry_run("sft", [{"problem": "1+1=", "solution": "2", "answer": "2"}] * 2)),
     ("data.columns", dry_run("sft", [{"instruction": "1", "input": "2", "output": "2", "text": "1"}] * 2)),
@@ -1754,7 +1766,7 @@ CASES["library"] = [
 
 def a_run(
     change: Callable[[Path], Any] = lambda folder: None, *overrides: str, recipe: str = "sft", cache: str = "cache"
-) -> ChatTokenizer:
+) -> CommandLine:
     """A whole run from the command line, in a folder that was changed before it."""
 
     def provoke(folder: Path, words: tuple[str, ...]) -> None:
@@ -1779,7 +1791,7 @@ def a_run(
             else:
                 os.environ["PADFREE_CACHE"] = before
 
-    return ChatTokenizer(overrides, provoke)
+    return CommandLine(overrides, provoke)
 
 
 def resumed(folder: Path) -> None:

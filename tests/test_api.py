@@ -235,7 +235,7 @@ def nested() -> Any:
         ("sft", {"modle": "x"}, r"modle: no such setting; did you mean model\?"),
         ("sft", {"optimizer": {"learning_rate": 1}}, "optimizer.learning_rate: no such setting"),
         ("sft", {"optimizer": {"lr": "fast"}}, "optimizer.lr: 'fast'; give a number"),
-        ("sft", {"optimizer": 1e-5}, r"optimizer: 1e-05 is not a table; give optimizer=\{\.\.\.\}"),
+        ("sft", {"optimizer": 1e-5}, r"optimizer: 1e-05 is not a dict of settings; give optimizer=\{\.\.\.\}"),
         ("sft", {"loss": {"kind": "dpo"}}, "loss.kind: 'dpo' does not belong to padfree.sft; call padfree.dpo for it"),
         ("dpo", {"loss": {"kind": "clip"}}, "call padfree.rl for it"),
         ("sft", {"data": "missing.jsonl"}, "missing.jsonl does not exist"),

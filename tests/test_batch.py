@@ -42,7 +42,7 @@ class TestSample:
         assert found.advantages.dtype == np.float32
         assert sample.advantages is not None
         assert not sample.advantages.any()
-        with pytest.raises(ValueError, match=r"advantages of sample 'a': shape"):
+        with pytest.raises(ValueError, match=r"advantages of sample 'a': has shape"):
             sample.with_numbers(advantages=np.zeros(2))
 
     def test_empty_and_one_token_samples_are_legal(self) -> None:
@@ -65,9 +65,9 @@ class TestSample:
             ({"tokens": [1.0, 2.0]}, r"tokens of sample 'x': got a float64.*integer token ids"),
             ({"tokens": [[1, 2]]}, r"tokens of sample 'x': .*shape \(1, 2\).*flat list"),
             ({"tokens": [1, -2]}, r"tokens of sample 'x': token id -2 is negative"),
-            ({"tokens": [1, 2], "loss_mask": [1]}, r"loss_mask of sample 'x': shape \(1,\) for 2 tokens"),
+            ({"tokens": [1, 2], "loss_mask": [1]}, r"loss_mask of sample 'x': has shape \(1,\) for 2 tokens"),
             ({"tokens": [1, 2], "loss_mask": [1, 2]}, r"loss_mask of sample 'x': has values other than 0 and 1"),
-            ({"tokens": [1, 2], "advantages": [0.5]}, r"advantages of sample 'x': shape \(1,\) for 2 tokens"),
+            ({"tokens": [1, 2], "advantages": [0.5]}, r"advantages of sample 'x': has shape \(1,\) for 2 tokens"),
             ({"tokens": [1, 2], "advantages": [0.5, np.nan]}, r"advantages of sample 'x': is nan at token 1"),
             ({"tokens": [1, 2], "logprobs": [-np.inf, 0.0]}, r"logprobs of sample 'x': is -inf at token 0"),
         ],

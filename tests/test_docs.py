@@ -277,7 +277,7 @@ Then text.
 def test_docstrings_become_restructured_text() -> None:
     conf = module_of("conf")
     assert conf.docstring_lines(DOCSTRING) == [*SHOWN.splitlines(), ""]
-    from padfree.batch import Sample
+    from padfree.sample import Sample
 
     assert conf.field_comment(Sample, "logprobs").startswith("[n] ")
     assert conf.field_comment(Sample, "reward") == ""

@@ -23,7 +23,7 @@ import pytest
 from padfree.config import Config
 from padfree.config.setting import resume_rules
 from padfree.errors import UserError
-from tests.error_cases import CASES, ROOT, ChatTokenizer, Cure, Mistake
+from tests.error_cases import CASES, ROOT, CommandLine, Cure, Mistake
 
 FLAT: list[tuple[str, str, Mistake, Cure | None]] = [
     (part, case[0], case[1], case[2] if len(case) == 3 else None) for part, cases in CASES.items() for case in cases
@@ -104,7 +104,7 @@ def test_a_mistake_is_one_line_whose_cure_works(
     check(message, name)
     assert caught.value.setting == name or name not in SETTINGS, caught.value.setting
     attempts: list[Mistake] = [cure] if callable(cure) else []
-    if isinstance(mistake, ChatTokenizer) and not attempts:
+    if isinstance(mistake, CommandLine) and not attempts:
         attempts = [mistake.with_words(*words) for words in advised(message, cure)]
     assert attempts, f"nothing in it can be pasted, and the case brings no cure: {message}"
     for number, attempt in enumerate(attempts):

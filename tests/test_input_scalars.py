@@ -17,13 +17,14 @@ import torch
 import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
-from padfree.batch import Sample, Segments
 from padfree.compat import slime
 from padfree.cp import attend, make_layout, shard
 from padfree.errors import UserError
 from padfree.head import fused_loss, score
 from padfree.losses import LossInputs
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, collate, fill, pack, plan_step
+from padfree.sample import Sample
+from padfree.segments import Segments
 from tests.refused import check_user_error
 
 VALUES: dict[str, Any] = {

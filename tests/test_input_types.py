@@ -23,13 +23,14 @@ import padfree
 from padfree import losses
 from padfree.attention import apply_sinks, sinks_gradient, varlen_attention, varlen_backward
 from padfree.attention import varlen_forward as forward
-from padfree.batch import Sample, Segments
 from padfree.compat import slime
 from padfree.cp import attend, gather_tokens, shard
 from padfree.errors import UserError
 from padfree.head import fused_loss, score
 from padfree.losses import LossInputs
 from padfree.packing import CostModel, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
+from padfree.sample import Sample
+from padfree.segments import Segments
 
 FLOATS = "float16 bfloat16 float32 float64"
 INTEGERS = "int64 int32 int16 int8 uint8"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from padfree.batch import LocalBatch, Sample
+from padfree.batch import LocalBatch
 from padfree.cp import shard
 from padfree.head import fused_loss, score
 from padfree.losses import (
@@ -59,6 +59,7 @@ from padfree.losses import (
 )
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.packing.collate import collate
+from padfree.sample import Sample
 from padfree.testing.models import build
 from tests.ranks import run_ranks
 

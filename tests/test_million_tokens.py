@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from padfree.attention import varlen_attention
-from padfree.batch import PackedBatch, Sample, Segments
+from padfree.batch import PackedBatch
 from padfree.cp import shard, work
 from padfree.model import attach, hidden_states
 from padfree.packing import collate
+from padfree.sample import Sample
+from padfree.segments import Segments
 from padfree.testing.models import build
 
 TOKENS, WORLD, WINDOW = 1 << 20, 8, 64

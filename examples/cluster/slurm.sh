@@ -12,7 +12,7 @@
 set -euo pipefail
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110   # seconds that torchrun waits for a checkpoint after a signal
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # lets a lost host rejoin
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" --max-restarts 3 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$first:29500" \
     -m padfree "${COMMAND:-sft}" "$@"

@@ -22,7 +22,7 @@ from padfree.version import __version__ as __version__
 if TYPE_CHECKING:
     from padfree.api import TrainedRun, distill, dpo, evaluate, kto, reward, rl, sft
     from padfree.attention import varlen_attention
-    from padfree.batch import AttnContext, Layout, LocalBatch, PackedBatch, Rollout, Sample, SampleInfo, Segments
+    from padfree.batch import AttnContext, Layout, LocalBatch, PackedBatch, Rollout, SampleInfo
     from padfree.cp import attend, gather_tokens, make_layout, shard
     from padfree.errors import UserError
     from padfree.head import Scores, fused_loss, score
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         plan_step,
         unpack,
     )
+    from padfree.sample import Sample
+    from padfree.segments import Segments
 
 _LAZY = {
     "TrainedRun": "padfree.api",
@@ -55,9 +57,9 @@ _LAZY = {
     "LocalBatch": "padfree.batch",
     "PackedBatch": "padfree.batch",
     "Rollout": "padfree.batch",
-    "Sample": "padfree.batch",
+    "Sample": "padfree.sample",
     "SampleInfo": "padfree.batch",
-    "Segments": "padfree.batch",
+    "Segments": "padfree.segments",
     "CostModel": "padfree.packing",
     "FixedSizeBatcher": "padfree.packing",
     "StepPlan": "padfree.packing",

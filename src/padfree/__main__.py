@@ -1,4 +1,4 @@
-"""`python -m padfree`, and `torchrun -m padfree`."""
+"""The entry point of `python -m padfree` and `torchrun -m padfree`."""
 
 import sys
 

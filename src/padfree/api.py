@@ -52,17 +52,17 @@ MAIN_SETTING = {
     "eval": "path",
     "run": "folder",
 }
-"""By section: the setting that a single value sets if the section is given as this value instead of a dictionary."""
+"""By section: the setting that gets the value if a section is given as a single value instead of a dictionary."""
 
 OF_CALLER = "_padfree_of_caller"
-"""The attribute that marks an exception raised by a function of the caller."""
+"""The attribute that marks an exception raised by a function that the user passed."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
 """Defaults of `batch.samples` and `batch.max_tokens` for a call without a recipe, as in recipes/."""
 
 
 class Sections(TypedDict, total=False):
-    """The keywords of every call: the sections of a recipe, each a dictionary or its main setting."""
+    """The keywords of every call: the sections of a recipe, each given as a dictionary or as its main setting."""
 
     model: Any
     data: Any
@@ -208,13 +208,16 @@ def _trained(
 
 @contextmanager
 def _undisturbed(config: Config) -> Iterator[None]:
-    """A block after which the random state is restored. Exceptions of the block that are bugs are marked as such."""
+    """Context manager that restores the random state at its end.
+
+    An exception in the block that is a bug in padfree gets a note that says so.
+    """
     from padfree.train.determinism import random_state, restore_random_state
     from padfree.train.failures import one_line_failures
 
     state = random_state()
     try:
-        with one_line_failures(config):
+        with one_line_failures(config.batch.max_tokens):
             yield
     except Exception as error:
         if not isinstance(error, UserError) and not hasattr(error, OF_CALLER):
@@ -225,7 +228,7 @@ def _undisturbed(config: Config) -> Iterator[None]:
 
 
 def _called(function: Callable[[Any], None], argument: Any) -> None:
-    """Call a function of the caller, and mark its exceptions: they are not bugs in padfree."""
+    """Call a function that the user passed, and mark its exceptions, because they are not bugs in padfree."""
     try:
         function(argument)
     except Exception as error:
@@ -237,7 +240,7 @@ def _called(function: Callable[[Any], None], argument: Any) -> None:
 
 
 def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as plain values, changed by the keywords of a call."""
+    """Return the settings of a recipe as nested dictionaries, changed by the keywords of a call (`sections`)."""
     changes = {}
     for name, given in sections.items():
         value = _plain(given, name)
@@ -246,12 +249,12 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
     values = changes if recipe is None else changed_recipe(recipe, changes)
     for name, value in values.items():
         if name in Sections.__annotations__ and not isinstance(value, dict):
-            raise UserError(name, "is not a table", f"give {name}={{...}} with its settings", value=value)
+            raise UserError(name, "is not a dict of settings", f"give {name}={{...}} with its settings", value=value)
     return values
 
 
 def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
-    """Add the defaults of a call without a recipe."""
+    """Return the settings with the defaults that apply to a call without a recipe. `command`: e.g. "sft"."""
     batch = values.setdefault("batch", {})
     if batch.get("tokens") is None:
         batch.setdefault("samples", SAMPLES)
@@ -261,7 +264,10 @@ def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Convert a value to its form in a recipe: paths to strings, functions to `module:function`."""
+    """Convert a value to its form in a recipe: a path to a string, a function to `module:function`.
+
+    `name`: the setting, for error messages.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(entry, f"{name}.{key}") for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

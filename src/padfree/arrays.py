@@ -1,9 +1,9 @@
-"""Convert numbers that users give to numpy arrays: from lists, arrays, and tensors of any dtype on any device.
+"""Convert numbers from users to numpy arrays. Users may give lists, arrays, or tensors of any dtype on any device.
 
     [1, 0]   np.array([1, 0])   torch.tensor([1.0, 0.0], dtype=torch.bfloat16, device="cuda")
 
 numpy has no bfloat16 and rejects tensors that are on a device or require gradients; these functions accept them.
-Nothing is rounded: if integers are needed, other numbers raise `UserError`.
+Nothing is rounded: if a function needs integers, other numbers raise `UserError`.
 
 The module also holds index arithmetic on ranges and `splitmix64`, which every shuffled order and sampling key uses.
 """
@@ -19,7 +19,7 @@ from padfree.errors import UserError
 
 
 def host_array(values: Any, name: str) -> NDArray[Any]:
-    """The values as an array that keeps their dtype. `name` identifies the values in error messages."""
+    """Convert the values to an array that keeps their dtype. `name` identifies the values in error messages."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = values.float() if str(values.dtype) == "torch.bfloat16" else values
@@ -32,7 +32,7 @@ def host_array(values: Any, name: str) -> NDArray[Any]:
 
 
 def number_array(values: Any, name: str) -> NDArray[Any]:
-    """The values as an array of bools, integers or floats."""
+    """Convert the values to an array of bools, integers or floats. `name` identifies the values in error messages."""
     array = host_array(values, name)
     if array.size and array.dtype.kind not in "biuf":
         raise UserError(name, f"got a {array.dtype} array of shape {array.shape}", "give real numbers")
@@ -40,7 +40,7 @@ def number_array(values: Any, name: str) -> NDArray[Any]:
 
 
 def integer_array(values: Any, name: str) -> NDArray[np.int64]:
-    """A flat array of integers. An empty list is accepted, whatever dtype numpy gives it."""
+    """Convert the values to a flat array of integers. An empty list is accepted, whatever dtype numpy gives it."""
     array = host_array(values, name)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise UserError(name, f"got a {array.dtype} array of shape {array.shape}", "give a flat list of integers")
@@ -48,25 +48,28 @@ def integer_array(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers of several ranges, one range after the other: starts 2 0, lengths 3 2 -> 2 3 4 0 1."""
+    """Concatenate the numbers of several ranges. For example, starts 2 0 and lengths 3 2 give 2 3 4 0 1."""
     return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 
 def need_whole(name: str, value: Any, least: int, cure: str) -> None:
-    """Raise `UserError` unless `value` is an integer of at least `least`."""
+    """Raise `UserError` unless `value` is an integer of at least `least`. `cure` is the fix in the message."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise UserError(name, "", cure, value=value)
 
 
 def need_number(name: str, value: Any, low: float, high: float, cure: str) -> None:
-    """Raise `UserError` unless `value` is a number from `low` to `high`; NaN is refused."""
+    """Raise `UserError` unless `value` is a number from `low` to `high`. NaN also raises it.
+
+    `cure` is the fix in the message.
+    """
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:
         raise UserError(name, "", cure, value=value)
 
 
 def token_array(tokens: Any, name: str) -> NDArray[np.integer[Any]]:
-    """[n] token ids of the sample called `name`."""
+    """Convert the token ids of the sample called `name` to an array [n] of integers."""
     array = host_array(tokens, f"tokens of {name}")
     if array.size == 0 and array.ndim == 1:
         return array if array.dtype.kind in "iu" else array.astype(np.int64)
@@ -80,12 +83,12 @@ def token_array(tokens: Any, name: str) -> NDArray[np.integer[Any]]:
         raise UserError(
             f"tokens of {name}", f"token id {array.min()} is negative", "give token ids of 0 or more, without padding"
         )
-    # numpy promotes uint64 with int64 to float64
+    # Convert uint64 to int64, because numpy promotes uint64 combined with int64 to float64.
     return array.astype(np.int64) if array.dtype == np.uint64 else array
 
 
 def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
-    """[n] which tokens of a sample are trained on; all tokens if `mask` is None."""
+    """Convert the loss mask of a sample to an array of `length` bools. If `mask` is None, all tokens are trained on."""
     if mask is None:
         return np.ones(length, dtype=np.bool_)
     array = number_array(mask, f"loss_mask of {name}")
@@ -98,8 +101,11 @@ def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
 
 
 def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.float32]:
-    """[n] one finite number per token of a sample."""
-    with np.errstate(over="ignore"):  # values that overflow float32 become inf and are refused below
+    """Convert `values` to an array of one finite number per token of a sample.
+
+    `field` and `name` are for error messages.
+    """
+    with np.errstate(over="ignore"):  # values that overflow float32 become inf, which raises an error below
         array = number_array(values, f"{field} of {name}").astype(np.float32, copy=False)
     _check_length(array, length, field, name)
     finite = np.isfinite(array)
@@ -110,7 +116,7 @@ def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.f
 
 
 def single_number(value: Any, name: str) -> float:
-    """One number, possibly in an array or tensor without dimensions."""
+    """Convert one number to a float. It may also be an array or tensor without dimensions."""
     array = number_array(value, name)
     if array.shape != ():
         raise UserError(name, "", "give one number", value=value)
@@ -121,19 +127,19 @@ def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> No
     if array.shape != (length,):
         raise UserError(
             f"{field} of {name}",
-            f"shape {array.shape} for {length} tokens",
+            f"has shape {array.shape} for {length} tokens",
             "give one value per token, including the prompt",
         )
 
 
 SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""The increment of splitmix64 and its two multipliers."""
+"""The constants of the random number generator splitmix64: its increment and its two multipliers."""
 
 
 def splitmix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output of splitmix64 for each of these states.
+    """The output of the random number generator splitmix64 for each of these states.
 
-    It is implemented here, not taken from a library, so that a library update cannot change the orders.
+    It is implemented here and not taken from a library, so that a library update cannot change shuffled orders.
     """
     increment, first, second = (np.uint64(number) for number in SPLITMIX64)
     values = states + increment

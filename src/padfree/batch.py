@@ -23,13 +23,13 @@ label, sample by sample.
     entries  labels        [E]            a a | b b b                  the trained tokens: here the responses
              positions     [E]            2 3 | 2 5 6                  index of the hidden state that predicts each
 
-Host arrays are numpy, device arrays are torch. Numbers that a kernel launch needs on the host (`max_seqlen`, the
-segment offsets) stay on the host from the start, so that reading them never synchronises with the device.
+A sample is in `padfree.sample`, the segments of a token axis are in `padfree.segments`. Host arrays are numpy, device
+arrays are torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -38,17 +38,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padfree.arrays import float_array, integer_array, mask_array, need_whole, single_number, token_array
-from padfree.choices import ROLLOUT_ARRAYS, LayoutKind
+from padfree.arrays import need_whole
+from padfree.choices import LayoutKind
 from padfree.errors import UserError
-from padfree.prefix_tree import check_parents, first_positions
+from padfree.sample import TOKEN_ARRAYS
+from padfree.segments import Segments
 
 IGNORE = -100
 """The label of a position that is not scored."""
-
-TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
-"""All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and `old_logprobs`, which the trainer computes before an
-update."""
 
 
 def need_tensor(name: str, values: object) -> None:
@@ -78,187 +75,6 @@ def at_tokens(values: Tensor) -> Tensor:
     sample.
     """
     return values.roll(1)
-
-
-def _name(uid: str | int | None) -> str:
-    return "sample" if uid is None else f"sample {uid!r}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Sample:
-    """One document or one rollout, on the host.
-
-    `loss_mask[j]` says whether token j is trained on; without a mask every token is. The first token of a sample
-    is never scored, whatever its mask says, because no position predicts it.
-    """
-
-    tokens: NDArray[np.integer[Any]]  # [n]
-    loss_mask: NDArray[np.bool_] | None = None  # [n]; an array after construction
-    logprobs: NDArray[np.float32] | None = None  # [n] reported by the sampler
-    ref_logprobs: NDArray[np.float32] | None = None  # [n]
-    advantages: NDArray[np.float32] | None = None  # [n]
-    returns: NDArray[np.float32] | None = None  # [n]
-    values: NDArray[np.float32] | None = None  # [n]
-    old_logprobs: NDArray[np.float32] | None = None  # [n] computed by the trainer before it first trains on the sample
-    reward: float | None = None
-    raw_reward: Any = None
-    uid: str | int | None = None
-    group: str | int | None = None
-    source: str | None = None
-    terms: Mapping[str, float] | None = None  # named numbers that the task's loss reads, such as a margin
-
-    def __post_init__(self) -> None:
-        name = _name(self.uid)
-        tokens = token_array(self.tokens, name)
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "loss_mask", mask_array(self.loss_mask, len(tokens), name))
-        for field in TOKEN_ARRAYS:
-            values = getattr(self, field)
-            if values is not None:
-                object.__setattr__(self, field, float_array(values, len(tokens), field, name))
-        if self.reward is not None:
-            object.__setattr__(self, "reward", single_number(self.reward, f"reward of {name}"))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def mask(self) -> NDArray[np.bool_]:
-        """`loss_mask`, which is always an array after construction."""
-        assert self.loss_mask is not None
-        return self.loss_mask
-
-    @property
-    def scored(self) -> NDArray[np.bool_]:
-        """[n] which tokens are scored: the trained tokens, except the first one, which no position predicts."""
-        return self.mask & (np.arange(len(self)) > 0)
-
-    @property
-    def num_labels(self) -> int:
-        """Number of scored tokens."""
-        return int(np.count_nonzero(self.mask[1:]))
-
-    def with_numbers(self, **arrays: NDArray[Any]) -> Sample:
-        """A copy of the sample with these `TOKEN_ARRAYS` replaced. Only the new arrays are checked."""
-        other = object.__new__(type(self))
-        for about in fields(self):
-            object.__setattr__(other, about.name, getattr(self, about.name))
-        for field, values in arrays.items():
-            assert field in TOKEN_ARRAYS, field
-            object.__setattr__(other, field, float_array(values, len(self), field, _name(self.uid)))
-        return other
-
-    def truncated(self, length: int) -> Sample:
-        """The first `length` tokens, with the per-token arrays cut to match."""
-        need_whole("length", length, 0, "give the number of tokens to keep, 0 or more")
-        cut = {
-            field: array[:length]
-            for field in ("tokens", "loss_mask", *TOKEN_ARRAYS)
-            if (array := getattr(self, field)) is not None
-        }
-        return replace(self, **cut)
-
-
-def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> list[Sample]:
-    """Copies of the samples with new per-token arrays: `with_arrays(samples, ref_logprobs=found)`, where `found[i]` is
-    the array of sample i."""
-    found = list(samples)
-    for name, values in arrays.items():
-        found = [sample.with_numbers(**{name: own}) for sample, own in zip(found, values, strict=True)]
-    return found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Segments:
-    """Where the sequences of one token axis begin and end: `cu_seqlens` on the device, `offsets` on the host.
-
-    Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. If `pad_length > 0`, the last segment is the pad.
-    If samples share prefixes, the segments are nodes of a prefix tree (`padfree.prefix_tree`), and `num_samples` counts
-    nodes.
-    """
-
-    cu_seqlens: Tensor  # [S+1] int32
-    offsets: NDArray[np.int64]  # [S+1] the same numbers on the host
-    max_seqlen: int
-    pad_length: int = 0
-    num_samples: int = 0
-    parents: NDArray[np.int64] | None = None  # [S] parent nodes, -1 for a root; None: segments are samples
-    path_length: int = 0  # tokens on the longest path from a root to a node
-    longest: Tensor | None = None  # [] `max_seqlen` for compiled code, always on the host
-
-    def __post_init__(self) -> None:
-        if self.longest is None:
-            object.__setattr__(self, "longest", torch.tensor(self.max_seqlen))
-
-    @staticmethod
-    def from_lengths(
-        lengths: Sequence[int] | NDArray[np.integer[Any]],
-        *,
-        pad_length: int = 0,
-        parents: NDArray[np.integer[Any]] | None = None,
-        device: torch.device | str | None = None,
-    ) -> Segments:
-        """Segments of these lengths, followed by a pad: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`.
-
-        If `parents` [B] is given, the segments are nodes of a prefix tree: with `-1 0 0`, the first is the parent of
-        the second and the third.
-        """
-        array = integer_array(lengths, "lengths")
-        if (array < 0).any():
-            raise UserError("lengths", f"{array.min()} is negative", "give lengths of 0 or more")
-        need_whole("pad_length", pad_length, 0, "give 0 or more")
-        num_samples = len(array)
-        nodes = None if parents is None else check_parents(parents, num_samples)
-        if pad_length:
-            array = np.append(array, pad_length)
-            nodes = None if nodes is None else np.append(nodes, -1)
-        offsets = np.zeros(len(array) + 1, dtype=np.int64)
-        np.cumsum(array, out=offsets[1:])
-        if offsets[-1] > np.iinfo(np.int32).max:
-            raise UserError("lengths", f"{offsets[-1]} tokens exceed int32 cu_seqlens", "split the pack")
-        return Segments(
-            cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(device=device, non_blocking=True),
-            offsets=offsets,
-            max_seqlen=int(array.max(initial=0)),
-            pad_length=pad_length,
-            num_samples=num_samples,
-            parents=nodes,
-            path_length=0 if nodes is None else int((first_positions(nodes, array) + array).max(initial=0)),
-        )
-
-    @property
-    def num_segments(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.offsets[-1])
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[S] lengths of the segments, on the host. The pad counts as a segment."""
-        return np.diff(self.offsets)
-
-    @property
-    def first_positions(self) -> NDArray[np.int64]:
-        """[S] the position of the first token of each segment: 0, or the number of tokens in a node's ancestors."""
-        if self.parents is None:
-            return np.zeros(self.num_segments, dtype=np.int64)
-        return first_positions(self.parents, self.lengths)
-
-    @property
-    def num_positions(self) -> int:
-        """Length of the longest sample, or of the pad if it is longer."""
-        return self.max_seqlen if self.parents is None else self.path_length
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:
-        return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
-
-    def with_pad(self, pad_length: int) -> Segments:
-        """The same samples followed by a pad of this length, which replaces the present pad."""
-        samples = self.lengths[: self.num_samples]
-        parents = None if self.parents is None else self.parents[: self.num_samples]
-        return Segments.from_lengths(samples, pad_length=pad_length, parents=parents, device=self.cu_seqlens.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -585,19 +401,6 @@ class LmHead:
         """[..., D] -> [..., V]."""
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """The rollout arrays that these samples carry. Raises `UserError` unless all samples carry the same arrays."""
-    present: Mapping[str, list[bool]] = {f: [getattr(s, f) is not None for s in samples] for f in TOKEN_ARRAYS}
-    for field, there in present.items():
-        if any(there) and not all(there):
-            index = there.index(False)
-            name = _name(samples[index].uid)
-            raise UserError(
-                field, f"missing in {name} at index {index} but present in others", "give it for all samples"
-            )
-    return tuple(field for field, there in present.items() if any(there))
 
 
 assert {f.name for f in fields(Rollout)} == set(TOKEN_ARRAYS)

@@ -48,7 +48,9 @@ SAMPLING_ENGINES = {
     "in_process": "padfree.rollout.engines.in_process.sampler:make_in_process_sampler",
     "vllm": "padfree.rollout.engines.vllm:make_vllm_sampler",
 }
-"""The function that makes the sampler of each `rollout.engine`. Users may name their own as module:function."""
+"""For each value of `rollout.engine`, the function that makes the sampler. Users may also give their own function as
+module:function.
+"""
 WeightTransfer = Literal["group", "files"]
 RolloutFilter = Literal["none", "equal"]
 OnFailure = Literal["error", "skip"]

@@ -23,7 +23,7 @@ from importlib import metadata
 from typing import Any, get_args
 
 LONGEST_VALUE = 200
-"""Maximum number of characters of a value in a message."""
+"""The maximum number of characters of a value in an error message."""
 
 EXIT_BUG = 70
 """The exit code after a bug (EX_SOFTWARE). The exit code after a `UserError` is 1."""
@@ -33,7 +33,7 @@ class UserError(ValueError):
     """A mistake that the user can fix.
 
     `setting` is the name of a setting, flag, argument, column or variable, and `fix` says what to do. If a `value` is
-    given, it is shown before the `problem`, which may then be empty; `...` means that there is no value.
+    given, it is shown before the `problem`, which may then be empty. The default `...` means that there is no value.
 
     A subclass of `ValueError`, so code that catches `ValueError` continues to work.
     """
@@ -43,10 +43,11 @@ class UserError(ValueError):
         self.setting, self.value, self.problem, self.fix = setting, value, problem, fix
 
     def at(self, setting: str, argument: str | None = None) -> UserError:
-        """The same error with another setting: `error.at("critic.path")`.
+        """The same error about another setting, for example `error.at("critic.path")`.
 
-        With `argument`, as in `error.at("critic.path", "model")`, an error about the setting `model` is renamed. An
-        error about any other setting also gets the new setting, but its old setting stays in the text of the problem.
+        If `argument` is given, as in `error.at("critic.path", "model")`, an error about the setting `model` is renamed.
+        An error about any other setting also gets the new setting, but its old setting stays in the text of the
+        problem.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)
@@ -54,7 +55,7 @@ class UserError(ValueError):
 
     @staticmethod
     def of(line: str) -> UserError:
-        """Parse the message of an error that a thread, a process or a server sent as text."""
+        """Create a `UserError` from the text of its message, which a thread, a process or a server sent."""
         setting, colon, rest = line.partition(": ")
         problem, semicolon, fix = rest.rpartition("; ")
         return UserError(setting, problem, fix) if colon and semicolon else UserError("", line, "")
@@ -67,31 +68,31 @@ class UserError(ValueError):
         return " ".join(line.splitlines())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the value as text: it may be large, and it may not be picklable."""
+        """Pickle the value as text, because it may be large or not picklable."""
         line = str(UserError(self.setting, self.problem, "", self.value))
         return type(self), (self.setting, line.removeprefix(f"{self.setting}: "), self.fix)
 
 
 def need(right: bool, setting: str, value: object, fix: str) -> None:
-    """Raise a `UserError` about `value` unless `right` is true."""
+    """Raise a `UserError` about the `value` of `setting` unless `right` is true."""
     if not right:
         raise UserError(setting, "", fix, value)
 
 
 def check_choice(setting: str, value: object, choices: Any) -> None:
-    """Raise a `UserError` if the value is not among the `choices`, which are a `Literal` or a list of names."""
+    """Raise a `UserError` if the value is not among the `choices`. `choices` is a `Literal` type or a list of names."""
     names = get_args(choices) or tuple(choices)
     need(isinstance(value, str) and value in names, setting, value, f"give one of {', '.join(names)}")
 
 
 def closest(value: str, names: Sequence[str]) -> str | None:
-    """The most similar name, or None if none is similar."""
+    """The name that is most similar to `value`, for "did you mean". None if no name is similar."""
     found = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     return found[0] if found else None
 
 
 def shown_value(value: object) -> str:
-    """A value for a message, on one line and cut to `LONGEST_VALUE` characters."""
+    """Format a value for a message: on one line, and cut to `LONGEST_VALUE` characters."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
@@ -99,7 +100,7 @@ def shown_value(value: object) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """The first line of an exception's message, preceded by its class unless it is a `UserError`."""
+    """The first line of an exception's message. It is preceded by the exception's class, unless this is `UserError`."""
     return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -121,11 +122,11 @@ SYSTEM_FIXES = {
     errno.ESTALE: "mount the file system again",
     errno.ENAMETOOLONG: "choose a shorter path",
 }
-"""System errors that are not bugs of a program, and what the user can do."""
+"""For each system error that is not a bug of a program: what the user can do."""
 
 
 def system_error(error: OSError, setting: str | None = None) -> UserError | None:
-    """Convert a system error to a `UserError` about `setting`, or about the file if `setting` is None.
+    """Convert a system error to a `UserError` about `setting`. If `setting` is None, the error is about the file.
 
     Returns None if the error may be a bug.
     """

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Disable garbage collection inside the block."""
+    """A block in which garbage collection is disabled."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,8 +25,10 @@ def paused_collector() -> Iterator[None]:
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Exclude all existing objects from collection inside the block, because scanning them may take longer than a
-    training step."""
+    """A block in which the garbage collector ignores all objects that existed before.
+
+    Scanning them may take longer than a training step.
+    """
     gc.collect()
     gc.freeze()
     try:

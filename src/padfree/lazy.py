@@ -1,4 +1,4 @@
-"""Packages that import their names on first use, so that a light command does not wait for torch.
+"""Let a package import its names on first use, so that a light command does not wait for the import of torch.
 
 __getattr__, __dir__ = load_when_used(__name__, {"load_sft": "padfree.data.prepare"}, parts=("prepare",))
 """
@@ -16,7 +16,7 @@ def load_when_used(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the functions `__getattr__` and `__dir__` of a package.
 
-    `names` maps each exported name to the module that defines it; `parts` are the submodules of the package.
+    `names` maps each exported name to the module that defines it. `parts` are the submodules of the package.
     """
 
     def find(name: str) -> Any:

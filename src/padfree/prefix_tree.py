@@ -4,9 +4,9 @@
     positions     0 1 2        3 4        3 4 5          first      0 3 3
     paths      0            0 1        0 2               the keys that each node's queries see, causal in its own tokens
 
-A node stores its tokens once. A sample is a path from a root to the node where the sample ends. Nodes are in preorder:
-parents come before their children, and the descendants of a node directly follow it, so that a subtree is one range of
-the pack. A pack that shares nothing has only roots.
+There are S nodes. A node stores its tokens once. A sample is a path from a root to the node where the sample ends.
+Nodes are in preorder: parents come before their children, and the descendants of a node directly follow it, so that a
+subtree is one range of the pack. A pack that shares nothing has only roots.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ Indices = NDArray[np.int64]
 
 
 class PathRanges(NamedTuple):
-    """Ranges [begin, end) of a pack, path by path. The ranges of a path are in order from its root down."""
+    """Ranges [begin, end) of a pack, path by path. The ranges of a path are in order from its root to its last node."""
 
     number: Indices  # [m] index of the path, ascending
     begin: Indices  # [m]
     end: Indices  # [m]
 
     def lengths(self, count: int) -> Indices:
-        """[count] number of tokens on each path."""
+        """The number of tokens on each path, for `count` paths, [count]."""
         sums: Indices = np.bincount(self.number, self.end - self.begin, minlength=count).astype(np.int64)
         return sums
 
 
 def check_parents(parents: NDArray[Any], count: int) -> Indices:
-    """Check the parents [S] of `count` nodes in preorder, and return them as int64."""
+    """Check the parents [S] of S = `count` nodes in preorder, and return them as int64."""
     array = np.asarray(parents, dtype=np.int64)
     if array.shape != (count,):
-        raise UserError("parents", f"shape {array.shape} for {count} nodes", "give one parent per node, -1 for a root")
+        raise UserError(
+            "parents", f"has shape {array.shape} for {count} nodes", "give one parent per node, -1 for a root"
+        )
     path: list[int] = []
     for node, parent in enumerate(array.tolist()):
         while path and path[-1] != parent:
@@ -56,7 +58,7 @@ def check_parents(parents: NDArray[Any], count: int) -> Indices:
 
 
 def first_positions(parents: Indices, lengths: Indices) -> Indices:
-    """[S] the position of each node's first token: the number of tokens before it on its path."""
+    """The position of each node's first token, [S]: the number of tokens before it on its path."""
     first = np.zeros(len(parents), dtype=np.int64)
     for node in np.flatnonzero(parents >= 0).tolist():  # ascending, so the parent's value is known
         first[node] = first[parents[node]] + lengths[parents[node]]
@@ -64,7 +66,7 @@ def first_positions(parents: Indices, lengths: Indices) -> Indices:
 
 
 def subtree_ends(parents: Indices) -> Indices:
-    """[S] one past the last descendant of each node."""
+    """For each of S nodes, the index after its last descendant, [S]."""
     ends = np.arange(1, len(parents) + 1)
     for node in np.flatnonzero(parents >= 0)[::-1].tolist():
         parent = parents[node]
@@ -73,7 +75,7 @@ def subtree_ends(parents: Indices) -> Indices:
 
 
 def paths(parents: Indices) -> list[list[int]]:
-    """[S] the nodes on the path from the root to each node, including the node itself."""
+    """For each node, the list of nodes on the path from the root to it, including the node itself."""
     found: list[list[int]] = []
     for node, parent in enumerate(parents.tolist()):
         found.append([*(found[parent] if parent >= 0 else ()), node])
@@ -81,7 +83,10 @@ def paths(parents: Indices) -> list[list[int]]:
 
 
 def prefix_ranges(parents: Indices, offsets: Indices, without: Collection[int] = ()) -> PathRanges:
-    """The keys that each node's queries see: its ancestors' tokens, except nodes in `without`, then its own tokens."""
+    """The keys that each node's queries see, as ranges of the pack: the tokens of its ancestors, then its own tokens.
+
+    Ancestors in `without` are left out.
+    """
     chains = [[node for node in chain[:-1] if node not in without] + chain[-1:] for chain in paths(parents)]
     number = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
     node = np.array([each for chain in chains for each in chain], dtype=np.int64)
@@ -89,7 +94,7 @@ def prefix_ranges(parents: Indices, offsets: Indices, without: Collection[int] =
 
 
 def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
-    """[n] indices in the pack of the tokens on the path to `node`; empty for node -1, the path of an empty sample."""
+    """The indices in the pack of the tokens on the path to `node`. Empty for node -1, the path of an empty sample."""
     chain: list[int] = []
     while node >= 0:
         chain.append(node)
@@ -99,18 +104,23 @@ def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
 
 
 class PathPages(NamedTuple):
-    """The keys of all paths in pages of one size. Paths share the whole pages of a prefix; a partial page is copied.
+    """The keys of all paths, stored in pages of the same size. Paths share the whole pages of a prefix.
+
+    A partial page is copied for each path that continues it.
 
     nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2        table   0 1 2    0 1 3 4    0 1 5 6
     pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2      the end of a path fills its last page
     """
 
-    tokens: Indices  # [pages * size] the token of the pack in each slot of each page
+    tokens: Indices  # [pages * size] for each slot of each page, the token of the pack that fills it
     table: Indices  # [S, m] the pages of each path; entries after its last page are arbitrary
 
 
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
-    """[S] number of pages that each node adds: from the last whole page before its first position to its end."""
+    """The number of pages that each of S nodes adds, [S].
+
+    A node adds the pages from the last whole page before its first position to its end. `size` is the tokens of a page.
+    """
     counts: Indices = -(-(first % size + lengths) // size)
     return counts
 
@@ -134,13 +144,15 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
 
 
 def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
-    """The transpose of `prefix_ranges`: the indices of each token's copies if all paths are laid end to end.
+    """The transpose of `prefix_ranges`: for each token of the pack, the indices of its copies in the concatenated
+    paths.
 
-    Returns [K] indices of the copies, grouped by token, and [C + 1] where the group of each of the C tokens begins.
+    Returns two arrays. The first [K] holds the indices of all K copies, grouped by token. The second [C + 1] holds the
+    start of the group of each of the C tokens.
     """
     lengths = np.diff(offsets)
     key_ends = np.cumsum(first_positions(parents, lengths) + lengths)
-    own_start = key_ends - lengths  # start of the node's own tokens in each path
+    own_start = key_ends - lengths  # for each node, where its own tokens start in the concatenated paths
     first = first_positions(parents, lengths)
     counts = np.repeat(subtree_ends(parents) - np.arange(len(parents)), lengths)
     places: list[Indices] = []

@@ -1,11 +1,12 @@
-"""Sizes of a Hugging Face causal language model, measured on the modules that transformers builds from its config.
+"""Sizes of a Hugging Face causal language model, read from the modules that transformers builds from the model's
+config.
 
     Qwen3-0.6B   hidden 1024   heads 16 of 128   query 2048   key, value 1024   mlp 3072   layers 28   vocabulary 151936
 
 FLOPs (`padfree.packing.cost`), memory (`padfree.estimate`) and calibration (`tools.planner`) all read sizes here. The
-model is built on the meta device, without storage. This takes one second for 80 layers and is done once per config. A
-new architecture therefore needs no entry here. The config supplies only what no module's shape shows: heads, windows,
-and the number of experts per token.
+model is built on the meta device, without storage. This takes one second for 80 layers and is done once per config.
+Because sizes come from the modules, a new architecture needs no entry here. The config supplies only what the shapes of
+modules do not show: heads, windows, and the number of experts per token.
 
 A config is a transformers config, another object with the same fields, or a dict. The latter two must have a
 `model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. For a multimodal config
@@ -36,7 +37,10 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSizes:
-    """Widths of one layer. Widths of queries, keys, values and outputs are summed over all heads."""
+    """The widths of the attention of one layer.
+
+    The widths of queries, keys, values and outputs are summed over all heads.
+    """
 
     head: int  # size of one head of queries and keys
     query: int
@@ -48,17 +52,18 @@ class AttentionSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """Widths and counts. If layers differ, a width is the largest of any layer."""
+    """The widths and counts of a model. If layers differ, a width is the largest of all layers."""
 
     hidden: int
     layers: int
     vocabulary: int
     heads: int
     attention: AttentionSizes  # of layers with full attention
-    windowed_attention: AttentionSizes  # of layers with a sliding window; in a few models their heads are narrower
-    latent: bool  # queries, keys and values come from low-rank projections
+    # attention of layers with a sliding window, which have narrower heads in a few models
+    windowed_attention: AttentionSizes
+    latent: bool  # whether queries, keys and values come from low-rank projections
     mlp: int
-    experts: int  # per layer; 0 if the model is not a mixture of experts
+    experts: int  # experts per layer; 0 if the model is not a mixture of experts
     experts_per_token: int
     expert_mlp: int
     shared_mlp: int  # width of the experts that process every token
@@ -67,13 +72,13 @@ class ModelSizes:
     windowed_layers: int
     full_layers: int
     layer_types: tuple[str, ...]  # empty if the config names none
-    mixer_layers: int  # layers that carry a state along the sequence, instead of attention or in addition to it
-    weights: float  # weights that one token is multiplied with in matmuls, including the head
-    state_flops: int  # forward FLOPs of one token in the state updates of all mixers, excluding their weights
+    mixer_layers: int  # layers with a recurrent state, instead of attention or in addition to it
+    weights: float  # number of weights that one token is multiplied with, including the head
+    state_flops: int  # forward FLOPs per token of the state updates of all mixers, without their matmuls
 
     @staticmethod
     def of(config: Any) -> ModelSizes:
-        """The sizes of a config. Raises `UserError` if the config lacks the sizes of a decoder."""
+        """The sizes of a model, from its config. Raises `UserError` if the config lacks the sizes of a decoder."""
         if not isinstance(config, PreTrainedConfig):
             config = _from_dict(_fields(config))
         config = language_config(config) or config
@@ -81,7 +86,10 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """The larger head size of full and windowed attention. The properties below are defined the same way."""
+        """The head size: the larger one of full and windowed attention.
+
+        The properties below also return the larger one.
+        """
         return max(self.attention.head, self.windowed_attention.head)
 
     @property
@@ -133,7 +141,7 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 class _SizeKey:
-    """Makes a config hashable by its values, as a cache key."""
+    """A key of the cache of sizes. Two configs with equal values are equal keys."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config, self._text = config, f"{type(config)}{config.to_json_string(use_diff=False)}"
@@ -155,7 +163,7 @@ def _counted(key: _SizeKey) -> ModelSizes:
 
 
 def count(model: PreTrainedModel) -> ModelSizes:
-    """The sizes of a model without adapters that is not sharded."""
+    """Measure the sizes of a model. It must have no adapters and must not be sharded."""
     config, layers = model.config.get_text_config(), list(layers_of(model))
     heads, hidden = int(getattr(config, "num_attention_heads", 0)), int(config.hidden_size)
     types = tuple(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
@@ -195,7 +203,7 @@ def count(model: PreTrainedModel) -> ModelSizes:
 
 
 def _windows(config: PreTrainedConfig, types: tuple[str, ...], layers: int) -> tuple[int, int, int]:
-    """The window, the number of layers with windowed attention, and the number with full attention."""
+    """Return the window size, the number of layers with windowed attention, and the number with full attention."""
     window = int(getattr(config, "sliding_window", None) or 0)
     chunked = types.count("chunked_attention")
     if chunked:
@@ -208,13 +216,16 @@ def _windows(config: PreTrainedConfig, types: tuple[str, ...], layers: int) -> t
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
-    """Attention modules that are not inside a mixer."""
+    """The attention modules of a layer that are not inside a mixer."""
     inside = {part for mixer in mixers_of(layer) for part in mixer.modules()}
     return [each for each in layer.modules() if type(each).__name__.endswith("Attention") and each not in inside]
 
 
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
-    """Widths of a layer's attention projections. If q, k and v are fused, key and value widths are the remainder."""
+    """The widths of a layer's attention projections.
+
+    If q, k and v are fused, key and value widths are the remainder.
+    """
     modules = [each for each in _attentions(layer) if _linear(each)]
     if not modules:
         return None
@@ -235,7 +246,10 @@ def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | N
 
 
 def _widest(found: list[AttentionSizes]) -> AttentionSizes:
-    """The sizes of the layer with the widest queries, then keys. A layer that reuses another layer's keys has none."""
+    """The sizes of the layer with the widest queries, and among these the widest keys.
+
+    A layer that reuses another layer's keys has no key width.
+    """
     return max(found, key=lambda sizes: (sizes.query, sizes.key), default=_NOTHING)
 
 
@@ -243,7 +257,9 @@ _NOTHING = AttentionSizes(head=1, query=0, gate=0, key=0, value=0, output=0)
 
 
 def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
-    """(last part of the name, module, in, out) of the linear layers in a module, in order."""
+    """For each linear layer in a module, in order: the last part of its name, the module, its input and its output
+    width.
+    """
     found: list[tuple[str, nn.Module, int, int]] = []
     for name, each in module.named_modules():
         last = name.rpartition(".")[2]
@@ -258,7 +274,7 @@ def _mlp(layer: nn.Module, hidden: int) -> int:
     """The width of a layer's MLP, or of its shared experts: the input width of the projection back to `hidden`."""
     outside = {part for each in (*_attentions(layer), *mixers_of(layer)) for part in each.modules()}
     outside |= {part for name, each in layer.named_modules() if _is_experts(name) for part in each.modules()}
-    last: dict[str, int] = {}  # parent module -> input width of its last layer that writes `hidden`
+    last: dict[str, int] = {}  # by parent module: the input width of its last layer with output width `hidden`
     for name, each in layer.named_modules():
         for _, linear, read, written in _linear(each) if isinstance(each, nn.Linear | Conv1D) else ():
             if written == hidden and linear not in outside:
@@ -285,7 +301,7 @@ def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
 def _met_weights(model: PreTrainedModel, met: float) -> float:
     """The number of weights that one token is multiplied with in matmuls.
 
-    The weights of experts are multiplied by `met`, the fraction of the experts that a token is routed to.
+    The number of expert weights is multiplied by `met`, the fraction of the experts that a token is routed to.
     """
     found = 0.0
     for name, module in model.named_modules(remove_duplicate=False):

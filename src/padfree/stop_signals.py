@@ -13,13 +13,14 @@
 A signal that is ignored when the block begins stays ignored (`nohup`, background jobs of a shell script). A handler
 that other code has installed for SIGHUP or for a warning stays in place.
 
-Each signal is answered with one message at once, whatever the main thread is doing. Python runs signal handlers between
-two bytecode instructions, and none run while a step waits for a GPU, for other ranks or for a slow function. A thread
-therefore reads the signals from a pipe. A launcher may forward a signal that the process has already received: a second
-request within `SAME_REQUEST_SECONDS` of the first counts as the same request.
+For each signal one message is printed at once, whatever the main thread is doing. Python runs signal handlers only
+between two bytecode instructions, so none runs while a step waits for a GPU, for other ranks or for a slow function. A
+thread therefore reads the signals from a pipe. A launcher may forward a signal that the process has already received.
+Therefore a second request within `SAME_REQUEST_SECONDS` of the first counts as the same request.
 
-The exception can be lost, because some packages catch all exceptions while they are imported. Therefore `deferred`
-raises it again, and the thread ends the process `PATIENCE` seconds after a signal that should have ended the block.
+The exception `StopRequested` can be lost, because some packages catch all exceptions while they are imported. Therefore
+`deferred` raises it again, and the thread ends the process `PATIENCE` seconds after a signal that should have ended the
+block.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _exit = os._exit  # kept because a run replaces `os._exit`
 
 
 class StopRequested(KeyboardInterrupt):
-    """Raised when a signal arrives outside of `StopSignals.deferred`, where there is nothing to save."""
+    """Raised when a signal requests a stop outside of `StopSignals.deferred`. There, nothing needs to be saved."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -60,10 +61,10 @@ class StopSignals:
     """A context manager that records signals and prints, for each signal, what happens next."""
 
     def __init__(self, say: Callable[[str], None] = _to_stderr) -> None:
-        """`say` is called with each message and prints it. It is called by a thread and must not block."""
+        """`say` prints a message. It is called from a thread and must not block."""
         self.number: int | None = None  # the first signal
         self._say = say
-        self._then: str | None = None  # inside `deferred`: what the run does after a signal
+        self._then: str | None = None  # inside `deferred`: what the run will do after a signal, for the message
         self._raised = False
         self._lent: set[int] = set()
         self._before: dict[signal.Signals, Any] = {}
@@ -90,7 +91,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, then: str) -> Iterator[None]:
-        """A block that signals do not interrupt; `then` completes the message "SIGTERM: the run ..."."""
+        """A block that signals do not interrupt. `then` completes the message "SIGTERM: the run ..."."""
         if self.number is not None:
             raise StopRequested(self.number)
         self._then = then
@@ -170,11 +171,13 @@ class StopSignals:
 
 
 _INSTALLED: list[StopSignals] = []
-"""Objects whose handlers are installed, innermost last. Signal handlers are global to the process."""
+"""The `StopSignals` objects whose handlers are installed, the innermost last. Signal handlers are global to the
+process.
+"""
 
 
 def _is_ours(number: signal.Signals) -> bool:
-    """Whether this module may handle a signal; the module docstring has the rules."""
+    """Whether this module may handle a signal. The module docstring gives the rules."""
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN or handler is None:  # None: installed by code outside Python
         return False
@@ -184,7 +187,7 @@ def _is_ours(number: signal.Signals) -> bool:
 
 
 def _forget_in_child() -> None:
-    """Reset the handlers in a forked process, which inherits them and would write to the pipe of its parent."""
+    """Reset the signal handlers in a forked process. It inherits them and would write to the pipe of its parent."""
     if not _INSTALLED:
         return
     signal.set_wakeup_fd(-1)

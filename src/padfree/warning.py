@@ -1,4 +1,4 @@
-"""The category of all warnings that padfree gives.
+"""The category of all warnings that padfree issues.
 
     warnings.warn("quack-kernels 0.5 cannot be used", PadfreeWarning, stacklevel=2)
 

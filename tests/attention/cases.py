@@ -11,7 +11,7 @@ from torch import Tensor
 
 from padfree.attention import choose_backend, varlen_attention
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 ODD = (3, 47, 0, 31, 123, 1, 230, 31)
 FEWER_QUERIES = (2, 10, 0, 31, 1, 0, 40, 7)  # at most the keys of ODD, so that each is a piece at the end of its sample

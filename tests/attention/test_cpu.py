@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from padfree.attention import cpu
 from padfree.attention.spec import AttentionSpec, key_ranges
-from padfree.batch import Segments
+from padfree.segments import Segments
 from tests.attention.cases import (
     CASES,
     FEWER_QUERIES,

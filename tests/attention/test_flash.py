@@ -10,7 +10,7 @@ import torch
 
 from padfree.attention import flash, torch_varlen
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 SEGMENTS = Segments.from_lengths([4, 7])
 

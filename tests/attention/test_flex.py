@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from padfree.attention import flex
 from padfree.attention.spec import AttentionSpec, key_ranges
-from padfree.batch import Segments
+from padfree.segments import Segments
 from tests.attention.cases import FEWER_QUERIES, MORE_QUERIES, ODD, Case, dense, make_inputs
 
 

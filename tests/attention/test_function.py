@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from padfree.attention import varlen_attention, varlen_backward, varlen_forward
-from padfree.batch import Segments
+from padfree.segments import Segments
 from tests.attention.cases import (
     FEWER_QUERIES,
     MASKS,
@@ -217,18 +217,18 @@ def test_it_can_be_left_out_of_a_compiled_function() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(1, 8, 4, 16)}, r"q, k, v: shapes \(1, 8, 4, 16\)"),
-        ({"k": torch.zeros(8, 2, 12)}, r"q, k, v: shapes .*\(8, 2, 12\)"),
-        ({"v": torch.zeros(8, 1, 16)}, "q, k, v: shapes"),
-        ({"q": torch.zeros(8, 3, 16)}, "3 query heads for 2 key heads"),
-        ({"v": torch.zeros(8, 2, 16).double()}, "q, k, v: dtypes"),
+        ({"q": torch.zeros(1, 8, 4, 16)}, r"q, k, v: have shapes \(1, 8, 4, 16\)"),
+        ({"k": torch.zeros(8, 2, 12)}, r"q, k, v: have shapes .*\(8, 2, 12\)"),
+        ({"v": torch.zeros(8, 1, 16)}, "q, k, v: have shapes"),
+        ({"q": torch.zeros(8, 3, 16)}, "have 3 query heads and 2 key heads"),
+        ({"v": torch.zeros(8, 2, 16).double()}, "q, k, v: have different dtypes"),
         ({"segments_q": Segments.from_lengths([5, 2, 1])}, "3 and 2 segments"),
-        ({"segments_k": Segments.from_lengths([5, 2])}, "segments_k: 7 tokens for a tensor of 8"),
+        ({"segments_k": Segments.from_lengths([5, 2])}, "segments_k: has 7 tokens, but the tensor has 8"),
         (
             {"segments_q": Segments.from_lengths([5, 3], device="meta")},
             "segments_q: is on meta, but q is on cpu; call .to",
         ),
-        ({"sinks": torch.zeros(2)}, r"sinks: shape \(2,\) for 4 query heads"),
+        ({"sinks": torch.zeros(2)}, r"sinks: has shape \(2,\), but q has 4 heads"),
         ({"window": -1}, "window: -1"),
         ({"backend": "fa4"}, "'fa4' does not support this call"),
     ],

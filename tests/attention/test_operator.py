@@ -10,7 +10,7 @@ from torch import Tensor
 
 from padfree.attention import varlen_attention
 from padfree.attention.operator import self_attention
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 SEGMENTS = Segments.from_lengths([5, 1, 9, 3], pad_length=2)
 CASES: dict[str, dict[str, Any]] = {

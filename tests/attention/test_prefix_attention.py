@@ -19,8 +19,8 @@ from padfree.attention.prefix_attention import (
     prefix_attention,
     prepare_prefix_keys,
 )
-from padfree.batch import Segments
 from padfree.prefix_tree import Indices, path_tokens
+from padfree.segments import Segments
 from tests.interpreter import DEVICE, needs_kernels
 
 # Depth 3; node 3 has a sibling, node 5 is a sample by itself.

@@ -10,7 +10,8 @@ import torch
 
 from padfree.attention.prefix_attention import prefix_attention, prepare_prefix_keys
 from padfree.attention.selection import choose_backend
-from padfree.batch import PrefixKeys, Segments
+from padfree.batch import PrefixKeys
+from padfree.segments import Segments
 
 LENGTHS = [300, 130, 64, 257, 1, 190]
 PARENTS = np.array([-1, 0, 1, 1, 0, -1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from padfree.attention import reference, varlen_attention
-from padfree.batch import Segments
+from padfree.segments import Segments
 from tests.attention.cases import CASES, FEWER_QUERIES, MASKS, Case, assert_same, dense, make_inputs, run
 
 

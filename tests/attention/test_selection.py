@@ -22,9 +22,9 @@ from padfree.attention import (
     varlen_attention,
 )
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
 from padfree.cp import shard
 from padfree.model import attach, hidden_states
+from padfree.segments import Segments
 from padfree.testing.models import build, row
 from tests.refused import refused
 
@@ -133,7 +133,9 @@ def test_fa4_has_fewer_head_sizes_on_blackwell(machine: object) -> None:
 
 def test_auto_says_why_no_backend_supports_a_call_and_never_falls_back_to_the_reference(machine: object) -> None:
     machine(major=7)
-    with pytest.raises(ValueError, match=r"'auto' found no kernel \(fa4: .*; torch: .*\); .* backend='reference'"):
+    with pytest.raises(
+        ValueError, match=r"'auto' found no backend for this call \(fa4: .*; torch: .*\); .* backend='reference'"
+    ):
         choose_backend(CUDA, BF16, 128)
     assert choose_backend(CUDA, BF16, 128, requested="reference") == "reference"
 

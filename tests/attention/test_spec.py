@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padfree.attention.spec import AttentionSpec, blind_queries, key_ranges
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 
 def ranges(queries: list[int], keys: list[int], **mask: object) -> list[tuple[int, int]]:

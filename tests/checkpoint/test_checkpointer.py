@@ -484,7 +484,9 @@ def test_the_checkpoint_of_another_model_is_refused(
     checkpointer, _ = saved(tmp_path, 1)
     path = checkpointer.latest()
     assert path is not None
-    with pytest.raises(CheckpointError, match=rf"is of another model \({difference}\); give the folder of this run"):
+    with pytest.raises(
+        CheckpointError, match=rf"belongs to another model \({difference}\); give the folder of this run"
+    ):
         checkpointer.load(path, model=other(), optimizer=None)
 
 

@@ -21,7 +21,7 @@ PLANTED: dict[str, tuple[list[str], str]] = {
     "chat": (["m"], "padfree.cli.chat.speaker_of"),
     "check": (["--model", "m"], "padfree.cli.check.context_ranks"),
     "data": (["show", str(RECIPES / "sft.toml")], READS),
-    "demo": (["--folder", "FOLDER/demo"], "padfree.tools.demo.Demo"),
+    "demo": (["--folder", "FOLDER/demo"], "padfree.tools.demo.run_demo.Demo"),
     "env": ([], "padfree.cli.env.environment"),
     "eval": ([str(RECIPES / "sft.toml")], READS),
     "generate": (["m", "hello"], "padfree.cli.generate.speaker_of"),

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from padfree.batch import PackedBatch, Sample
+from padfree.batch import PackedBatch
 from padfree.cli.check import context_ranks
 from padfree.cli.main import main
 from padfree.packing.collate import collate
+from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
 from tests.ranks import run_ranks
 
@@ -83,7 +84,7 @@ def test_a_broken_one_exits_with_1_and_says_what_failed(
         (["--samples", "1"], "--samples: 1; give 2 or more"),
         (["--max-length", "1"], "--max-length: 1; give 2 or more"),
         (["--layers", "0"], "--layers: 0; give 1 or more"),
-        (["--layers", "1", "--full"], "--layers: 1 together with --full; give only one of them"),
+        (["--layers", "1", "--full"], "--layers: 1 cannot be combined with --full; give only one of them"),
         (["--dtype", "float8"], "--dtype: 'float8'; choose one of float32, bfloat16"),
         (["--backend", "magic"], "backend: 'magic' is not an attention backend"),
         (["--device", "tpu"], "device: 'tpu' is not a device type"),

@@ -135,8 +135,14 @@ def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], mo
         ("--lengths lengths.npy --max-tokens 8 --ranks 8 --cp 3", "--cp: 3 does not divide 8 ranks"),
         ("--lengths lengths.npy --max-tokens 8 --samples 0", "--samples: 0; give 1 or more"),
         ("--lengths lengths.npy --max-tokens 8 --memory nan", "--memory: nan; give more than 0"),
-        ("--lengths lengths.npy --max-tokens 8 --samples 2 --tokens 9", "--tokens: 9 with --samples 2; give only one"),
-        ("--lengths lengths.npy --data sft.jsonl --max-tokens 8", "--lengths: lengths.npy with --data"),
+        (
+            "--lengths lengths.npy --max-tokens 8 --samples 2 --tokens 9",
+            "--tokens: 9 cannot be combined with --samples 2; give only one",
+        ),
+        (
+            "--lengths lengths.npy --data sft.jsonl --max-tokens 8",
+            "--lengths: lengths.npy cannot be combined with --data",
+        ),
         ("--lengths lengths.npy --max-tokens 8 --exact-steps some", "--exact-steps: 'some'; give 1 or more, or all"),
         ("--lengths lengths.npy --max-tokens 8 --layout ring", "parallel.layout: 'ring'; give one of contiguous"),
         ("--lengths lengths.npy --max-tokens 8 --suggest", "--suggest: needs a model; give --model"),

@@ -34,7 +34,7 @@ def test_a_table_of_all_settings(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_section_a_table_and_one_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in shown(["track"], capsys).splitlines()[1:]] == [
-        *("track.tensorboard", "track.wandb", "track.trackio")
+        *("track.tensorboard", "track.wandb", "track.trackio", "track.mlflow")
     ]
     assert list(found(["loss.clip"], capsys)) == ["loss.clip.low", "loss.clip.high", "loss.clip.dual"]
     assert list(found(["loss.kind"], capsys)) == ["loss.kind"]
@@ -51,7 +51,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         "default": 8,
         "bounds": "1 or more",
         "needs": [],
-        "meaning": "Responses per prompt, the size of a group.",
+        "meaning": "Number of responses per prompt, i.e. the size of a group.",
         "resume": "must stay",
         "formerly": "group",
     }

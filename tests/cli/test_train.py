@@ -343,7 +343,9 @@ def test_groups_without_a_signal_are_said_at_the_start_and_in_every_step(
         assert main([*rollouts(refused), cure, f"run.folder={tmp_path / str(len(refused[0]))}"]) == 0
     assert main(rollouts([[1.0, 0.0], [1.0, 1.0], [0.0]])) == 0
     printed = capsys.readouterr().out
-    assert "data.path: 2 of 3 groups with nothing to compare (1 of one sample, 1 with equal rewards) teach" in printed
+    assert (
+        "data.path: 2 of 3 groups without a learning signal (1 of one sample, 1 with equal rewards) do not" in printed
+    )
     assert "no signal 2/3" in printed
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["groups_without_signal"] == 2

@@ -9,19 +9,17 @@ import pytest
 
 from padfree.config import LossConfig
 from padfree.config.loss import CORRECTIONS, OBJECTIVES
-from padfree.config.loss_settings import (
+from padfree.config.loss_settings import DPOSettings, RewardModelSettings, ValueSettings
+from padfree.config.policy_settings import (
     CISPOSettings,
     ClipSettings,
-    DPOSettings,
     GSPOSettings,
     IcePopSettings,
     OPSMSettings,
     PolicySettings,
-    RewardModelSettings,
     SequenceMaskSettings,
     SequenceTISSettings,
     TokenTISSettings,
-    ValueSettings,
 )
 from padfree.losses import objectives
 

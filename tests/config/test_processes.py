@@ -42,7 +42,7 @@ def test_numbers_that_cannot_be(name: str, value: str) -> None:
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK: 2 is out of range for LOCAL_WORLD_SIZE 2"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT: 0; give a port"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT: 65536; give a port"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR: missing, with WORLD_SIZE 4"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR: missing, although WORLD_SIZE is 4"),
     ],
 )
 def test_numbers_that_do_not_go_together(changes: dict[str, str], message: str) -> None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from padfree.attention import varlen_attention
-from padfree.batch import AttnContext, LayoutKind, PackedBatch, SampleInfo, Segments
+from padfree.batch import AttnContext, PackedBatch, SampleInfo
+from padfree.choices import LayoutKind
 from padfree.cp import shard
+from padfree.segments import Segments
 
 KINDS: tuple[LayoutKind, ...] = ("contiguous", "headtail", "balanced")
 

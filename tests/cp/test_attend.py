@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from padfree.batch import AttnContext, Segments
+from padfree.batch import AttnContext
 from padfree.cp import attend, communication_bytes, gather_tokens, make_layout
 from padfree.distributed import PeerLostError
+from padfree.segments import Segments
 from tests.cp.cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_process, packed, relative_error
 from tests.ranks import run_ranks
 from tests.refused import refused

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from padfree.batch import Layout, LayoutKind, Segments
+from padfree.batch import Layout
+from padfree.choices import LayoutKind
 from padfree.cp import keys_read, make_layout, modelled_cost, pieces, work
+from padfree.cp.balanced_layout import EARLIER_KEY_PAIRS, OWN_KEY_PAIRS, QUERY_TILE, TILE
 from padfree.cp.context_plan import Pieces
 from padfree.cp.keys import key_traffic
-from padfree.cp.layout import EARLIER_KEY_PAIRS, OWN_KEY_PAIRS, QUERY_TILE, TILE
+from padfree.segments import Segments
 from tests.cp.cases import KINDS
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 60), st.integers(0, 2000)), max_size=30)

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padfree.batch import LayoutKind, PackedBatch, Rollout, SampleInfo, Segments
+from padfree.batch import PackedBatch, Rollout, SampleInfo
+from padfree.choices import LayoutKind
 from padfree.cp import attend, gather_tokens, shard
+from padfree.segments import Segments
 from tests.cp.cases import KINDS, ROWS, context_of, inputs_for, one_process, packed
 from tests.refused import refused
 
@@ -79,7 +81,7 @@ def test_one_rank_keeps_the_whole_pack() -> None:
     ("options", "message"),
     [
         ({"method": "star"}, "method: 'star' is unknown; choose one of allgather, ring, ulysses"),
-        ({"world": 2, "rank": 2}, "rank: 2 exceeds the 2 context ranks; give a rank from 0 to 1"),
+        ({"world": 2, "rank": 2}, "rank: 2 is out of range for 2 context ranks; give a rank from 0 to 1"),
         ({"world": 2, "kind": "striped"}, "kind: 'striped' is unknown; choose one of"),
     ],
 )

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from padfree.batch import LayoutKind, Segments
+from padfree.choices import LayoutKind
 from padfree.cp import from_whole_segments, make_layout, mixer_bytes, shard, to_whole_segments, whole_segments
 from padfree.cp.whole_segments import assign_segments, plan_moves
+from padfree.segments import Segments
 from padfree.testing.models import row
 from tests.ranks import run_ranks
 from tests.refused import refused

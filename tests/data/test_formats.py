@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from padfree.batch import Sample
 from padfree.data import RolloutDataSettings, SFTDataSettings, TokenizedDataset, load_pairs, load_sft, read_rollouts
 from padfree.data.formats import reading_notes
 from padfree.data.store import read_metadata
 from padfree.rollout import read_prompts
+from padfree.sample import Sample
 from padfree.testing.tokenizers import tiny_tokenizer
 from tests.refused import refused
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from padfree.batch import Sample
 from padfree.data import SFTDataSettings, SkippedRow, TokenizedDataset, load_sft, sources
 from padfree.data.store import ArrayWriter
 from padfree.packing import collate
+from padfree.sample import Sample
 from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
 from tests.ranks import rank_server
 from tests.refused import refused

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from padfree.batch import Sample, common_fields
 from padfree.data import RolloutData, RolloutDataSettings, SkippedRow, read_rollouts
+from padfree.sample import Sample, common_fields
 from padfree.testing.tokenizers import tiny_tokenizer
 from tests.refused import refused
 

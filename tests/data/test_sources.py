@@ -115,7 +115,7 @@ def test_columns_come_from_the_first_row_that_can_be_read(tmp_path: Path) -> Non
         (b"[{]", r"a\.json: is not valid JSON in UTF-8 \(.*\); give one list of objects"),
         (b'["\xff"]', r"a\.json: is not valid JSON in UTF-8"),
         (b"", r"a\.json: is not valid JSON in UTF-8"),
-        (b'"text"', r"a\.json: holds 'text'; give one list of objects"),
+        (b'"text"', r"a\.json: holds 'text', not a list of objects; give one list of objects"),
     ],
 )
 def test_json_that_is_no_list_is_refused(tmp_path: Path, content: bytes, words: str) -> None:

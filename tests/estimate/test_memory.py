@@ -85,6 +85,21 @@ def test_the_largest_shard_is_counted() -> None:
     assert replicated.weights == num_bytes(model.parameters())
 
 
+def test_divided_experts_are_even_and_gathered_in_part() -> None:
+    model = small_model("qwen3_moe")
+    experts = [each for name, each in model.named_parameters() if ".experts." in name]
+    whole = estimate_memory(settings(), model, processes=8, device_type="cpu")
+    found = estimate_memory(settings(parallel={"expert": 2}), model, processes=8, device_type="cpu")
+    # 4 experts on 8 ranks: without the division half of the ranks hold one expert each, and the others none
+    saved = num_bytes(experts) // 4 - num_bytes(experts) // 8
+    assert (whole.weights - found.weights, whole.gradients - found.gradients) == (saved, saved)
+    assert whole.optimizer - found.optimizer == 2 * saved
+    layer = num_bytes(experts) // 2  # of two layers; two are gathered, and one has gradients
+    assert whole.gathered - found.gathered == 3 * layer // 2
+    sent = 64 * 2 * 4 * 2 * 32  # tokens, sent and received, bytes, choices, hidden size
+    assert found.working == whole.working + sent
+
+
 def test_frozen_weights_are_bfloat16_where_the_run_is() -> None:
     config = settings(model={"dtype": "bfloat16"}, lora={"rank": 2})
     found = estimate_memory(config, small_model(), processes=1, device_type="cpu")

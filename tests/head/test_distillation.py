@@ -232,7 +232,7 @@ def test_sixteen_bits_err_by_their_rounding(kind: str, monkeypatch: pytest.Monke
         ({"divergence": "kl"}, "^divergence: 'kl'; give one of forward-kl, reverse-kl, jsd$"),
         ({"divergence": "jsd", "beta": 1.0}, "^beta: 1.0; give a number above 0 and below 1"),
         ({"top_k": 0}, "^top_k: 0; give 1 or more tokens"),
-        ({"weights": torch.ones(3)}, r"^weights: shape \(3,\) on cpu for 13 tokens"),
+        ({"weights": torch.ones(3)}, r"^weights: has shape \(3,\) on cpu for 13 tokens"),
         ({"temperature": 0.0}, "^temperature: 0.0; give a number above 0"),
     ],
 )

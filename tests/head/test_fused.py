@@ -218,7 +218,10 @@ def test_the_gradient_is_not_copied() -> None:
 @pytest.mark.parametrize(
     ("token_loss", "message"),
     [
-        (lambda logprobs, entropy, positions: logprobs.sum(), r"token_loss: returned shape \(\) for 6 tokens"),
+        (
+            lambda logprobs, entropy, positions: logprobs.sum(),
+            r"token_loss: returned a tensor of shape \(\) for 6 tokens",
+        ),
         (
             lambda logprobs, entropy, positions: (logprobs, {"n": logprobs[:2]}),
             "token_loss: returned a tuple; return a tensor",

@@ -285,7 +285,10 @@ def planned_traffic(config: Config) -> list[Traffic]:
         )
         for groups in batches
     ]
-    return [step_traffic(config, preflight_result.model, plan, placement, "gloo") for plan in plans]
+    return [
+        step_traffic(config.parallel, config.model.dtype, preflight_result.model, plan, placement, "gloo")
+        for plan in plans
+    ]
 
 
 def test_a_folder_that_hosts_do_not_share_is_refused(two_hosts: TwoHosts) -> None:

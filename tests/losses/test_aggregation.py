@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padfree.batch import Sample
 from padfree.losses import (
     WEIGHT_MODES,
     WeightMode,
@@ -21,6 +20,7 @@ from padfree.losses import (
     weight_divisor,
 )
 from padfree.packing.collate import collate
+from padfree.sample import Sample
 from tests.refused import refused
 
 MASKS = [np.array(m, dtype=bool) for m in ([0, 1, 1, 0], [0, 1, 1], [0, 1, 1, 1, 1])]
@@ -146,8 +146,8 @@ def test_weights_go_through_pack() -> None:
         ("constant", {}, "constant: None"),
         ("constant", {"constant": 0.0}, "constant: 0.0"),
         ("token-mean", {"constant": 3.0}, "leave it out"),
-        ("group-mean", {}, "groups: None for 3 samples"),
-        ("group-mean", {"groups": [1, 2]}, "groups: 2 entries for 3 samples"),
+        ("group-mean", {}, "groups: is None for 3 samples"),
+        ("group-mean", {"groups": [1, 2]}, "groups: has 2 entries for 3 samples"),
         ("group-mean", {"groups": [1, None, 2]}, "groups: is None at index 1"),
     ],
 )

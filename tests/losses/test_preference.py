@@ -183,7 +183,7 @@ def test_pairs_from_groups_and_rewards() -> None:
         ([info(0, "a", 0.0)], "group: 'a' is the group of 1 samples of a pack"),
         ([info(i, "a", float(i)) for i in range(3)], "group: 'a' is the group of 3 samples"),
         ([info(0, None, 0.0), info(1, None, 1.0)], "group: None"),
-        ([info(0, "a", 1.0), info(1, "a", 1.0)], "reward: is 1.0 and 1.0 in group 'a'"),
+        ([info(0, "a", 1.0), info(1, "a", 1.0)], "reward: is 1.0 and 1.0 for the answers of group 'a'"),
         ([info(0, "a", None), info(1, "a", 1.0)], "reward: is None and 1.0"),
     ],
 )

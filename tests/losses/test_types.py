@@ -7,10 +7,10 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.losses import LossInputs, merge_statistics
 from padfree.losses.types import weighted_loss
 from padfree.packing.collate import collate
+from padfree.sample import TOKEN_ARRAYS, Sample
 from tests.refused import refused
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Segments
 from padfree.model.mixers import fla_kernels, varlen_kernel
 from padfree.model.mixers.forward import STATE, MixerState
+from padfree.segments import Segments
 
 
 def plain_kernels(patch: pytest.MonkeyPatch) -> None:

@@ -130,8 +130,14 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
     [
         ({"attn_context": None}, r"attn_context: is missing in the call of LlamaForCausalLM"),
         ({"position_ids": None}, r"position_ids: is missing"),
-        ({"attention_mask": torch.ones(1, 13)}, r"attention_mask: was passed to LlamaForCausalLM; remove it"),
-        ({"labels": torch.zeros(1, 13, dtype=torch.long)}, r"labels: was passed to LlamaForCausalLM; .*padfree\.head"),
+        (
+            {"attention_mask": torch.ones(1, 13)},
+            r"attention_mask: was passed to LlamaForCausalLM, but packs do not support it; remove it",
+        ),
+        (
+            {"labels": torch.zeros(1, 13, dtype=torch.long)},
+            r"labels: was passed to LlamaForCausalLM, .*; .*padfree\.head",
+        ),
         ({"past_key_values": transformers.DynamicCache()}, r"past_key_values: was passed to LlamaForCausalLM"),
         ({"use_cache": True}, r"use_cache: is True in the call of LlamaForCausalLM, .*; pass use_cache=False"),
         ({"use_cache": None}, r"use_cache: is True"),

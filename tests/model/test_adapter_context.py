@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import LayoutKind, PackedBatch
+from padfree.batch import PackedBatch
+from padfree.choices import LayoutKind
 from padfree.cp import gather_tokens, shard
 from padfree.model import attach
 from padfree.testing.models import EXPERTS, VOCABULARY, build, row

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.batch import Segments
 from padfree.cp import gather_tokens, shard
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import recompute_layers
@@ -18,6 +17,7 @@ from padfree.model.mixers import fla_kernels, varlen_kernel
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.mixers.convolution import convolution
 from padfree.model.structure import layers_of
+from padfree.segments import Segments
 from padfree.testing.models import build, row
 from padfree.warning import PadfreeWarning
 from tests.model.plain_kernels import delta_rule, plain_kernels, ways

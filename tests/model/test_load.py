@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from padfree.model.load import load_model, named_tensors, region_of
+from padfree.model.load import load_model
+from padfree.model.named_tensors import named_tensors, region_of
 from padfree.testing.models import ARCHITECTURES, build
 from tests.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from padfree.batch import PackedBatch, Segments
+from padfree.batch import PackedBatch
 from padfree.cp import gather_tokens, shard
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import recompute_layers
@@ -22,6 +22,7 @@ from padfree.model import attach, probe
 from padfree.model.mixers import installed
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.structure import layers_of
+from padfree.segments import Segments
 from padfree.testing.models import MIXERS, VOCABULARY, build, row
 from tests.model.plain_kernels import plain_kernels, ways
 from tests.ranks import run_ranks

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.cp import shard
 from padfree.model import attach, hidden_states
 from padfree.model.export import export_model
@@ -18,6 +17,7 @@ from padfree.model.load import load_model
 from padfree.model.scalar_head import scalar_head_of, scalar_scores
 from padfree.model.structure import skeleton
 from padfree.packing import collate
+from padfree.sample import Sample
 from padfree.testing.models import build
 from tests.refused import refused
 

@@ -138,11 +138,11 @@ def test_samples_of_no_cost_spread() -> None:
     ("costs", "k", "options", "message"),
     [
         ([1, 2], 0, {}, "k: 0"),
-        ([1, 2], 3, {"equal_count": True}, "k: 3 parts of equal count exceed 2 samples"),
+        ([1, 2], 3, {"equal_count": True}, "k: 3 parts of equal count need at least 3 samples, but there are 2"),
         ([1, -2], 1, {}, "costs: is -2.0 for sample 1"),
         ([1, float("nan")], 1, {}, "costs: is nan for sample 1"),
         (["a"], 1, {}, "give a flat list of numbers"),
-        ([1, 2], 1, {"lengths": [1]}, "lengths: 1 entries for 2 costs"),
+        ([1, 2], 1, {"lengths": [1]}, "lengths: has 1 entries for 2 costs"),
         ([1.5, 2], 1, {"cap": 9}, "costs: got a float64"),
         ([], 1, {"cap": 0}, "cap: 0; give 1 or more"),
         ([1, 9, 2], 3, {"cap": 8}, "cap: 8 is less than the 9 tokens of sample 1"),

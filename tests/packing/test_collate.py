@@ -149,8 +149,8 @@ def test_collate_is_one_pack() -> None:
         (THREE, {"num_packs": 0}, "num_packs: 0; give 1 or more"),
         (THREE, {"num_packs": 4}, "num_packs: 4 exceeds the 3 samples; give at most one pack per sample"),
         (THREE, {"num_packs": 1, "max_tokens": 8}, "cap"),
-        (THREE, {"weights": [np.ones(5)]}, "weights: 1 arrays for 3 samples"),
-        (THREE[:1], {"weights": [np.ones(4)]}, r"weights of sample at index 0: shape \(4,\) for 5 tokens"),
+        (THREE, {"weights": [np.ones(5)]}, "weights: has 1 arrays for 3 samples"),
+        (THREE[:1], {"weights": [np.ones(4)]}, r"weights of sample at index 0: has shape \(4,\) for 5 tokens"),
         (
             THREE[:1],
             {"weights": [np.full(5, np.nan)]},

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padfree.batch import Sample
 from padfree.packing import CostModel, StepPlan, plan_shared_step, plan_step
 from padfree.packing.collate import prefixes_of
 from padfree.packing.context_sizes import context_sizes
+from padfree.sample import Sample
 from tests.refused import refused
 
 COST = CostModel(linear=1.0, quadratic=1e-3, constant=0.5)

@@ -158,9 +158,9 @@ def test_fit_gives_no_negative_coefficient() -> None:
         (lambda: CostModel(linear=-1.0), "linear: -1.0"),
         (lambda: CostModel(linear=1.0, quadratic=float("nan")), "quadratic: nan"),
         (lambda: CostModel.from_config({"model_type": "llama", "hidden_size": 8}), "config: has no num_hidden_layers"),
-        (lambda: CostModel.fit([1, 2], [1.0]), "seconds: shape"),
+        (lambda: CostModel.fit([1, 2], [1.0]), "seconds: has shape"),
         (lambda: CostModel.fit([1, 2], [1.0, 0.0]), "seconds: range from 0.0 to 1.0"),
-        (lambda: CostModel.fit([], []), "seconds: shape"),
+        (lambda: CostModel.fit([], []), "seconds: has shape"),
     ],
 )
 def test_bad_input(call: Any, message: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
 from padfree.packing import CostModel, collate, find_prefixes, plan_shared_step
 from padfree.packing.prefixes import FREE, SharingCost
 from padfree.prefix_tree import (
@@ -22,6 +22,7 @@ from padfree.prefix_tree import (
     prefix_ranges,
     subtree_ends,
 )
+from padfree.sample import Sample
 from tests.refused import refused
 
 # Two letters: common prefixes of any length, equal samples, and samples that are prefixes of others.

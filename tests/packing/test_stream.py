@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padfree.batch import Sample
 from padfree.packing.stream import FixedSizeBatcher, TokenBudgetBatcher
+from padfree.sample import Sample
 from tests.refused import refused
 
 

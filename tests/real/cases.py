@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed
+from padfree.sample import Sample
 from padfree.train.batch_preparer import BatchPreparer
 from padfree.train.preflight import preflight
 from padfree.train.run import mesh_of
@@ -106,9 +106,12 @@ def ours(config: Config) -> Found:
         preflight_result = preflight(config, processes=1, device_type="cpu")
         engine = build_engine(config, mesh, preflight_result.tokenizer)
         batches = BatchPreparer(
-            config,
             engine,
             make_batcher(config, preflight_result.source.samples),
+            loss=config.loss,
+            data=config.data,
+            rollout=config.rollout,
+            seed=config.run.seed,
             reference=build_reference(config, mesh, engine),
             teacher=None,
             critic=None,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 from tests.real.cases import (
     Found,
     assert_as_close,

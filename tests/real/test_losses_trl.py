@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 from tests.real.cases import (
     BAD,
     GOOD,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.distributed import distributed
 from padfree.rollout import SamplingRequest
 from padfree.rollout.base import Response
@@ -17,6 +16,7 @@ from padfree.rollout.engines.in_process.hf_cache import stop_tokens
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.rollout.sampling_rng import GREEDY, response_keys
+from padfree.sample import Sample
 from padfree.train.run import mesh_of
 from padfree.train.setup import build_engine
 from tests.real.cases import QUESTIONS, SMOLLM2, config_of, conversations, load, message, needs_smollm2

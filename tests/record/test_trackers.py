@@ -14,6 +14,7 @@ import pytest
 
 from padfree.config import TrackConfig
 from padfree.record.trackers import FILE, Trackers, _name_of, require_trackers
+from padfree.warning import PadfreeWarning
 from tests.refused import refused
 
 # Files and sockets that the packages leave open.
@@ -101,7 +102,7 @@ def test_trackio_resumes_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_other_ranks_and_no_trackers_write_nothing(tmp_path: Path) -> None:
-    everything = TrackConfig(tensorboard=True, wandb="p", trackio="p")
+    everything = TrackConfig(tensorboard=True, wandb="p", trackio="p", mlflow="p")
     for trackers in (
         Trackers(everything, tmp_path / "run", {}, rank=1),
         Trackers(TrackConfig(), tmp_path / "run", {}, rank=0),
@@ -111,7 +112,7 @@ def test_other_ranks_and_no_trackers_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
 @pytest.mark.parametrize("origin", ["missing", "a folder"])
 def test_a_missing_package_is_named_before_anything_starts(
     name: str, origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +126,27 @@ def test_a_missing_package_is_named_before_anything_starts(
         Trackers(config, tmp_path / "run", {}, rank=0)
     assert not (tmp_path / "run").exists()
     require_trackers(TrackConfig())
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    logged = []
+
+    def add_scalar(self: Any, name: str, value: float, step: int) -> None:
+        if step < 2:
+            raise OSError("no space\nleft")
+        logged.append((name, value, step))
+
+    def close(self: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
+    monkeypatch.setattr(SummaryWriter, "close", close)
+    with pytest.warns(PadfreeWarning, match=r"^track.tensorboard: OSError: no space left; the run goes on") as warned:
+        log_three(tmp_path / "run", TrackConfig(tensorboard=True))
+    assert len(warned) == 1
+    assert logged == [("loss", 3.0, 2)]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"trackio": 3}'])

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from padfree.rollout import SamplingRequest, write_responses
-from padfree.rollout.engines.in_process import decode as decode_module
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured, unsupported_reason
-from padfree.rollout.engines.in_process.decode import Decoder, slot_counts
+from padfree.rollout.engines.in_process.decode import Decoder
+from padfree.rollout.engines.in_process.decode_steps import slot_counts
+from padfree.rollout.engines.in_process.slot_schedule import BURST
 from padfree.testing.models import VOCABULARY
 from tests.refused import refused
 from tests.rollout.sampling_cases import (
@@ -70,7 +71,7 @@ def test_occupied_slots_are_compacted() -> None:
     lengths = [len(response.tokens) for response in decoder.sample(requests)]
     assert lengths == [40, 2, 2, 2] * 2
     assert decoder.statistics.steps == 40
-    first = decode_module.BURST
+    first = BURST
     assert decoder.statistics.slot_steps == 8 * first + 2 * (40 - first)
 
 

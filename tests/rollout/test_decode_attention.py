@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from padfree.attention import varlen_attention
-from padfree.batch import Segments
 from padfree.rollout.engines.in_process.decode_attention import decode_attention, reference
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, NUM_ATTENTION_FIELDS, OWN, PROMPT, STORED, WRITTEN
+from padfree.segments import Segments
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 PLACES = 720

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.packing.collate import collate
 from padfree.rollout import Response, SamplingRequest
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
+from padfree.sample import Sample
 from padfree.testing.models import VOCABULARY, build
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, cached, group_requests
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.config import LoraConfig
-from padfree.model.load import named_tensors
 from padfree.model.lora import add_adapters
+from padfree.model.named_tensors import named_tensors
 from padfree.optim.master_weights import compute_copies, keep_master_weights
-from padfree.rollout.collect.collector import divided
+from padfree.rollout.collect.queued_batch import divided
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.testing.models import build
+from tests.refused import refused
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, group_requests
 
 CPU = torch.device("cpu")
@@ -51,6 +53,18 @@ def test_sampling_shares_the_trained_weights(name: str, decodes: bool | None) ->
     assert model.training
     assert sampler.metrics()["tokens_per_second"] > 0
     sampler.close()
+
+
+@pytest.mark.parametrize("decodes", [None, True], ids=["cache of transformers", "our cache"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_named(value: float, decodes: bool | None) -> None:
+    model = build("qwen3")
+    sampler = make_sampler(model, decodes=decodes)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[:, 3] = value
+    sampler.update_weights(model, 7)
+    with refused("model", about="model.layers.1.mlp.down_proj.weight"):
+        sampler.sample(group_requests())
 
 
 def test_the_tensors_that_float32_masters_are_rounded_to_are_shared() -> None:

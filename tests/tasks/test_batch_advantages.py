@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 from padfree.tasks.batch_advantages import Advantage, check_signal, signal_of, with_advantages
 from tests.refused import refused
 
@@ -89,7 +89,8 @@ def test_groups_without_signal_are_those_whose_advantages_are_0(kind: Advantage)
         silent = {sample.group for sample in advantages if sample.advantages is not None and sample.advantages.any()}
         assert silent == {0, 4}
     assert check_signal(found, kind, "a.jsonl") == (
-        "data.path: 3 of 5 groups with nothing to compare (1 of one sample, 2 with equal rewards) teach nothing"
+        "data.path: 3 of 5 groups without a learning signal (1 of one sample, 2 with equal rewards) do not change the "
+        "weights"
     )
     assert check_signal(rewarded([1, 0], [0.5, 0]), kind, "a.jsonl") is None
 

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import padfree
-from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.config.loss_settings import KTOSettings
 from padfree.data.formats import LABEL_SCHEMA
 from padfree.data.prepare import load_rows
 from padfree.distributed import Mesh, distributed
+from padfree.sample import Sample
 from padfree.tasks.kto import LabelledDataset, LabelTokenizer, kto_loss, mismatched
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import tiny_tokenizer

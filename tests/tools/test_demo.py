@@ -13,8 +13,9 @@ import pytest
 from filelock import FileLock
 
 from padfree.cli.main import main
-from padfree.tools import demo as module
-from padfree.tools.demo import SAME_LOSS, Demo, DemoSizes, console
+from padfree.tools.demo import run_demo
+from padfree.tools.demo.demo_folder import Demo, DemoSizes, console
+from padfree.tools.demo.stages import SAME_LOSS, STAGES, train_packed
 from tests.refused import refused
 
 TINY = DemoSizes(
@@ -33,7 +34,7 @@ TINY = DemoSizes(
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SIZES", TINY)
+    monkeypatch.setattr(run_demo, "SIZES", TINY)
 
 
 def test_a_demo_that_is_stopped_goes_on(
@@ -70,7 +71,7 @@ def test_a_demo_that_is_stopped_goes_on(
     shown = capsys.readouterr().out
     assert shown.count("already done") == 4
     found = json.loads((folder / "demo.json").read_text())
-    assert list(found) == list(module.STAGES)
+    assert list(found) == list(STAGES)
     assert found["packed"]["difference"] <= SAME_LOSS["float32"]
     assert found["packed"]["faster"] > 0
     assert found["check"]["gradients"] < 1e-4
@@ -88,10 +89,10 @@ def test_a_demo_that_is_stopped_goes_on(
 def test_a_wrong_loss_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [{"step": step, "loss": 5.0001, "seconds": 1.0} for step in range(4)]
     monkeypatch.setattr(Demo, "train", lambda *_: steps)
-    made = Demo(tmp_path / "demo", console(), TINY, resume=False)
+    made = Demo(tmp_path / "demo", console(), TINY, known=STAGES, resume=False)
     made.found["padded"] = {"losses": [5.0, 5.0, 5.0], "seconds": [1.0, 1.0, 1.0]}
     with refused("demo"):
-        module.train_packed(made)
+        train_packed(made)
 
 
 def test_folders_that_are_refused_and_one_that_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,9 +104,9 @@ def test_folders_that_are_refused_and_one_that_is_made_anew(tmp_path: Path, caps
     assert main(["demo", "--folder", str(tmp_path / "none"), "--resume"]) == 1
     assert "--resume: " in capsys.readouterr().err
     folder = tmp_path / "old"
-    Demo(folder, console(), TINY, resume=False).keep("data", {})
-    assert Demo(folder, console(), TINY, resume=True).found == {"data": {}}
-    assert Demo(folder, console(), TINY, resume=False).found == {}
+    Demo(folder, console(), TINY, known=STAGES, resume=False).keep("data", {})
+    assert Demo(folder, console(), TINY, known=STAGES, resume=True).found == {"data": {}}
+    assert Demo(folder, console(), TINY, known=STAGES, resume=False).found == {}
 
 
 def test_a_folder_with_more_than_a_demo_is_not_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

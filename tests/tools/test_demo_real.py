@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from padfree.cli.main import main
-from padfree.tools import demo
-from padfree.tools.demo import RealSizes, reward
+from padfree.tools.demo import run_demo
+from padfree.tools.demo.real_stages import RealSizes, reward
 from padfree.tools.talk.find_model import find_model
 from tests.tools.talk.talk_cases import save_model
 
@@ -19,7 +19,7 @@ TINY = RealSizes(held_out=3, samples=2, sft_steps=3, responses=4, group=2, rl_st
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "REAL_SIZES", TINY)
+    monkeypatch.setattr(run_demo, "REAL_SIZES", TINY)
 
 
 def write_rows(path: Path, count: int, prompt: str = "question", response: str = "answer") -> str:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample, with_arrays
 from padfree.distributed import Mesh, make_mesh
 from padfree.losses import (
     CISPOSettings,
@@ -22,6 +21,7 @@ from padfree.losses import (
 )
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
+from padfree.sample import Sample, with_arrays
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.models import build
 from padfree.train.engine import Engine, LossSettings, StepReport

@@ -15,8 +15,8 @@ from padfree.checkpoint.checkpoint_files import CheckpointError
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, make_mesh
-from padfree.model.load import clean_name
 from padfree.model.lora import is_adapter
+from padfree.model.named_tensors import clean_name
 from padfree.train.engine import Engine
 from padfree.train.setup import build_engine, export
 from tests.ranks import run_ranks
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh: Mesh, folder: Path) -> 
         ),
     ]
     for checkpoint, sections, message in cases:
-        with pytest.raises(CheckpointError, match=rf"^checkpoint: [^\n]* is of another model \([^\n]*{message}"):
+        with pytest.raises(CheckpointError, match=rf"^checkpoint: [^\n]* belongs to another model \([^\n]*{message}"):
             load(checkpoint, build_engine(make_config(folder, **sections), mesh))
     load(path, build_engine(make_config(folder, model={"dtype": "bfloat16"}), mesh))  # the same weights, rounded
 

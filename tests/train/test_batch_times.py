@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.sample import Sample
 from padfree.train.batch_times import PARTS, BatchTimes
 from tests.train.trainer_cases import RL, SFT, make_config, make_trainer, save_config
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, CriticConfig, config_from_dict
 from padfree.distributed import Mesh
+from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.critic import Critic, explained_variance, with_gae
 from padfree.train.run import train

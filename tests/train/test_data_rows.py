@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.cp import shard
 from padfree.data import StoredSamples, TokenizedDataset
@@ -26,15 +25,16 @@ from padfree.model.structure import skeleton
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing import CostModel, collate
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.reading import TrainingData
 from padfree.testing.models import build, save_with_tokenizer
 from padfree.testing.tokenizers import TEMPLATES
 from padfree.train.batch_preparer import distinct
+from padfree.train.count_steps import count_steps
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.evaluate import make_evaluation
 from padfree.train.microbatch import PackSettings
-from padfree.train.preflight import count_steps
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from padfree.train.setup import build_engine
@@ -273,7 +273,7 @@ def test_the_plan_counts_what_is_shared(rows_run: Config, tmp_path: Path) -> Non
 
 
 def cost_of(config: Config) -> CostModel:
-    return run_cost(config, skeleton(config.model.path))
+    return run_cost(config.batch, skeleton(config.model.path))
 
 
 def replace_epochs(config: Config, epochs: int) -> Config:
@@ -290,7 +290,7 @@ def test_evaluation_takes_whole_rows(rows_run: Config, mesh: Mesh, tmp_path: Pat
     assert held_out is not None
     assert len(held_out.samples) == sum(TURNS[:3])
     engine = build_engine(config, mesh, None)
-    measure = make_evaluation(config, engine, held_out, None)
+    measure = make_evaluation(config.eval, config.loss, engine, held_out, None, seed=config.run.seed)
     assert measure is not None
     metrics = measure(0)
     samples = [sample for sample in held_out.samples if isinstance(sample, Sample)]
@@ -316,16 +316,16 @@ def test_a_row_longer_than_the_token_budget_is_refused(rows_run: Config) -> None
 def test_copied_keys_are_in_the_memory_estimate(rows_run: Config, tmp_path: Path) -> None:
     model = build("qwen3")
     data = stored(tmp_path / "again", vocabulary=20)
-    copies = copied_keys(rows_run, data, model)
+    copies = copied_keys(rows_run.batch, rows_run.loss, rows_run.rollout, data, model)
     cost = CostModel.from_config(model.config)
     tree = collate([data[index] for index in range(11, 16)], share_prefixes="auto", cost=cost).segments
     ends = [sum(int(tree.lengths[node]) for node in path(tree.parents, node)) for node in range(len(tree.lengths))]
     assert copies == pytest.approx(sum(ends) / int(tree.lengths.sum()))
     assert copies > 2
     flat: StoredSamples = TokenizedDataset(write_store(tmp_path / "flat", [conversation(0, 1)]))
-    assert copied_keys(rows_run, flat, model) == 0.0
+    assert copied_keys(rows_run.batch, rows_run.loss, rows_run.rollout, flat, model) == 0.0
     unshared = replace(rows_run, batch=replace(rows_run.batch, share_prefixes=False))
-    assert copied_keys(unshared, data, model) == 0.0
+    assert copied_keys(unshared.batch, unshared.loss, unshared.rollout, data, model) == 0.0
     config = replace(rows_run, parallel=replace(rows_run.parallel, checkpointing="none", compile="none", reshard=False))
     with_copies, without = (
         estimate_memory(config, model, processes=1, device_type="cuda", copied_keys=keys).working

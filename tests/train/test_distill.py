@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.config.loss_settings import DistillSettings
 from padfree.distributed import distributed, make_mesh
@@ -20,6 +19,7 @@ from padfree.head.divergence import Divergence
 from padfree.head.full import full_divergence
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.batch_advantages import reverse_kl, teacher_advantages
 from padfree.tasks.distill import DistillationMicroBatchLoss

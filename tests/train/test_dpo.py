@@ -12,12 +12,12 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.data import PairDataset, load_pairs
 from padfree.data.data_settings import SFTDataSettings
 from padfree.distributed import Mesh
+from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
 from padfree.train.setup import build_engine, build_reference

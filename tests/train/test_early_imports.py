@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from padfree.config import Config, config_from_dict
+from padfree.config import Config, ModelConfig, ParallelConfig, config_from_dict
 from padfree.testing.models import save_with_tokenizer
 from padfree.train import early_imports, run
 from padfree.train.early_imports import COMPILER, EPILOGUES, FLASH_ATTENTION_4, HEAD, EarlyImports, first_step_modules
@@ -22,6 +22,10 @@ def config_of(**sections: dict[str, Any]) -> Config:
     model = {"path": "m", "dtype": "bfloat16", **sections.pop("model", {})}
     batch = {"samples": 1, "max_tokens": 8}
     return config_from_dict({"model": model, "data": {"path": "d"}, "batch": batch, "run": {"folder": "f"}, **sections})
+
+
+def modules_of(config: Config, device_type: str) -> list[str]:
+    return first_step_modules(config.model, config.parallel, device_type)
 
 
 @pytest.fixture
@@ -90,12 +94,12 @@ def test_what_is_imported_is_what_the_settings_may_use(has_flash4: bool, monkeyp
     backend = SimpleNamespace(is_installed=lambda: has_flash4)
     monkeypatch.setattr(early_imports, "BACKENDS", {"fa4": backend})
     flash4 = FLASH_ATTENTION_4 if has_flash4 else ()
-    assert first_step_modules(config_of(), "cpu") == []
-    assert first_step_modules(config_of(), "cuda") == [*HEAD, *COMPILER, *flash4, *EPILOGUES]
-    assert first_step_modules(config_of(parallel={"compile": "none"}), "cuda") == [*HEAD, *flash4]
-    assert first_step_modules(config_of(parallel={"kernels": "none"}), "cuda") == [*HEAD, *COMPILER, *flash4]
-    assert first_step_modules(config_of(model={"attention": "torch"}), "cuda") == [*HEAD, *COMPILER, *EPILOGUES]
-    assert first_step_modules(config_of(model={"dtype": "float32"}), "cuda") == [*HEAD, *COMPILER]
+    assert modules_of(config_of(), "cpu") == []
+    assert modules_of(config_of(), "cuda") == [*HEAD, *COMPILER, *flash4, *EPILOGUES]
+    assert modules_of(config_of(parallel={"compile": "none"}), "cuda") == [*HEAD, *flash4]
+    assert modules_of(config_of(parallel={"kernels": "none"}), "cuda") == [*HEAD, *COMPILER, *flash4]
+    assert modules_of(config_of(model={"attention": "torch"}), "cuda") == [*HEAD, *COMPILER, *EPILOGUES]
+    assert modules_of(config_of(model={"dtype": "float32"}), "cuda") == [*HEAD, *COMPILER]
 
 
 def test_a_run_waits_for_them_before_it_builds_the_engine(
@@ -116,7 +120,7 @@ def test_a_run_waits_for_them_before_it_builds_the_engine(
     )
     asked: list[str] = []
 
-    def modules(config: Config, device_type: str) -> list[str]:
+    def modules(model: ModelConfig, parallel: ParallelConfig, device_type: str) -> list[str]:
         asked.append(device_type)
         return ["early_slow"]
 

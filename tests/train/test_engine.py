@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh, make_mesh
 from padfree.losses import SFTSettings
+from padfree.sample import Sample
 from padfree.train.engine import LossSettings, NonFiniteError, StepReport
 from tests.ranks import run_ranks
 from tests.refused import refused

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from padfree.batch import with_arrays
 from padfree.distributed import distributed, make_mesh
+from padfree.sample import with_arrays
 from tests.train.cases import LOSSES, make_engine, make_samples, small_model, two_steps
 
 pytestmark = pytest.mark.gpu

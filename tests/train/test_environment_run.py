@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed, make_mesh
@@ -31,6 +30,7 @@ from padfree.rollout.collect.sample_exchange import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.token_ids import vocabulary_of
+from padfree.sample import Sample
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.microbatch import PackSettings
@@ -145,10 +145,14 @@ def first_samples(config: Config) -> list[Sample]:
     batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
+    collector = Collector(
+        config.rollout, config.loss, config.run, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model)
+    )
     try:
         groups: Any = next(batcher)
-        return whole(collector.collect(engine.model, groups, batch=batcher.step, version=0))
+        collector.sync_weights(engine.model, 0)
+        collector.put(groups, batch=batcher.step, version=0)
+        return whole(collector.take(batcher.step, version=0))
     finally:
         collector.close()
 

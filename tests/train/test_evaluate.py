@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from padfree.batch import LmHead, Sample
+from padfree.batch import LmHead
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
 from padfree.head import matches
+from padfree.sample import Sample
 from padfree.tasks.measures import TokenMeasure
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.evaluate import HeldOut

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import padfree.distributed.peers as peers
-from padfree.batch import Sample
 from padfree.checkpoint.checkpoint_files import CheckpointError
 from padfree.checkpoint.checkpointer import latest_in, step_of
 from padfree.cli.main import main
@@ -29,6 +28,7 @@ from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh
 from padfree.errors import UserError
 from padfree.record.metrics_file import MetricsFile
+from padfree.sample import Sample
 from padfree.stop_signals import SAME_REQUEST_SECONDS
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.engine import Engine, NonFiniteError, PendingStep

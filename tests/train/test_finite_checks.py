@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from padfree.attention import varlen_attention
-from padfree.batch import Segments
 from padfree.cli.main import main
 from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.model.nonfinite_tensors import nonfinite_tensor
+from padfree.segments import Segments
 from padfree.tasks.measures import TokenMeasure
 from padfree.testing.models import build, save_with_tokenizer
 from padfree.train.finite_checks import check_metrics

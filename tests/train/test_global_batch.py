@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from padfree.batch import TOKEN_ARRAYS, Sample, with_arrays
 from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.sample import TOKEN_ARRAYS, Sample, with_arrays
 from padfree.train.global_batch import KEY, GlobalBatch, update_parts
 from tests.refused import refused
 

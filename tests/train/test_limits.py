@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 from padfree.testing.models import build
 from padfree.train.limits import ModelLimits, check_fits, lengths_of
 from tests.refused import refused

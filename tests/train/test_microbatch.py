@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
 from padfree.distributed import Axis, Mesh
+from padfree.sample import Sample
 from padfree.train.microbatch import MicroBatch, PackSettings, filler, make_micro_batch
 from tests.refused import refused
 from tests.train.cases import make_samples

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from padfree.cp import shard
 from padfree.distributed import Mesh, make_mesh
 from padfree.model.export import export_model
-from padfree.model.load import local_part, named_tensors
 from padfree.model.mixers import installed
+from padfree.model.named_tensors import local_part, named_tensors
 from padfree.model.routers import routers_of
 from padfree.testing.models import build, row
 from padfree.train.trainer import Trainer

@@ -21,8 +21,9 @@ from padfree.config import Config, config_from_dict
 from padfree.record.file_names import CHECKPOINTS
 from padfree.testing.models import save_with_tokenizer
 from padfree.tools.planner.steps import load_steps
+from padfree.train.count_steps import count_steps
 from padfree.train.data_rows import source_shares
-from padfree.train.preflight import count_steps, preflight
+from padfree.train.preflight import preflight
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks
@@ -143,7 +144,7 @@ def test_each_source_has_its_own_columns_and_format(folder: Path, tmp_path: Path
 def test_shares_of_the_tokens(folder: Path) -> None:
     config = mixture(folder, "sft")
     source = load_training_data(config, load_tokenizer(config))
-    one, two = source_shares(config, source.samples, source.parts)
+    one, two = source_shares(config.data, config.loss, config.rollout, source.samples, source.parts)
     assert (one.name, one.rows, one.samples, one.weight, one.epochs) == ("texts.jsonl", 6, 6, 0.5, 1.0)
     assert (two.name, two.rows, two.samples, two.weight, two.epochs) == ("more", 4, 4, 2.0, 4.0)
     shown = [sample for groups in batches(config)[0] for group in groups for sample in group]

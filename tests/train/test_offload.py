@@ -12,12 +12,13 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from padfree.batch import with_arrays
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.model.export import export_model
-from padfree.model.load import load_model, named_tensors
+from padfree.model.load import load_model
+from padfree.model.named_tensors import named_tensors
+from padfree.sample import with_arrays
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.setup import build_engine

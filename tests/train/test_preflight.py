@@ -17,7 +17,8 @@ from padfree.config import config_from_dict, load_config
 from padfree.data import TokenizedDataset
 from padfree.testing.models import build, save_with_tokenizer
 from padfree.train import run as whole_run
-from padfree.train.preflight import check_context, check_settings, count_steps, preflight
+from padfree.train.count_steps import count_steps
+from padfree.train.preflight import check_context, check_experts, check_settings, preflight
 from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.refused import refused
 
@@ -423,6 +424,31 @@ def test_a_dry_run_imports_no_reward_and_says_so(
     assert main(["rl", str(RECIPES / "rl-local.toml"), *overrides, "--dry-run"]) == 0
     assert "note: rollout.reward noisy_reward:judge is not imported by a dry run" in capsys.readouterr().out
     assert not (tmp_path / "imported").exists()
+
+
+def test_experts_are_divided_where_they_can_be(tmp_path: Path, write: Write, models: Any) -> None:
+    def config(*changes: str) -> Any:
+        settings = [f"model.path={models['qwen3']}", f"run.folder={tmp_path / 'run'}", "parallel.expert=2"]
+        data = write("d.jsonl", *PAIRS)
+        return load_config(RECIPES / "sft.toml", [*settings, f"data.path={data}", "run.device=cpu", *changes])
+
+    experts = build("qwen3_moe")  # 4 experts
+    check_experts(config(), experts, 8)
+    check_experts(config("parallel.expert=1"), build("qwen3"), 8)
+    for refusal in (
+        (config(), experts, 3),
+        (config("parallel.replicate=2"), experts, 2),
+        (config("parallel.expert=8"), experts, 8),
+        (config("lora.rank=4", "lora.targets=['all-linear', 'experts']"), experts, 8),
+        (config("parallel.checkpointing=host", "parallel.compile=inductor"), experts, 8),
+        (config(), build("llama4"), 8),
+    ):
+        with refused("parallel.expert"):
+            check_experts(*refusal)
+    with refused("parallel.expert", "has no experts"):
+        preflight(config(), processes=2, device_type="cpu", dry=True)
+    with refused("parallel.expert", "does not divide the 3 processes"):
+        check_settings(config(), processes=3, device_type="cpu")
 
 
 def test_rows_of_any_width_need_layers_and_heads_that_can_have_them(tmp_path: Path, write: Write, models: Any) -> None:

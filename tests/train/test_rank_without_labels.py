@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh, make_mesh
 from padfree.optim.optimizer import make_optimizer
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, StepReport
 from padfree.train.microbatch import PackSettings

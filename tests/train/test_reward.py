@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.data import load_pairs
@@ -28,6 +27,7 @@ from padfree.model.lora import add_adapters, is_adapter
 from padfree.packing import collate
 from padfree.packing.context_sizes import context_sizes
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
 from padfree.tools.check.padded import padded_rows
 from padfree.train.microbatch import at_ends

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, distributed, make_mesh
-from padfree.model.load import load_model, named_tensors
+from padfree.model.load import load_model
 from padfree.model.lora import add_adapters
+from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.collect.collector import Collector
@@ -26,6 +26,7 @@ from padfree.rollout.collect.sample_exchange import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.engines.in_process.policy_model import copy_weights
 from padfree.rollout.token_ids import vocabulary_of
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
@@ -97,8 +98,12 @@ def first_samples(config: Config) -> list[Sample]:
     groups: Sequence[Any] = next(batcher)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
-    return whole(collector.collect(engine.model, groups, batch=batcher.step, version=0))
+    collector = Collector(
+        config.rollout, config.loss, config.run, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model)
+    )
+    collector.sync_weights(engine.model, 0)
+    collector.put(groups, batch=batcher.step, version=0)
+    return whole(collector.take(batcher.step, version=0))
 
 
 def ranks(rank: int, world: int, configs: list[Config], failing: Config) -> tuple[list[list[Sample]], str]:

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh, make_mesh
 from padfree.layers.compile import compile_layers
 from padfree.losses import SFTSettings
 from padfree.model.routers import routers_of
 from padfree.model.structure import layers_of
+from padfree.sample import Sample
 from padfree.testing.models import EXPERTS, build
 from padfree.train.engine import LossSettings
 from tests.ranks import run_ranks

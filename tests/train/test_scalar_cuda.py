@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.losses import RewardModelSettings, ValueSettings
 from padfree.model.load import load_model
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.reward import RewardMicroBatchLoss
 from padfree.train.engine import Engine, LossSettings

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.batch import Sample, with_arrays
 from padfree.config import LoraConfig
 from padfree.cp import shard
 from padfree.distributed import Mesh, make_mesh
@@ -32,6 +31,7 @@ from padfree.losses import (
 )
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.packing import collate
+from padfree.sample import Sample, with_arrays
 from padfree.testing.models import build
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import PackSettings

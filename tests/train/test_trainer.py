@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.distributed import Mesh, make_mesh
+from padfree.sample import Sample
 from padfree.train.determinism import deterministic
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.trainer import RunResult, Trainer

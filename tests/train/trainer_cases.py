@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
+from padfree.sample import Sample
 from padfree.testing.models import build
 from padfree.train.batch_times import PARTS
 from padfree.train.setup import build_engine, build_reference

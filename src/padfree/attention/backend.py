@@ -1,13 +1,18 @@
-"""The interface of an attention backend: one file with one object that states its capabilities and implements them.
+"""The interface of an attention backend. Each backend is one file with one object, which states its capabilities.
 
     forward     q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv]   ->   out [Tq, H, dv], lse [Tq, H]
     backward    dout, q, k, v, out, lse                         ->   dq, dk, dv
 
-Every backend supports gradients, lse, windows, MQA and GQA, and different segments for queries and keys. Sinks are
-applied outside (`padfree.attention.sinks`). Other features differ between backends; `Capabilities` lists them.
+There are Tq query tokens with H heads and Tk key tokens with Hkv heads. The head size is d for queries and keys, and dv
+for values. lse is the log-sum-exp of the scores of each query.
 
-A raw backward accepts the `out` and `lse` of a larger softmax of which k and v are one block, as ring attention needs.
-A backend without a raw backward is differentiated by autograd: its forward records a graph, its backward is not called.
+Every backend supports gradients, lse, windows, MQA and GQA, and different segments for queries and keys. Sinks are
+applied outside the backends (`padfree.attention.sinks`). Other features differ between backends; `Capabilities` lists
+them.
+
+A backend with a raw backward accepts the `out` and `lse` of a larger softmax, of which k and v are only one block. Ring
+attention needs this. A backend without a raw backward is differentiated by autograd: its forward records a graph, and
+its `backward` method is never called.
 
 Some backends read keys in pages of `PAGE_SIZE` tokens through a page table per segment, so that segments can share
 pages.
@@ -25,7 +30,7 @@ import torch
 from torch import Tensor
 
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 FLOAT_TYPES = (*HALF_TYPES, torch.float32, torch.float64)
@@ -35,16 +40,19 @@ PAGE_SIZE = 128
 
 
 class Pages(NamedTuple):
-    """The pages that the queries of each segment see, in order."""
+    """The page table of a call: the pages of keys that the queries of each of S segments see, in order."""
 
-    table: Tensor  # [S, m] int32; entries after a segment's last page are arbitrary
-    lengths: Tensor  # [S] int32, number of keys of each segment; its queries are aligned with the last keys
+    table: Tensor  # [S, m] int32: the pages of each segment; entries after its last page are arbitrary
+    lengths: Tensor  # [S] int32: the number of keys of each segment. Its last query is aligned with its last key.
     longest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionNeeds:
-    """What one call requires of its backend. `compute_capability` is the compute capability of the CUDA device."""
+    """The features that one attention call requires of its backend.
+
+    `compute_capability` is the compute capability of the CUDA device.
+    """
 
     device: str
     compute_capability: tuple[int, int]
@@ -57,21 +65,22 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """The features that a backend supports."""
+    """The features, devices and dtypes that an attention backend supports."""
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     head_dims: Sequence[int] = ANY_HEAD_DIM
-    any_value_dim: bool = False  # the head size of v may differ from that of q and k
+    any_value_dim: bool = False  # whether the head size of v may differ from the head size of q and k
     softcap: bool = True
     raw_backward: bool = True
     majors: range = range(100)  # supported major compute capabilities of CUDA devices
-    lengths_on_host: bool = False  # the backend also reads the segment offsets on the host
-    package: str = ""  # the command that installs the required package
-    auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES  # dtypes for which `auto` may choose this backend; (): never
+    lengths_on_host: bool = False  # whether the backend also reads the segment offsets on the host
+    package: str = ""  # the command that installs the package that the backend needs
+    # dtypes for which `auto` may choose this backend; empty if `auto` never does
+    auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
-        """Why the backend does not support this call, or None if it does."""
+        """The reason why a backend with these capabilities cannot run a call with these needs. None if it can."""
         major, minor = needs.compute_capability
         if needs.device not in self.devices:
             return f"it runs on {' and '.join(self.devices)}, not on {needs.device}"
@@ -93,17 +102,17 @@ class Capabilities:
 
 
 class AttentionBackend(Protocol):
-    """Base class of the backends. A subclass sets `name` and `capabilities`."""
+    """Base class of the attention backends. A subclass sets `name` and `capabilities`."""
 
     name: str
     capabilities: Capabilities
 
     def is_installed(self) -> bool:
-        """Whether `capabilities.package` is installed."""
+        """Whether the package that the backend needs, `capabilities.package`, is installed."""
         return True
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
-        """Why the backend does not support this call on this machine, or None if it does."""
+        """The reason why this backend cannot run the call on this machine. None if it can."""
         reason = self.capabilities.unsupported_reason(needs)
         if reason is None and not self.is_installed():
             return f"its package is not installed ({self.capabilities.package})"
@@ -112,7 +121,10 @@ class AttentionBackend(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, H, dv] and lse [Tq, H]. For a query that sees no key, out is 0 and lse is -inf."""
+        """Return out [Tq, H, dv] and lse [Tq, H] for q [Tq, H, d], k [Tk, Hkv, d] and v [Tk, Hkv, dv].
+
+        For a query that sees no key, out is 0 and lse is -inf.
+        """
         ...
 
     def backward(
@@ -127,17 +139,25 @@ class AttentionBackend(Protocol):
         segments_k: Segments,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv in the shapes and dtypes of q, k, v. `out` and `lse` may belong to a larger softmax."""
+        """Return dq, dk and dv in the shapes and dtypes of q, k and v.
+
+        `out` and `lse` are the results of the forward pass. They may belong to a larger softmax, of which k and v are
+        one block.
+        """
         ...
 
     def reads_pages(self, q: Tensor, spec: AttentionSpec) -> bool:
-        """Whether to call `paged_forward` for these queries."""
+        """Whether the caller should call `paged_forward` instead of `forward` for these queries."""
         return False
 
     def paged_forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """`forward` with k and v in pages [n, PAGE_SIZE, Hkv, d]. This default gathers the keys from the pages."""
+        """Like `forward`, but k and v are given in n pages: k [n, PAGE_SIZE, Hkv, d] and v [n, PAGE_SIZE, Hkv, dv].
+
+        `pages` says which pages each segment reads. This default implementation gathers the keys from the pages and
+        calls `forward`.
+        """
         lengths = pages.lengths.tolist()
         slots = pages.table[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=q.device)
         index = torch.cat([keys[:length] for keys, length in zip(slots.flatten(1), lengths, strict=True)])
@@ -151,7 +171,7 @@ def has_module(name: str) -> bool:
 
 
 def span(values: Sequence[int]) -> str:
-    """A range of numbers as text, for example "8 to 256 in steps of 8"."""
+    """Describe a list of numbers as text, for example "8 to 256 in steps of 8"."""
     if not isinstance(values, range):
         return ", ".join(map(str, values))
     step = f" in steps of {values.step}" if values.step > 1 else ""

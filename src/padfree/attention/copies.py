@@ -1,10 +1,11 @@
-"""Gather elements of a tensor several times, and sum over the copies of each: forward and backward of shared prefixes.
+"""Gather each element of a tensor several times (forward), and sum the gradients of its copies (backward).
 
     take    [n, ...] -> [m, ...]    a b c            ->  a a c b a        (index 0 0 2 1 0)
-    sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in ascending order of the copies
+    sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in the order of the copies
 
-The keys of a shared prefix are copied for every node below it, hidden states for every sample that they predict a token
-of. Each sum has a fixed order, so that the result is deterministic. Elements without a copy get 0.
+This is used if samples of a pack share prefixes, which form a prefix tree. The keys of a shared prefix are copied for
+every node below it, and a hidden state is copied for every sample in which it predicts a token. Each sum has a fixed
+order, so that the result is deterministic. The sum of an element without copies is 0.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from padfree.batch import Copies
 
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
-    """The `Copies` of a gather: copy j is taken from element `index[j]` of `count` elements. `index` is [m]."""
+    """The `Copies` of a gather from `count` elements, on `device`.
+
+    Copy j is taken from element `index[j]`; `index` is [m].
+    """
     return copies_to_device(device, index, *group_copies(index, count))
 
 
 def group_copies(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[m] the indices of the copies, grouped by element, and [count + 1] where the group of each element begins."""
+    """Group m copies by the element that they were taken from: copy j was taken from element `index[j]` of `count`.
+
+    Returns two arrays. The first [m] holds the indices of the copies, grouped by element. The second [count + 1] holds
+    the start of each element's group in the first array.
+    """
     offsets = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(np.bincount(index, minlength=count), out=offsets[1:])
     return np.argsort(index, kind="stable"), offsets
@@ -36,7 +44,7 @@ def group_copies(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64
 def copies_to_device(
     device: torch.device, index: NDArray[np.int64], copy_index: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> Copies:
-    """Copy these arrays to the device without synchronising with it."""
+    """Copy the three arrays of a `Copies` object to the device, without synchronising with the device."""
 
     def moved(array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -46,15 +54,16 @@ def copies_to_device(
 
 
 def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
-    """Gather the copies: [n, ...] -> [m, ...]; differentiable."""
+    """Gather the copies of the elements of a tensor [n, ...]. Returns [m, ...]; differentiable."""
     taken: Tensor = _Take.apply(tensor, copies)  # type: ignore[no-untyped-call]
     return taken
 
 
 def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
-    """Sum the copies of each element: [m, ...] -> [n, ...] in the dtype of `gradient`.
+    """Sum the gradients of the copies of each element: [m, ...] -> [n, ...], in the dtype of `gradient`.
 
-    The sums are computed in float32 (float64 for float64).
+    `index`, `copy_index` and `offsets` are the arrays of `Copies`. The sums are computed in float32, or in float64 if
+    `gradient` is float64.
     """
     count = len(offsets) - 1
     if gradient.is_cuda and gradient.dtype != torch.float64 and has_module("triton"):
@@ -65,7 +74,7 @@ def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Ten
 
 
 def sum_copies_reference(gradient: Tensor, index: Tensor, count: int) -> Tensor:
-    """`sum_copies` in plain PyTorch, on any device."""
+    """The same result as `sum_copies`, in plain PyTorch on any device. `count` is the number of elements."""
     total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.promote_types(gradient.dtype, torch.float32))
     return total.index_add_(0, index, gradient.to(total.dtype)).to(gradient.dtype)
 

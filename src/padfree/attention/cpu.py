@@ -1,4 +1,4 @@
-"""PyTorch's fused CPU attention, called on pieces: consecutive queries of one segment with the keys they see.
+"""PyTorch's fused CPU attention, called once per piece: some consecutive queries of a segment, and the keys they see.
 
     segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      A piece is one call. Its keys
                                                   0..100  x  0..100           q q .      end at its last query, and
@@ -6,10 +6,10 @@
                                                 200..300  x  0..300                      masked.
 
 The fused kernel processes 512 keys at a time and applies the mask afterwards, so that a causal segment of up to 512
-tokens costs as much as the whole square. Cut into pieces, segments of 64 to 512 tokens took 18 % less time. Pieces also
-support two cases that the kernel's own causal flag (aligned top-left) does not: fewer queries than keys, and windows;
-keys outside the window are not read. Many short pieces of one shape share a call, which halves the time for 32 segments
-of 16 tokens.
+tokens costs as much as the whole square. With pieces, attention over segments of 64 to 512 tokens took 18 % less time.
+Pieces also support two cases that the kernel's own causal flag (aligned top-left) does not support: segments with fewer
+queries than keys, and windows. Keys outside the window are not read. Many short pieces of the same shape share one
+call, which halves the time for 32 segments of 16 tokens.
 
 Two more choices were measured on one core of an aarch64 server: bfloat16 is computed in float32, because the kernel in
 bfloat16 took 190 times as long; and a group of query heads reads its key head through a stride of 0, not a copy.
@@ -28,21 +28,28 @@ from torch.nn import functional as F
 from padfree.attention import reference
 from padfree.attention.backend import FLOAT_TYPES, AttentionBackend, Capabilities
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 PIECE_QUERIES = 128
-"""A causal segment is cut evenly into pieces of at most this many queries."""
+"""The greatest number of queries in a piece.
+
+A causal segment is cut evenly into pieces of at most this many queries.
+"""
 
 WHOLE_KEYS = 2048
-"""A causal segment of at least this length is one call, because the kernel then skips enough of the masked part."""
+"""A causal segment with at least this many keys is not cut into pieces, because the kernel itself then skips most of
+the masked part.
+"""
 
 SHARED_KEYS, SHARED_PIECES = 32, 8
-"""Pieces of one shape share a call if each has at most SHARED_KEYS keys and there are at least SHARED_PIECES pieces."""
+"""Pieces of the same shape share one kernel call if each has at most SHARED_KEYS keys and there are at least
+SHARED_PIECES of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the mask of a piece depends on. The piece's first query is aligned with key `diagonal`.
+    """The shape of a piece, which determines its mask. The piece's first query is aligned with key number `diagonal`.
 
     If `diagonal` is None, every query sees all keys of the piece.
     """
@@ -53,11 +60,11 @@ class _Shape:
 
 
 _Call = tuple[_Shape, list[int], list[int]]
-"""A shape, and the first query and the first key of each piece of this shape in the call."""
+"""One kernel call: the shape of its pieces, the first query of each piece, and the first key of each piece."""
 
 
 def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> list[_Call]:
-    """The kernel calls. Every query that sees a key is in exactly one piece."""
+    """The list of kernel calls that compute the attention. Every query that sees a key is in exactly one piece."""
     calls: list[_Call] = []
     shared: defaultdict[_Shape, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     starts = zip(segments_q.offsets[:-1].tolist(), segments_k.offsets[:-1].tolist(), strict=True)
@@ -79,11 +86,15 @@ def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> li
 
 
 def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[_Shape, int, int]]:
-    """(shape, first query, first key) of each piece of one segment, relative to the start of the segment."""
+    """Cut one segment into pieces.
+
+    Returns (shape, first query, first key) of each piece, relative to the segment's start.
+    """
     if not num_queries or not num_keys:
         return []
     if not spec.causal:
-        step = num_queries if spec.softcap is None else PIECE_QUERIES  # softcap uses the reference, which stores scores
+        # a soft cap is computed by the reference, which stores the scores
+        step = num_queries if spec.softcap is None else PIECE_QUERIES
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]
     first = max(0, num_queries - num_keys)  # earlier queries see no key
@@ -203,7 +214,10 @@ class FusedCPU(AttentionBackend):
 
 
 def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """Meet the kernel's requirements: contiguous last dimension, and equal head sizes (the smaller padded with 0)."""
+    """Convert a tensor to what the kernel requires: this dtype, a contiguous last dimension, and the head size `width`.
+
+    A smaller head is padded with zeros.
+    """
     x = x.to(dtype)
     if x.shape[2] != width:
         return F.pad(x, (0, width - x.shape[2]))
@@ -211,18 +225,22 @@ def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
 
 
 def _grouped(x: Tensor, num_key_heads: int) -> Tensor:
-    """[T, H, ...] -> [Hkv, H / Hkv, T, ...], a view: for the kernel, the key heads are the batch dimension."""
+    """View [T, H, ...] as [Hkv, H / Hkv, T, ...]: the kernel treats the Hkv key heads as its batch dimension."""
     return x.view(len(x), num_key_heads, x.shape[1] // num_key_heads, *x.shape[2:]).movedim(0, 2)
 
 
 class _PieceTensors:
-    """Tensors [Hkv, group, T, ...], read and written in pieces: ranges of `length` tokens that begin at `starts`."""
+    """Tensors [Hkv, group, T, ...], read and written in pieces.
+
+    Hkv is the number of key heads, and `group` the number of query heads per key head. A piece is a range of `length`
+    tokens, and `starts` holds the first token of each piece.
+    """
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Return n pieces of each tensor as [Hkv · n, group, length, ...]; a view if n is 1."""
+        """Return n pieces of each tensor as [Hkv · n, group, length, ...]. The result is a view if n is 1."""
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
         index, n = _token_index(starts, length), len(starts)
@@ -232,7 +250,10 @@ class _PieceTensors:
         ]
 
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
-        """Write n pieces [Hkv · n, group, length, ...] into each tensor, or add them. They never overlap."""
+        """Write n pieces [Hkv · n, group, length, ...] into each tensor, or add them if `add` is True.
+
+        The pieces of one call never overlap.
+        """
         index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):
             if index is None:
@@ -248,7 +269,10 @@ def _token_index(starts: list[int], length: int) -> Tensor:
 
 
 def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(queries, keys, visible) of each call of a plan with softcap, where every call has one piece."""
+    """For a plan with a soft cap, in which every call has one piece: (queries, keys, visible) of each call.
+
+    `visible` is the mask [queries, keys].
+    """
     for shape, (query,), (key,) in calls:
         yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)
 
@@ -258,9 +282,9 @@ def _visible(shape: _Shape, spec: AttentionSpec) -> Tensor:
 
 
 def _masking(shape: _Shape, spec: AttentionSpec, like: Tensor) -> tuple[bool, Tensor | None]:
-    """Return (causal flag, mask) for the kernel: (True, None) if its causal flag gives the right mask.
+    """Return (causal flag, mask) for the kernel. If the kernel's own causal flag gives the right mask: (True, None).
 
-    Otherwise the flag is False, and the mask is an additive [Lq, Lk] tensor, or None if every key is visible.
+    Otherwise the flag is False. The mask is then an additive tensor [queries, keys], or None if every key is visible.
     """
     if shape.diagonal is None:
         return False, None

@@ -1,7 +1,8 @@
 """The argument conventions that the flash kernels (`torch`, `fa4`) share.
 
-The kernels take [T, H, d] with a contiguous last dimension and return lse as [H, T]; padfree uses [T, H], a transposed
-view. They specify a window by the keys to the left. They return different values for queries that see no key.
+The kernels take [T, H, d] (T tokens, H heads of size d) with a contiguous last dimension. They return the log-sum-exp
+(lse) as [H, T]; padfree uses [T, H], a transposed view. A window is given as the number of keys to the left of a query.
+For queries that see no key, the two kernels return different values, which padfree replaces.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from padfree.attention.spec import AttentionSpec, blind_queries
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 
 def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -18,15 +19,20 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The number of keys to the left of its own key that a query sees. If it sees all, -1, which selects a faster
-    kernel."""
+    """The number of keys that a query sees to the left of the key it is aligned with.
+
+    Returns -1 if no segment is longer than the window, or without a window. The value -1 selects a faster kernel.
+    """
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 
 
 def fill_blind_queries(
     out: Tensor, lse: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Set out to 0 and lse to -inf for queries that see no key. If there are none, as almost always, nothing runs."""
+    """Set out [Tq, H, dv] to 0 and lse [Tq, H] to -inf for the queries that see no key, and return both.
+
+    Almost always, every query sees a key. Then no kernel runs.
+    """
     blind = blind_queries(segments_q, segments_k, spec)
     if blind is None:
         return out, lse
@@ -35,7 +41,10 @@ def fill_blind_queries(
 
 
 def lse_for_kernel(lse: Tensor, segments_q: Segments, segments_k: Segments) -> Tensor:
-    """[Tq, H] -> [H, Tq], with -inf replaced by +inf, so that exp(score - inf) = 0 for a query that sees no key."""
+    """Transpose lse [Tq, H] to [H, Tq], and replace -inf by +inf.
+
+    Then exp(score - lse) is exp(-inf) = 0 for a query that sees no key.
+    """
     kernel_lse = lse.T.contiguous()
     if segments_q is segments_k or not (segments_q.lengths > segments_k.lengths).any():
         return kernel_lse

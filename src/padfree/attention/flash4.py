@@ -1,12 +1,14 @@
-"""The `fa4` backend: the `flash-attn-4` wheel, pure Python that compiles its kernels on first use. Hopper and newer.
+"""The `fa4` backend: the package `flash-attn-4`, pure Python that compiles its kernels on first use.
 
-The public function of the package hides the backward. This backend calls the package's internal forward and backward
-functions, which return and accept the lse. Compilation takes some seconds per head size and mask. The package caches
-compiled kernels on disk if
-FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1 when it is imported; padfree sets it unless the user has set it already.
+It needs a Hopper GPU or a newer one. The public function of the package does not give access to the backward pass.
+Therefore this backend calls the package's internal forward and backward functions, which return and accept the
+log-sum-exp (lse). Compilation takes some seconds per head size and mask. The package caches compiled kernels on disk if
+the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1 when the package is imported. padfree sets this
+variable unless the user has set it already.
 
-Query heads that share a key head can be packed into one tile, which fills tiles if segments are short. On a Hopper GPU,
-attention without packing is 6% faster for segments of 9,216 tokens, and 20% slower for segments of 300 tokens.
+Query heads that share a key head can be packed into one tile, so that tiles are full even if segments are short. On a
+Hopper GPU, attention without packing is 6% faster for segments of 9,216 tokens, and 20% slower for segments of 300
+tokens.
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ from torch import Tensor
 from padfree.attention.backend import HALF_TYPES, AttentionBackend, AttentionNeeds, Capabilities, Pages
 from padfree.attention.flash import fill_blind_queries, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
 from padfree.errors import UserError, shown_error
+from padfree.segments import Segments
 
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Other head sizes compile, but on an H200 with 4.0.0b36 the gradient of q was wrong for 16, 40 and 80."""
+"""The supported head sizes. Other sizes compile, but on an H200 with flash-attn-4 4.0.0b36 the gradient of q was wrong
+for the sizes 16, 40 and 80.
+"""
 PAGED_HEAD_DIMS = (64, 96, 128)
-"""Head sizes whose key tiles are `PAGE_SIZE` long on Hopper, so that a page is one load."""
+"""The head sizes for which a tile of keys on Hopper has exactly `PAGE_SIZE` tokens, so that one load reads a page."""
 UNPACKED_FROM = 1024
-"""Query heads are not packed if segments have at least this many queries on average."""
+"""Query heads are not packed into one tile if segments have at least this many queries on average."""
 
 
 class FlashAttention4(AttentionBackend):
@@ -132,7 +136,10 @@ def _is_installed() -> bool:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, spec: AttentionSpec, **keys: Any
 ) -> tuple[Tensor, Tensor]:
-    """`keys` are the arguments that select the keys and values of each segment."""
+    """Run the kernel and return (out, lse).
+
+    `keys` are the keyword arguments that give the keys and values of each segment.
+    """
     out, lse = _kernels()._flash_attn_fwd(
         q,
         k,
@@ -153,7 +160,7 @@ def _forward(
 def _kernels() -> Any:
     try:
         return import_module("flash_attn.cute.interface")
-    except Exception as error:  # a dependency may be installed in an incompatible version
+    except Exception as error:  # a dependency may have an incompatible version
         raise UserError(
             "backend",
             f"'fa4' is not usable: flash-attn-4 cannot be imported ({shown_error(error)})",
@@ -162,7 +169,7 @@ def _kernels() -> Any:
 
 
 def _packed(q: Tensor, segments_q: Segments) -> bool | None:
-    """Whether to pack query heads; None: the package decides."""
+    """Whether to pack query heads into one tile. None means that the package decides."""
     long = len(q) >= UNPACKED_FROM * (len(segments_q.cu_seqlens) - 1)
     return False if long and _is_hopper(q.device) else None
 

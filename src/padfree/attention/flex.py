@@ -5,10 +5,11 @@
                                                                       (none): skipped
 
 The keys that a query sees are one range (`spec.key_ranges`), so the mask is two comparisons. The host computes from the
-offsets which blocks are visible: the [Tq, Tk] mask is never evaluated as a whole. The block masks of the last few
-(segments, mask) pairs are cached, because every layer of a model asks for the same one.
+segment offsets which blocks are visible, so the mask [Tq queries, Tk keys] is never evaluated as a whole. The block
+masks of the last few (segments, mask) pairs are cached, because all layers of a model use the same few masks.
 
-Flex has its own autograd and does not accept the lse of a larger softmax: there is no raw backward.
+Flex attention has its own autograd and does not accept the lse of a larger softmax, so this backend has no raw
+backward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from padfree.attention.backend import HALF_TYPES, AttentionBackend, Capabilities, has_module
 from padfree.attention.spec import AttentionSpec, key_ranges
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 BLOCK = 128
 
@@ -56,7 +57,8 @@ class Flex(AttentionBackend):
             scale=spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
-            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # avoids a second compilation, of the decoding kernel
+            # Never use the decoding kernel, which would have to be compiled as well.
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )
         return out[0].transpose(0, 1), auxiliary.lse[0].T
 
@@ -68,8 +70,9 @@ class Flex(AttentionBackend):
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph raises an error if compilation fails: uncompiled, flex would store the [H, Tq, Tk] scores. Flex compiles
-    # once per head size, mask and so on, and twice more until lengths are dynamic: more than the default limit allows.
+    # With fullgraph, a failed compilation raises an error; without compilation, flex attention would store the scores
+    # [H, Tq, Tk]. Flex attention is compiled for each head size and kind of mask, and twice more until lengths are
+    # dynamic. This exceeds PyTorch's default recompile limit.
     compiled = torch.compile(flex_attention, fullgraph=True)
     patched: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=64)(compiled)
     return patched
@@ -84,7 +87,7 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
 
 
 class _MaskKey:
-    """Segments and mask as a cache key: compares values, not identity."""
+    """Segments and mask parameters as a key of the cache. Two keys are equal if their values are equal."""
 
     __slots__ = ("device", "hash", "segments_k", "segments_q", "spec")
 
@@ -110,7 +113,7 @@ def _cached_mask(key: _MaskKey) -> Any:
 
 
 def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, device: torch.device) -> Any:
-    """The `BlockMask` in which every query sees exactly its keys."""
+    """The `BlockMask` for flex attention in which each query sees the keys that `spec` allows in its segment."""
     from torch.nn.attention.flex_attention import BlockMask
 
     first, end = key_ranges(segments_q, segments_k, spec)
@@ -132,7 +135,11 @@ def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, 
 def block_table(
     first: NDArray[np.int64], end: NDArray[np.int64], num_keys: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """(partial, full), each [query blocks, key blocks]: blocks with some visible pairs, and blocks with all visible."""
+    """Classify the blocks of the mask, given that query t sees the keys `first[t] <= key < end[t]`.
+
+    Returns (partial, full), each [query blocks, key blocks]. In a partial block some pairs are visible; in a full block
+    all pairs are.
+    """
     num_blocks = -(-num_keys // BLOCK)
     touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
     covered = _queries_per_block(-(-first // BLOCK), np.maximum(end // BLOCK, -(-first // BLOCK)), num_blocks)
@@ -141,7 +148,10 @@ def block_table(
 
 
 def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """[query blocks, key blocks]: number of queries in the query block with `first <= key block < end`."""
+    """Count queries, as an array [query blocks, key blocks].
+
+    Element (i, j) is the number of queries t of query block i with `first[t] <= j < end[t]`.
+    """
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)
     np.add.at(change, (query_block, first), 1)
@@ -151,7 +161,11 @@ def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blo
 
 
 def _ordered(table: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[1, 1, query blocks] counts and [1, 1, query blocks, key blocks] block indices, the visible blocks first."""
+    """Convert a table [query blocks, key blocks] of visible blocks to the form that `BlockMask` takes.
+
+    Returns the number of visible blocks [1, 1, query blocks], and the block indices [1, 1, query blocks, key blocks]
+    with the visible blocks first.
+    """
     counts = table.sum(axis=1, dtype=np.int32)
     order = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
     return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)

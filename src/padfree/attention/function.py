@@ -2,13 +2,16 @@
 
     q [Tq, H, d]     k [Tk, Hkv, d]     v [Tk, Hkv, dv]   ->   out [Tq, H, dv], lse [Tq, H]
 
-Query segment i sees only key segment i. The causal mask is aligned bottom-right in each segment, so that a piece of a
-sample whose last query is at its last key sees the same keys as in the whole sample. A query that sees no key has
-output 0, lse -inf and no gradient. `lse` is the natural logarithm of the sum over real keys, without sinks, in float32
-(float64 for float64).
+There are Tq query tokens with H heads and Tk key tokens with Hkv heads. The head size is d for queries and keys, and dv
+for values. `lse` is the natural logarithm of the sum of exp(score) over the keys, without sinks. It is float32, or
+float64 if the inputs are float64.
 
-`varlen_attention` is for models. `varlen_forward` and `varlen_backward` are the same without autograd; their `out` and
-`lse` may be those of a larger softmax of which k and v are one block, which is what ring attention needs.
+Query segment i sees only key segment i. The causal mask is aligned bottom-right: the last query of a segment is aligned
+with its last key. So a segment may hold only the last queries of a sample, and they see the same keys as in the whole
+sample. A query that sees no key has output 0, lse -inf and no gradient.
+
+`varlen_attention` is for models. `varlen_forward` and `varlen_backward` compute the same without autograd. k and v may
+then be one block of the keys, with `out` and `lse` of the softmax over all blocks, which is what ring attention needs.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from padfree.attention.backend import AttentionBackend
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments, need_tensor
+from padfree.batch import need_tensor
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 
 @overload
@@ -74,10 +78,11 @@ def varlen_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return out [Tq, H, dv]; with `return_lse`, return (out, lse [Tq, H]).
+    """Attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], each query within its own segment.
 
-    The output is differentiable once, in q, k, v and sinks [H]; lse carries no gradient. `scale` defaults to
-    d ** -0.5. `window` is the maximum number of keys that a query sees, including its own.
+    Returns out [Tq, H, dv]. If `return_lse` is True, returns (out, lse) with the log-sum-exp lse [Tq, H]. The output is
+    differentiable once, in q, k, v and sinks [H]; lse has no gradient. `scale` defaults to d ** -0.5. `window` is the
+    maximum number of keys that a query sees, including its own.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     if sinks is not None:
@@ -85,7 +90,7 @@ def varlen_attention(
         sinks = sinks if sinks.is_floating_point() else sinks.float()
         if sinks.shape != q.shape[1:2]:
             raise UserError(
-                "sinks", f"shape {tuple(sinks.shape)} for {q.shape[1]} query heads", "give one number per head"
+                "sinks", f"has shape {tuple(sinks.shape)}, but q has {q.shape[1]} heads", "give one number per head"
             )
     chosen = _chosen(q, k, v, softcap, backend, raw_backward=False)
     if chosen.capabilities.raw_backward:
@@ -146,7 +151,10 @@ def varlen_forward(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return out [Tq, H, dv] and lse [Tq, H], without autograd."""
+    """Compute attention without autograd: return out [Tq, H, dv] and the log-sum-exp lse [Tq, H].
+
+    q is [Tq, H, d], k is [Tk, Hkv, d] and v is [Tk, Hkv, dv]. The other arguments are those of `varlen_attention`.
+    """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     return _chosen(q, k, v, softcap, backend, raw_backward=True).forward(q, k, v, segments_q, segments_k, spec)
 
@@ -168,13 +176,18 @@ def varlen_backward(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv for this block of keys. `out` [Tq, H, dv] and `lse` [Tq, H] belong to the whole softmax."""
+    """Return the gradients dq, dk and dv for a block of keys k [Tk, Hkv, d] and values v [Tk, Hkv, dv].
+
+    `out` [Tq, H, dv] and `lse` [Tq, H] belong to the softmax over all blocks. The sum of dq over the blocks is exact.
+    """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):
         need_tensor(argument, tensor)
         if tensor.shape != shape:
             raise UserError(
-                argument, f"shape {tuple(tensor.shape)}", f"give shape {tuple(shape)}, as varlen_forward returns"
+                argument,
+                f"has the wrong shape {tuple(tensor.shape)}",
+                f"give shape {tuple(shape)}, as varlen_forward returns",
             )
     if dout.dtype != q.dtype:
         raise UserError("dout", f"is {dout.dtype} but q is {q.dtype}", "cast dout to the dtype of q")
@@ -194,7 +207,7 @@ def _chosen(
         raw_backward=raw_backward,
         requested=requested,
     )
-    # Kernels differ in how they handle zero tokens; the reference's loop simply does not run.
+    # Use the reference for empty tensors, because kernels differ in how they handle zero tokens.
     return BACKENDS[name if len(q) and len(k) else "reference"]
 
 
@@ -219,25 +232,31 @@ def _checked_spec(
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
         raise UserError(
             "q, k, v",
-            f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}",
+            f"have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, which do not fit together",
             "give q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] without a batch dimension",
         )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         raise UserError(
-            "q, k", f"{q.shape[1]} query heads for {k.shape[1]} key heads", "give a multiple of the key heads"
+            "q, k",
+            f"have {q.shape[1]} query heads and {k.shape[1]} key heads",
+            "give q a number of heads that is a multiple of the key heads",
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise UserError("q, k, v", f"dtypes {q.dtype}, {k.dtype}, {v.dtype} differ", "give all three one dtype")
+        raise UserError(
+            "q, k, v", f"have different dtypes: {q.dtype}, {k.dtype}, {v.dtype}", "cast all three to one dtype"
+        )
     if segments_q.num_segments != segments_k.num_segments:
         raise UserError(
             "segments_q, segments_k",
-            f"{segments_q.num_segments} and {segments_k.num_segments} segments",
-            "give the same number, with empty segments for samples without queries or keys",
+            f"have {segments_q.num_segments} and {segments_k.num_segments} segments",
+            "give both the same number, with empty segments for samples without queries or keys",
         )
     for name, segments, tokens in (("segments_q", segments_q, len(q)), ("segments_k", segments_k, len(k))):
         if segments.num_tokens != tokens:
             raise UserError(
-                name, f"{segments.num_tokens} tokens for a tensor of {tokens}", "give segments of the tensor's length"
+                name,
+                f"has {segments.num_tokens} tokens, but the tensor has {tokens}",
+                "give segments whose lengths add up to the tensor's length",
             )
         if segments.cu_seqlens.device != q.device:
             raise UserError(

@@ -4,9 +4,10 @@
     self_attention_backward   dout [T, H, dv], and the same arguments                      -> dq, dk, dv, dsinks
 
 The compiler sees an operator with known shapes, which calls the same kernels as `varlen_attention`. Everything that the
-kernels need to know about the batch is an argument, so that recomputation and a second model work correctly. The
-greatest length is a tensor [] on the host, whose value the compiler does not see: no code is specialised on lengths.
-Queries and keys have the same segments; packs that are split over context ranks use `padfree.cp`.
+kernels need to know about the batch is an argument and not global state, so that recomputation and a second model work
+correctly. The length of the longest segment is a tensor [] on the host. The compiler does not see its value, so it does
+not specialise code on lengths. Queries and keys have the same segments; packs that are split over context ranks use
+`padfree.cp`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from padfree.attention.backend import AttentionBackend
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 SELF_ATTENTION = "padfree::self_attention"
 BACKWARD = "padfree::self_attention_backward"
@@ -50,7 +51,11 @@ def self_attention(
     sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """Causal `varlen_attention` of a pack to itself, sample by sample, for use inside a compiled region."""
+    """Causal attention of a pack to itself, segment by segment, for use inside a compiled region.
+
+    q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv] for T tokens. The arguments are those of
+    `varlen_attention`.
+    """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, _ = torch.ops.padfree.self_attention(
         q.contiguous(), k.contiguous(), v.contiguous(), sinks, segments.cu_seqlens, segments.longest, scale, window,
@@ -61,7 +66,7 @@ def self_attention(
 
 
 class _AttentionCall(NamedTuple):
-    """The arguments of a kernel other than tensors."""
+    """The arguments of an attention kernel that are not tensors."""
 
     backend: AttentionBackend
     segments: Segments
@@ -76,7 +81,7 @@ def _call(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
     )
     chosen = BACKENDS[name]
-    # Flash kernels read cu_seqlens on the device. Only other backends need the offsets on the host.
+    # Flash kernels read cu_seqlens on the device, so the offsets on the host stay empty. Only other backends need them.
     offsets = np.zeros(0, np.int64)
     if chosen.capabilities.lengths_on_host:
         offsets = cu_seqlens.cpu().numpy().astype(np.int64)
@@ -114,7 +119,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
     dout = dout.contiguous()
-    if not call.backend.capabilities.raw_backward:  # use autograd, which needs the forward pass again
+    # A backend without a raw backward runs its forward pass again under autograd.
+    if not call.backend.capabilities.raw_backward:
         dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, call=call), dout, q, k, v, sinks)
     else:
         dq, dk, dv = call.backend.backward(dout, q, k, v, out, lse.T, call.segments, call.segments, call.spec)
@@ -125,9 +131,9 @@ def _backward(
 def recomputed_gradients(
     attend: Callable[..., tuple[Tensor, Tensor]], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, dsinks by autograd through another call of `attend(q, k, v, sinks)`.
+    """Return dq, dk, dv and dsinks. Autograd computes them through a second call of `attend(q, k, v, sinks)`.
 
-    dsinks is an empty tensor if `sinks` is None.
+    If `sinks` is None, dsinks is an empty tensor.
     """
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))

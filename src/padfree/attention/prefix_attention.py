@@ -1,30 +1,33 @@
-"""Attention over a pack whose samples share prefixes, on the existing kernels, with gathered keys.
+"""Attention over a pack whose samples share prefixes, with the usual kernels and gathered keys.
 
     nodes      p p p | a a | b b b                      queries, as they are in the pack
-    keys       p p p | p p p a a | p p p b b b          the tokens of each node's path
+    keys       p p p | p p p a a | p p p b b b          for each node, the tokens of its path
 
-The last query of a node is aligned with the last key of its path: kernels call this a causal mask aligned bottom-right.
-Windows, soft caps and sinks therefore work unchanged, no results are merged, and the queries of a prefix
-are computed once. The cost is one copy of each key for every node below it, and a sum over the gradients of the copies.
+The samples form a prefix tree: here node p is a prefix that the nodes a and b continue, and the path of b is p, b. The
+last query of a node is aligned with the last key of its path: kernels call this a causal mask aligned bottom-right.
+Windows, soft caps and sinks therefore work unchanged, no results are merged, and the queries of a prefix are computed
+once. The cost is one copy of each key for every node below it, and a sum over the gradients of the copies.
 
-In the backward pass this is expensive if many nodes read one long node. Given the output and the log-sum-exp over all
-keys, the gradient of each subset of the keys is exact by itself. So a long node can be treated as a *long prefix*: it
-is left out of the paths below it, and one separate call without copies computes the gradients between it and the
-queries of all nodes below, which are adjacent in the pack.
+In the backward pass, these copies are expensive if many nodes read one long node. Given the output and the log-sum-exp
+over all keys, the gradient of each subset of the keys is exact by itself. So a long node can be treated as a *long
+prefix*: it is left out of the paths below it, and one separate call without copies computes the gradients between it
+and the queries of all nodes below, which are adjacent in the pack.
 
     keys          p p p | a a | b b b                   p is a long prefix
     long prefix   a a b b b   see   p p p               without a mask
 
-Long prefixes need a layer without a window and a kernel whose backward accepts a part of a softmax (`raw_backward`).
+Long prefixes are used only in layers without a window, and only if the kernel's backward accepts a part of a softmax
+(`raw_backward`).
 
 In the forward pass, paged kernels share whole pages of a prefix. Only the partial page at a branch point is copied,
-once per child. Pages need a layer without a window.
+once per child. Pages are used only in layers without a window.
 
     nodes      p0 p1 p2 | a0 a1 | b0 b1 b2
     pages      p0 p1   p2 p2   p2 a0   a1 a1   p2 b0   b1 b2           of 2, read as   0 1 | 0 2 3 | 0 4 5
 
 `prefix_attention` is a custom operator, so that a compiled layer stays one graph: everything it needs to know about the
-pack is in tensors, whose sizes may change from pack to pack. Backward makes the copies again instead of keeping them.
+pack is in tensors, whose sizes may change from pack to pack. The backward pass makes the copies again, so that they are
+not kept in memory.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from padfree.attention.operator import backward_shapes, forward_shapes, recomput
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import PrefixKeys, Segments
+from padfree.batch import PrefixKeys
 from padfree.prefix_tree import (
     Indices,
     first_positions,
@@ -56,22 +59,26 @@ from padfree.prefix_tree import (
     prefix_ranges,
     subtree_ends,
 )
+from padfree.segments import Segments
 
 PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"
 
 COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
-"""The cost of treating a node as a long prefix, in the unit "copies of a key", by device type. The first number is the
-cost per query below the node, whose dq becomes a sum of two terms. The second is the cost of the separate call."""
+"""The cost of treating a node as a long prefix, by device type. The unit is the cost of copying one key. The first
+number is the cost per query below the node, because the gradient dq of these queries becomes a sum of two terms. The
+second number is the cost of the separate kernel call.
+"""
 MOST_LONG_PREFIXES = 8
 
 PAGES_PAY = 16_384
-"""Pages are used if they save at least this many copies of keys. On an H200 these copies take 0.03 ms in a layer with 8
-key heads of size 128."""
+"""Pages are used if they save at least this many copies of keys. On an H200, this many copies take 0.03 ms in a layer
+with 8 key heads of size 128.
+"""
 
-# Indices of the arrays in `PrefixKeys`. WHOLE: cu_seqlens, index, copy_index and offsets of the keys of whole paths.
-# BELOW: the same four arrays without long prefixes. LONG_PREFIXES: cu_seqlens of the long prefixes. PAGES: tokens,
-# table and lengths.
+# Where each group of arrays begins in `PrefixKeys`. WHOLE: the four arrays cu_seqlens, index, copy_index and offsets
+# for the keys of whole paths. BELOW: the same four arrays for paths without their long prefixes. LONG_PREFIXES:
+# cu_seqlens of the long prefixes. PAGES: the three arrays tokens, table and lengths.
 WHOLE, BELOW, LONG_PREFIXES, PAGES, NUM_ARRAYS = 0, 4, 8, 9, 12
 
 _NOTHING: Indices = np.zeros(0, dtype=np.int64)
@@ -93,10 +100,11 @@ torch.library.define(
 def prepare_prefix_keys(
     segments: Segments, long_prefixes: Indices | None = None, *, paged: bool | None = None
 ) -> PrefixKeys | None:
-    """The keys that the nodes of a pack see, on the device of `segments`; None if nothing is shared.
+    """The keys that each node of a pack's prefix tree sees, on the device of `segments`.
 
-    `long_prefixes` are at most `MOST_LONG_PREFIXES` nodes, ascending; if None, `choose_long_prefixes` chooses them.
-    `paged` says whether to prepare pages for kernels that read them; if None, they are prepared if they pay off.
+    None if the samples share nothing. `long_prefixes` are the indices of at most `MOST_LONG_PREFIXES` nodes, ascending.
+    If it is None, `choose_long_prefixes` chooses them. `paged` says whether to prepare pages for kernels that read
+    them. If it is None, pages are prepared if they save enough copies of keys.
     """
     if segments.parents is None:
         return None
@@ -106,7 +114,8 @@ def prepare_prefix_keys(
     whole, longest = _key_arrays(parents, offsets)
     below, longest_below = _key_arrays(parents, offsets, long_prefixes.tolist()) if len(long_prefixes) else ([], 0)
     ends = subtree_ends(parents)[long_prefixes]
-    ranges = np.zeros((MOST_LONG_PREFIXES, 4), dtype=np.int64)  # [first query, end, first key, end] of each long prefix
+    # for each long prefix: first query, end of the queries, first key, end of the keys
+    ranges = np.zeros((MOST_LONG_PREFIXES, 4), dtype=np.int64)
     ranges[: len(long_prefixes)] = np.stack(
         [offsets[long_prefixes + 1], offsets[ends], offsets[long_prefixes], offsets[long_prefixes + 1]], axis=1
     )
@@ -121,8 +130,11 @@ def prepare_prefix_keys(
 
 
 def choose_long_prefixes(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
-    """The long prefixes: the few nodes whose keys are read in place, because copying them for every node below would
-    cost more."""
+    """Choose the long prefixes: the few nodes for which a separate call is cheaper than copying their keys.
+
+    `parents` [S] and `offsets` [S + 1] describe the S nodes of the prefix tree. `query_cost` and `call_cost` are the
+    two numbers of `COSTS`. Returns the indices of the chosen nodes, ascending.
+    """
     ends = subtree_ends(parents)
     copies = np.diff(offsets) * (ends - np.arange(len(parents)) - 1)
     gain = copies - query_cost * (offsets[ends] - offsets[1:]) - call_cost
@@ -139,13 +151,16 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """Return arrays and the length of the longest path. The arrays are cu_seqlens of the paths, and the three arrays of
-    `Copies` for their tokens, which are empty if each token occurs once."""
+    """Return a list of four arrays, and the length of the longest path.
+
+    The arrays are cu_seqlens of the paths, and the three arrays of `Copies` for the tokens of the paths. These three
+    are empty if each token occurs once. Nodes in `without` are left out of the paths.
+    """
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     longest = int(lengths.max(initial=0))
-    if cu_seqlens[-1] == offsets[-1]:  # every node sees its own tokens, so here no node sees another node's
+    if cu_seqlens[-1] == offsets[-1]:  # each token occurs once, so every node sees only its own tokens
         return [cu_seqlens, *[_NOTHING] * 3], longest
     index = concatenated_ranges(ranges.begin, ranges.end - ranges.begin)
     found = group_copies(index, int(offsets[-1])) if without else path_copies(parents, offsets)
@@ -153,11 +168,13 @@ def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ())
 
 
 ALIGNED = 32
-"""Arrays begin at multiples of this many numbers, because kernels read several numbers at once."""
+"""In the tensor of `_concatenated`, each array begins at a multiple of this many numbers, because kernels read several
+numbers at once.
+"""
 
 
 def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
-    """The arrays as int32 in one tensor on the device, without synchronising with it."""
+    """Concatenate the arrays as int32 into one tensor on the device, without synchronising with the device."""
     starts = _array_starts([len(array) for array in arrays])
     numbers: NDArray[np.int32] = np.zeros(starts[-1], dtype=np.int32)
     for array, start in zip(arrays, starts[:-1], strict=True):
@@ -167,7 +184,7 @@ def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
 
 
 def _array_starts(sizes: Sequence[int]) -> list[int]:
-    """Where arrays of these sizes begin, and where the last one ends."""
+    """The start index of each array in the concatenated tensor, and the end of the last array."""
     return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
 
 
@@ -184,9 +201,10 @@ def prefix_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]: a query sees the keys of its path up to its own token.
+    """Attention in which each query sees the keys of its path in the prefix tree, up to its own token.
 
-    Differentiable once, in q, k, v and sinks [H]. `segments` are the nodes, `keys` comes from `prepare_prefix_keys`.
+    q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv] for the T tokens of the pack. `segments` are the nodes of
+    the tree, and `keys` is the result of `prepare_prefix_keys`. Differentiable once, in q, k, v and sinks [H].
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, _ = torch.ops.padfree.prefix_attention(
@@ -205,14 +223,14 @@ class _LongPrefix(NamedTuple):
 
 
 class _Pack(NamedTuple):
-    """The arguments of a kernel other than the tensors of heads."""
+    """The arguments of an attention kernel that describe the pack."""
 
     backend: AttentionBackend
     queries: Segments
     keys: Segments
-    copies: tuple[Tensor, ...]  # index, copy_index and offsets of `Copies`; (): each token occurs once
+    copies: tuple[Tensor, ...]  # index, copy_index and offsets of `Copies`; () if each token occurs once
     long_prefixes: tuple[_LongPrefix, ...]
-    pages: tuple[Tensor, Pages] | None  # the tokens in the pages, and the page table
+    pages: tuple[Tensor, Pages] | None  # the tokens that fill the pages, and the page table
     spec: AttentionSpec
 
     def take(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,7 +259,8 @@ def _prepare_pack(
     chosen = BACKENDS[name]
 
     def segments(cu_seqlens: Tensor, longest: int) -> Segments:
-        # Flash kernels read cu_seqlens on the device. Only other backends need the offsets on the host.
+        # Flash kernels read cu_seqlens on the device, so the offsets on the host stay empty. Only other backends need
+        # them.
         offsets = np.zeros(0, np.int64)
         if chosen.capabilities.lengths_on_host:
             offsets = cu_seqlens.cpu().numpy().astype(np.int64)
@@ -310,7 +329,8 @@ def _backward(
         q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=True
     )  # fmt: skip
     dout, lse = dout.contiguous(), lse.T
-    if not pack.backend.capabilities.raw_backward:  # use autograd, which needs the forward pass again
+    # A backend without a raw backward runs its forward pass again under autograd.
+    if not pack.backend.capabilities.raw_backward:
         dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, pack=pack), dout, q, k, v, sinks)
     else:
         taken = pack.take(k, v)

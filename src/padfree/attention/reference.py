@@ -1,10 +1,13 @@
-"""The reference implementation: a loop over segments with every step written out, in float32 (float64 for float64).
+"""The reference implementation: a loop over segments with every step written out.
+
+It computes in float32, or in float64 if its inputs are float64.
 
     scores [H, Lq, Lk] = scale · q·k, soft-capped, -inf where the key is not visible
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
 
-The backward takes `out` and `lse` as arguments; they may belong to a larger softmax of which these keys are one block.
-With p = exp(scores - lse) and δ = Σ dout·out, the gradients summed over the blocks are exact.
+A segment has Lq queries and Lk keys, H heads, and head sizes d (q, k) and dv (v). The backward takes `out` and `lse` as
+arguments; they may belong to a larger softmax of which these keys are one block. The gradients are computed from the
+probabilities p = exp(scores - lse) and from δ = Σ dout·out, so their sum over all blocks is exact.
 
 The reference runs on any device and stores the scores [H, Lq, Lk] of one segment at a time. Use it to check results,
 not to train.
@@ -19,20 +22,20 @@ from torch import Tensor
 
 from padfree.attention.backend import FLOAT_TYPES, AttentionBackend, Capabilities
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the computation: float64 for float64, else float32."""
+    """The dtype of the computation for inputs of this dtype: float64 for float64, float32 for any other."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def visible_keys(
     num_queries: int, num_keys: int, spec: AttentionSpec, device: torch.device, *, diagonal: int | None = None
 ) -> Tensor:
-    """[Lq, Lk] bool: which keys each query sees. The first query is aligned with key `diagonal`.
+    """A mask [num_queries, num_keys] that is True where the query sees the key.
 
-    If `diagonal` is None, the last query is aligned with the last key.
+    The first query is aligned with key `diagonal`. If `diagonal` is None, the last query is aligned with the last key.
     """
     if not spec.causal:
         return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -50,7 +53,8 @@ class ReferenceAttention(AttentionBackend):
         dtypes=FLOAT_TYPES,
         any_value_dim=True,
         lengths_on_host=True,
-        auto_dtypes=(torch.float64,),  # for other dtypes it is too slow to train with
+        # `auto` chooses the reference only for float64, because it is too slow to train with
+        auto_dtypes=(torch.float64,),
     )
 
     def forward(
@@ -94,7 +98,10 @@ def _segment_slices(segments_q: Segments, segments_k: Segments) -> Iterator[tupl
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """One block: q [Lq, H, d], k [Lk, Hkv, d], v [Lk, Hkv, dv], visible [Lq, Lk] -> out [Lq, H, dv], lse [Lq, H]"""
+    """Attention over one block of keys.
+
+    q [Lq, H, d], k [Lk, Hkv, d], v [Lk, Hkv, dv], visible [Lq, Lk] -> out [Lq, H, dv], lse [Lq, H]
+    """
     scores = _scores(q, _per_query_head(k, q), visible, spec)
     lse = scores.logsumexp(dim=-1)  # [H, Lq], -inf if no key is visible
     p = _probabilities(scores, lse, visible)
@@ -105,7 +112,10 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: Attent
 def block_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of one block; `out` [Lq, H, dv] and `lse` [Lq, H] may be those of a larger softmax."""
+    """The gradients (dq, dk, dv) of one block of keys.
+
+    `out` [Lq, H, dv] and `lse` [Lq, H] may belong to a larger softmax, of which these keys are one block.
+    """
     q_, k_, v_ = q.to(compute_dtype(q.dtype)), _per_query_head(k, q), _per_query_head(v, q)
     dout_, out_ = dout.to(q_.dtype), out.to(q_.dtype)
     scores = _scores(q, k_, visible, spec)
@@ -122,12 +132,18 @@ def block_backward(
 
 
 def _per_query_head(keys: Tensor, q: Tensor) -> Tensor:
-    """[Lk, Hkv, d] -> [Lk, H, d] in the compute dtype: query head h reads key head h // (H / Hkv)."""
+    """Repeat the key heads: [Lk, Hkv, d] -> [Lk, H, d] in the compute dtype.
+
+    Query head h reads key head h // (H / Hkv).
+    """
     return keys.to(compute_dtype(q.dtype)).repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
 
 
 def _sum_over_group(gradient: Tensor, keys: Tensor) -> Tensor:
-    """[Lk, H, d] -> [Lk, Hkv, d], the transpose of `_per_query_head`."""
+    """Sum a gradient over the query heads of each key head: [Lk, H, d] -> [Lk, Hkv, d].
+
+    The transpose of `_per_query_head`.
+    """
     grouped = gradient.reshape(*keys.shape[:2], gradient.shape[1] // keys.shape[1], keys.shape[2])
     return grouped.sum(dim=2).to(keys.dtype)
 
@@ -140,7 +156,8 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor, spec: AttentionSpec) -> Tenso
 
 
 def _probabilities(scores: Tensor, lse: Tensor, visible: Tensor) -> Tensor:
-    # If a query sees no key, lse is -inf and the difference is nan; its probabilities are 0 by definition.
+    # If a query sees no key, lse is -inf and the difference is NaN. The probabilities of this query are 0 by
+    # definition.
     return torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
 
 

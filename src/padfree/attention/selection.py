@@ -1,7 +1,7 @@
-"""Choose the backend for a call.
+"""Choose the backend for an attention call.
 
-`BACKENDS` is ordered by speed. `auto` takes the first backend that supports the call; it takes the reference only for
-float64 on CUDA. If a backend is requested by name and does not support the call, an error gives the reason and lists
+`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call; it chooses the reference only
+for float64 on CUDA. If the user requests a backend that does not support the call, an error gives the reason and lists
 the backends that do.
 """
 
@@ -28,9 +28,14 @@ BACKENDS: dict[str, AttentionBackend] = {
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Add your own backend after the others; `auto` chooses it for calls that the others do not support."""
+    """Add your own attention backend to `BACKENDS`, after the others.
+
+    `auto` chooses it for calls that no other backend supports.
+    """
     if backend.name == "auto" or backend.name in BACKENDS:
-        raise UserError("name", "is taken", f"choose a name other than auto, {', '.join(BACKENDS)}", value=backend.name)
+        raise UserError(
+            "name", "is already in use", f"choose a name other than auto, {', '.join(BACKENDS)}", value=backend.name
+        )
     BACKENDS[backend.name] = backend
     _choose.cache_clear()
 
@@ -45,10 +50,11 @@ def choose_backend(
     raw_backward: bool = False,
     requested: str = "auto",
 ) -> str:
-    """The name of the fastest backend that supports the call. If `requested` is not "auto", it must support the call
-    and is returned.
+    """The name of the fastest backend that supports the call.
 
-    `raw_backward` asks for a backend that `varlen_backward` can use.
+    If `requested` is not "auto", that backend is returned, or an error is raised if it does not support the call.
+    `head_dim` is the head size of q and k; `value_dim` is the head size of v, if different. `softcap` says whether
+    scores are soft-capped, and `raw_backward` whether `varlen_backward` will be called.
     """
     if not isinstance(requested, str):
         raise UserError("backend", "is not a string", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
@@ -84,7 +90,9 @@ def _choose(
                 return name
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise UserError(
-            "backend", f"'auto' found no kernel ({listed})", "change one of these, or set backend='reference'"
+            "backend",
+            f"'auto' found no backend for this call ({listed})",
+            "change the call, or set backend='reference'",
         )
     if requested not in BACKENDS:
         raise UserError("backend", "is unknown", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
@@ -100,7 +108,10 @@ def _choose(
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
-    """Why `auto` does not choose this backend although it supports the call; None if `auto` may choose it."""
+    """The reason why `auto` does not choose this backend although the backend supports the call.
+
+    None if `auto` may choose it.
+    """
     return None if dtype in backend.capabilities.auto_dtypes else f"auto does not choose it for {dtype}"
 
 
@@ -121,7 +132,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def capability_table() -> str:
-    """The capabilities of the backends, as the table of docs/reference/backends.md."""
+    """The capabilities of all backends as a Markdown table, for docs/reference/backends.md."""
     rows = [["backend", "devices", "types", "head sizes", "v's head size", "soft cap", "ring", "`auto`", "needs"]]
     rows.append(["---"] * len(rows[0]))
     for name, backend in BACKENDS.items():

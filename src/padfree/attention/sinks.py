@@ -1,9 +1,10 @@
-"""Attention sinks as a step after attention: a learned score per head joins the softmax and carries no value.
+"""Attention sinks, applied after attention: each head has one learned score that joins the softmax but has no value.
 
     lse' = log(exp(lse) + exp(sink))          out' = out · exp(lse - lse')
 
-The kernels need no support for sinks: their backward with (out', lse') is correct for q, k and v, because p =
-exp(score - lse') is the probability of each key in the larger softmax. The sink's gradient is -Σ exp(sink - lse') · δ.
+The kernels need no support for sinks: their backward with (out', lse') is correct for q, k and v, because p = exp(score
+- lse') is the probability of each key in the softmax with the sink. The gradient of the sink is -Σ exp(sink - lse') ·
+δ, summed over the queries, where δ = Σ dout·out' of each query.
 """
 
 from __future__ import annotations
@@ -16,33 +17,40 @@ from padfree.errors import UserError
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out [Tq, H, dv] and lse [Tq, H] with `sinks` [H] in the softmax, given `out` and `lse` over the keys."""
+    """Include the sinks [H] in the softmax.
+
+    `out` [Tq, H, dv] and `lse` [Tq, H] are the results of attention over the keys. Returns the new out and lse, in the
+    same shapes.
+    """
     _need_floats(out=out, lse=lse, sinks=sinks)
     if sinks.shape != out.shape[1:2] or lse.shape != out.shape[:2]:
         raise UserError(
             "sinks, lse",
-            f"shapes {tuple(sinks.shape)}, {tuple(lse.shape)} for out {tuple(out.shape)}",
-            "give [H], [Tq, H]",
+            f"have shapes {tuple(sinks.shape)}, {tuple(lse.shape)}, but out has shape {tuple(out.shape)}",
+            "give sinks [H] and lse [Tq, H]",
         )
     with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
     return (out * torch.exp(lse - with_sink)[..., None]).to(out.dtype), with_sink
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient [H] of `sinks`. `out` and `lse` are the results of `apply_sinks`."""
+    """The gradient [H] of the attention sinks [H]. `dout` is the gradient of the output.
+
+    `out` and `lse` are the results of `apply_sinks`.
+    """
     _need_floats(dout=dout, out=out, lse=lse, sinks=sinks)
     if sinks.shape != lse.shape[1:] or dout.shape != out.shape:
         raise UserError(
             "sinks, dout",
-            f"shapes {tuple(sinks.shape)}, {tuple(dout.shape)} for out {tuple(out.shape)}",
-            "give [H], [Tq, H, dv]",
+            f"have shapes {tuple(sinks.shape)}, {tuple(dout.shape)}, but out has shape {tuple(out.shape)}",
+            "give sinks [H] and dout [Tq, H, dv]",
         )
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [Tq, H]
     return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(dim=0).to(sinks.dtype)
 
 
 def _need_floats(**tensors: Tensor) -> None:
-    """Refuse integer tensors: results are cast to the dtype of one of these tensors."""
+    """Raise `UserError` for integer tensors, because results are cast to the dtype of one of these tensors."""
     for name, tensor in tensors.items():
         need_tensor(name, tensor)
         if not tensor.is_floating_point():

@@ -6,8 +6,8 @@
     causal         query 0 1 2 sees keys 0..0 0..1 0..2, queries 3 4 see keys 3..5 3..6
     window 2       query 0 1 2 sees keys 0..0 0..1 1..2, queries 3 4 see keys 4..5 5..6
 
-Query segment i sees only keys of key segment i, and the keys that a query sees are always one range of the key axis.
-This module is pure index arithmetic on the host.
+A query of query segment i sees only keys of key segment i. The keys that a query sees are always one range of the key
+axis. This module is pure index arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.arrays import need_number, need_whole
-from padfree.batch import Segments
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The mathematics of a call: softmax of `softcap · tanh(scale · q·k / softcap)` over the keys a query sees."""
+    """The parameters of an attention call: it computes the softmax of `softcap · tanh(scale · q·k / softcap)`.
+
+    The softmax is over the keys that a query sees. Without a softcap it is the softmax of `scale · q·k`.
+    """
 
     scale: float
     causal: bool = True
     window: int | None = None
-    """The number of keys that a causal query sees at most, including its own (HF's `sliding_window`)."""
+    """The maximum number of keys that a query sees, including its own (`sliding_window` in Hugging Face). It needs
+    `causal`.
+    """
     softcap: float | None = None
 
     def __post_init__(self) -> None:
@@ -52,7 +57,10 @@ class AttentionSpec:
 def key_ranges(
     segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """([Tq], [Tq]): query t sees the keys `first[t] <= key < end[t]` of the key axis; no key if they are equal."""
+    """Two arrays [Tq], `first` and `end`: query t sees the keys `first[t] <= key < end[t]` of the key axis.
+
+    If the two are equal, the query sees no key.
+    """
     lengths = segments_q.lengths
     starts, ends = (np.repeat(offsets, lengths) for offsets in (segments_k.offsets[:-1], segments_k.offsets[1:]))
     if not spec.causal:
@@ -65,7 +73,10 @@ def key_ranges(
 
 
 def blind_queries(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> NDArray[np.int64] | None:
-    """The queries that see no key; None if there are none. Costs nothing if queries and keys have the same segments."""
+    """The indices of the queries that see no key. None if every query sees a key.
+
+    If queries and keys have the same segments, the answer is None without any computation.
+    """
     if segments_q is segments_k:
         return None
     lengths_q, lengths_k = segments_q.lengths, segments_k.lengths

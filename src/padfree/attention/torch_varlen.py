@@ -1,7 +1,8 @@
-"""The `torch` backend: the variable-length flash attention included in PyTorch for CUDA. No extra package.
+"""The `torch` backend: the variable-length flash attention that PyTorch includes for CUDA. It needs no extra package.
 
 `torch.nn.attention.varlen` changed its arguments between PyTorch 2.11 and 2.13, so this backend calls the two operators
-that it is built on, which did not change. They support grouped key heads and return the lse that our backward needs.
+that this module is built on, whose arguments did not change. The operators support grouped key heads and return the lse
+that padfree's backward needs.
 
     out [Tq, H, d], lse [H, Tq]   for a query that sees no key: out 0 and lse +inf, which padfree replaces by -inf
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from padfree.attention.backend import HALF_TYPES, MULTIPLES_OF_8, AttentionBackend, Capabilities
 from padfree.attention.flash import fill_blind_queries, flash_inputs, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 
 class TorchVarlen(AttentionBackend):
@@ -77,7 +78,8 @@ class TorchVarlen(AttentionBackend):
 
 
 def _max_lengths(segments_q: Segments, segments_k: Segments) -> tuple[int, int]:
-    # If the longest query segment is 1, the operator switches to a decoding layout that does not allow empty segments.
+    # If the longest query segment has 1 token, the operator switches to a decoding layout that does not allow empty
+    # segments.
     return max(segments_q.max_seqlen, 2), segments_k.max_seqlen
 
 

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The sum over the copies of each element, as one Triton kernel.
+"""One Triton kernel that sums the copies of each element, the backward pass of a gather.
 
     gradient [m, W], copy_index [m], offsets [n + 1]  ->  out [n, W]
     out[i] = Σ gradient[copy_index[offsets[i]:offsets[i+1]]]
 
-A program computes `BLOCK` columns of one output element. It reads each copy once, accumulates in float32 and writes
-once, which is the minimal memory traffic. Each output is summed by one program, so that the order is fixed.
+There are m copies of n elements, each W numbers wide. A program computes `BLOCK` columns of one output element. It
+reads each copy once, accumulates in float32 and writes once, which is the minimal memory traffic. Each output is summed
+by one program, so that the order is fixed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def _sum_rows(gradient, copy_index, offsets, out, width, BLOCK: tl.constexpr):
 
 
 def sum_rows(gradient: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
-    """Sum the copies of each element: gradient [m, ...] -> [n, ...]."""
+    """Sum the copies of each element: gradient [m, ...] of the m copies -> [n, ...] of the n elements.
+
+    The copies of element i are `copy_index[offsets[i]:offsets[i+1]]`.
+    """
     gradient = gradient.contiguous()
     count = len(offsets) - 1
     out = gradient.new_empty(count, *gradient.shape[1:])

@@ -1,4 +1,4 @@
-"""Checkpoints: either complete or absent, and readable by any number of processes.
+"""Checkpoints that are always complete, and that any number of processes can read.
 
 checkpointer       Checkpointer: collective save and load
 manifest           the contents of a checkpoint, and checks that it fits the model

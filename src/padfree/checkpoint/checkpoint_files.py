@@ -1,10 +1,9 @@
-"""Files of a checkpoint: writing, syncing, checking and reading.
+"""Write, sync, check and read the files of a checkpoint.
 
     write_safetensors   {"model/norm.weight": [3], ...} -> rank-00000.safetensors, its size and SHA-256
     Reader.fill         pieces [0:3] and [3:5] in two files -> region [2:4] of the whole tensor
 
-A file is hashed while it is written, and its hash is checked before anything is read from it. This module does not know
-what the tensors mean.
+A file is hashed while it is written, and its hash is checked before anything is read from it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from padfree.errors import UserError
-from padfree.model.load import Region, local_region
+from padfree.model.named_tensors import Region, local_region
 
 DTYPES = {
     torch.float64: "F64",
@@ -39,11 +38,14 @@ DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class CheckpointError(UserError):
-    """A checkpoint could not be written or read."""
+    """Raised if a checkpoint cannot be written or read."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write and sync a safetensors file, with one tensor in host memory at a time; return its size and SHA-256."""
+    """Write and sync a safetensors file, and return its size in bytes and its SHA-256.
+
+    Only one tensor at a time is in host memory.
+    """
     header: dict[str, Any] = {}
     end = 0
     ordered = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps every tensor aligned
@@ -76,7 +78,7 @@ class Reader:
         self._files: dict[str, Any] = {}
 
     def fill(self, key: str, local: Tensor, region: Region) -> None:
-        """Copy `region` of the whole tensor into `local`."""
+        """Read the tensor `key`: copy the part `region` of the whole tensor into `local`."""
         filled = 0
         for file, offset, shape in self.tensors[key]["pieces"]:
             bounds = [
@@ -96,12 +98,15 @@ class Reader:
         assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
     def with_prefix(self, prefix: str) -> Reader:
-        """A reader of the tensors whose keys start with `prefix`. Its keys do not include the prefix."""
+        """A reader of the tensors whose keys start with `prefix`.
+
+        The keys of the new reader do not include the prefix.
+        """
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 
     def read_all(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose keys start with `prefix`, by key without the prefix."""
+        """All tensors whose keys start with `prefix`. The keys of the result do not include the prefix."""
         found = {}
         for key, about in self.tensors.items():
             if key.startswith(prefix):
@@ -134,7 +139,7 @@ def hash_of(content: Any) -> str:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise an error for values that JSON would change or cannot represent; `where` names them in the message."""
+    """Raise an error for values that JSON would change or cannot represent. `where` names the values in the message."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

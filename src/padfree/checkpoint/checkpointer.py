@@ -1,4 +1,4 @@
-"""Checkpoints that are either complete or absent.
+"""Save and load checkpoints. A checkpoint is either complete or absent.
 
     <folder>/latest                             the name of the newest checkpoint
     <folder>/step-00000010/
@@ -9,22 +9,23 @@
     weight [5, 2] on 2 ranks       rank-00000 holds [0:3], rank-00001 holds [3:5]
     the same, read by 3 ranks      [0:2] | [2:4] (from both files) | [4:5]
 
-Every rank writes the pieces that it holds, with their offsets in the whole tensor. To load, it reads the pieces that
-overlap its own shards, so any number of ranks can resume. A piece that several ranks hold is written once. For a model
-with adapters, only the adapters are saved. A reference model that was refreshed during the run exists nowhere else, so
-it is saved, too.
+Every rank writes the pieces of tensors that it holds, with their offsets in the whole tensor. To load, a rank reads the
+pieces that overlap its own shards, so any number of ranks can resume. A piece that several ranks hold is written once.
+For a model with adapters, only the adapters are saved. A reference model that was updated during the run is saved too,
+because it exists nowhere else.
 
 torch.distributed.checkpoint is not used because reading its `.metadata` unpickles it, which can run code, and because
 its safetensors storage cannot hold values that are not tensors. This format is JSON and safetensors, and the checksum
 of every file is checked before anything is loaded.
 
-A checkpoint is written to `step-….partial`, synced and renamed; then `latest` is replaced by a rename. Whenever the
-process dies, `latest` names a complete checkpoint. An existing checkpoint is never overwritten: the new one is named
-`step-00000010.1`. Deletion also starts with a rename. If one rank fails, all ranks raise the same error, and earlier
-checkpoints stay.
+A checkpoint is written to `step-….partial`, synced and renamed. Then the file `latest` is replaced by a rename. So
+`latest` names a complete checkpoint, whenever the process dies. An existing checkpoint is never overwritten: the new
+one is named `step-00000010.1`. A checkpoint is renamed before it is deleted. If one rank fails, all ranks raise the
+same error, and earlier checkpoints stay.
 
-With `asynchronous`, `save` copies this rank's pieces to host memory and returns; a thread writes them and communicates
-over its own process group. The next call of `save` or `wait` waits for the thread and raises its error, if any.
+If `asynchronous` is set, `save` copies this rank's pieces to host memory and returns. A thread then writes them and
+communicates over a separate process group. The next call of `save` or `wait` waits for the thread and raises its error,
+if any.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ from padfree.checkpoint.optimizer_state import describe_optimizer, load_optimize
 from padfree.distributed.peers import watching
 from padfree.errors import UserError
 from padfree.model.export import sync
-from padfree.model.load import local_part, local_region
+from padfree.model.named_tensors import local_part, local_region
 
 LATEST = "latest"
 NAME = re.compile(r"step-\d{8,}(\.\d+)?")
@@ -100,7 +101,7 @@ class _Job:
 
 
 class Checkpointer:
-    """Saves to and loads from one folder. All methods are collective."""
+    """Saves checkpoints to one folder, and loads them. All methods are collective."""
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, asynchronous: bool = False) -> None:
         if keep_last < 1:
@@ -111,7 +112,7 @@ class Checkpointer:
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._rank = dist.get_rank() if several else 0
         self._world = dist.get_world_size() if several else 1
-        # A separate group: the thread's messages must not mix with those of a training step.
+        # The thread uses a separate process group, because its messages must not mix with those of a training step.
         self._group: ProcessGroup | None = dist.new_group(backend="gloo") if several else None
         self.kept: Path | None = None  # a checkpoint that is never deleted, whatever its age
         self._thread: threading.Thread | None = None
@@ -131,11 +132,12 @@ class Checkpointer:
         reference: Mapping[str, Tensor] | None = None,
         critic: TrainedModel | None = None,
     ) -> Path:
-        """Write a checkpoint and return its folder. With `asynchronous` it is complete only after `wait`.
+        """Write a checkpoint and return its folder.
 
-        `extra` is the same on every rank; `rank_state` belongs to this rank. Both map names to tensors or to values
-        that JSON can represent. Tuples are restored as lists. `reference`: tensors of a reference model, by name.
-        `critic`: a second trained model and its optimizer.
+        If `asynchronous` is set, the checkpoint is complete only after `wait`. `extra` holds values that are the same
+        on every rank, and `rank_state` the values of this rank. Both map names to tensors or to values that JSON can
+        represent. Tuples are restored as lists. `reference` holds the tensors of a reference model, by name. `critic`
+        is a second trained model with its optimizer.
         """
         self.wait()
         host_state = {key: value for key, value in rank_state.items() if not isinstance(value, Tensor)}
@@ -150,7 +152,7 @@ class Checkpointer:
             "adapters": describe_adapters(model, self._fingerprint(model)),
             "optimizer": None if optimizer is None else describe_optimizer(model, optimizer),
             "critic": None if critic is None else describe_optimizer(*critic),
-            "extra": copy.deepcopy(shared),  # the run may change it while the thread is still writing
+            "extra": copy.deepcopy(shared),  # a copy, because the run may change it while the thread is still writing
         }
         whole = state_tensors(model, optimizer)
         whole |= {f"reference/{name}": tensor for name, tensor in (reference or {}).items()}
@@ -184,7 +186,7 @@ class Checkpointer:
         return self.folder / job.name
 
     def wait(self) -> None:
-        """Wait until an asynchronous save is complete. Raise its error, once."""
+        """Wait until an asynchronous save is complete. If the save failed, raise its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -193,19 +195,23 @@ class Checkpointer:
             raise failure
 
     def keep(self, path: Path | None) -> None:
-        """Never delete this checkpoint, whatever its age. Only one checkpoint is kept like this: a later call replaces
-        it, and `keep(None)` ends the protection."""
+        """Protect this checkpoint, so that it is never deleted, whatever its age.
+
+        Only one checkpoint is protected: a later call replaces it, and `keep(None)` ends the protection.
+        """
         self.kept = path
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """A block at whose end an asynchronous save is awaited. If both the block and the save fail, the error of the
-        block is raised."""
+        """A block that waits at its end for an asynchronous save.
+
+        If both the block and the save fail, the block's error is raised.
+        """
         try:
             yield
         except BaseException:
             if self._thread is not None:
-                self._thread.join()  # the checkpoint may still be completed, because other ranks' threads write as well
+                self._thread.join()  # wait for the checkpoint, because the threads of other ranks may still complete it
             raise
         self.wait()
 
@@ -216,7 +222,10 @@ class Checkpointer:
             self._failure = failure
 
     def _writes(self, tensor: Tensor) -> bool:
-        """Whether this rank writes the part of the tensor that it holds."""
+        """Whether this rank writes the piece of the tensor that it holds.
+
+        If several ranks hold the piece, only one writes it.
+        """
         if not isinstance(tensor, DTensor):
             return self._rank == 0
         coordinate = tensor.device_mesh.get_coordinate()
@@ -225,7 +234,7 @@ class Checkpointer:
         return all(index == 0 for placement, index in copies if placement.is_replicate())
 
     def _begin(self, step: int) -> str:
-        """Create the folder to write into; return the checkpoint's name."""
+        """Create the folder into which the checkpoint is written, and return the checkpoint's name."""
         name = ""
         with self._failing_together() as errors:
             if self._rank == 0:
@@ -285,16 +294,19 @@ class Checkpointer:
     # Resuming
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
+        """The folder of the newest complete checkpoint, or None if there is none."""
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
-        """The `latest` of rank 0, on every rank: a shared file system may show ranks different states."""
+        """The result of `latest` on rank 0, the same on every rank.
+
+        A shared file system may show ranks different states.
+        """
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
-        """Return the `extra` that was saved in a checkpoint, without its tensors. Nothing is loaded into a model."""
+        """Return the values of `extra` that were passed to `save`, without tensors. Nothing is loaded into a model."""
         path, content = Path(path), {}
         cure = self._fix(path)
         with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
@@ -370,7 +382,7 @@ class Checkpointer:
     # Ranks
 
     def _fingerprint(self, model: nn.Module) -> str | None:
-        """A fingerprint of the frozen weights under adapters; None for a model without adapters."""
+        """A hash of the frozen weights of a model with adapters. None for a model without adapters."""
         if model not in self._fingerprints:
             base = base_tensors(model)
             self._fingerprints[model] = self.fingerprint(base) if base else None
@@ -394,7 +406,10 @@ class Checkpointer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[list[CheckpointError]]:
-        """A block that collects errors in a list. At its end, all ranks raise an error if any rank has one."""
+        """A block that yields a list for errors.
+
+        At its end, all ranks raise an error if the list of any rank is not empty.
+        """
         errors: list[CheckpointError] = []
         yield errors
         for gathered in self._gather(errors):
@@ -403,7 +418,7 @@ class Checkpointer:
 
 
 def complete_in(folder: Path) -> list[Path]:
-    """All complete checkpoints of a folder, the newest last."""
+    """The folders of all complete checkpoints in `folder`, the newest last."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
@@ -416,7 +431,7 @@ def step_of(path: Path) -> int:
 
 
 def latest_in(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a folder, or None."""
+    """The newest complete checkpoint in `folder`, or None if there is none."""
     pointer = folder / LATEST
     if pointer.exists():
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -428,7 +443,10 @@ def latest_in(folder: Path) -> Path | None:
 
 @contextmanager
 def _collecting_error(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
-    """Append an exception of the block to `errors`, as a `CheckpointError` about `path`. `what` is "problem; fix"."""
+    """A block whose exceptions are appended to `errors`, as a `CheckpointError` about `path`.
+
+    `what` is the text of the message after the path: "problem; fix".
+    """
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,6 @@
-"""The manifest of a checkpoint: its contents, their location, and checks that they fit the model of this run.
+"""The manifest of a checkpoint. It lists the contents and where they are stored.
+
+Checks compare it with the model of this run.
 
     manifest.json            {"sha256": of the content, "content": {step, world, model, optimizer, extra, rank_state,
         "tensors": {"model/norm.weight": {"dtype": "F32", "shape": [5], "pieces": [
@@ -27,20 +29,22 @@ from torch.optim import Optimizer
 from padfree.checkpoint.checkpoint_files import DTYPES, CheckpointError, hash_of
 from padfree.checkpoint.optimizer_state import describe_optimizer, optimizer_tensors
 from padfree.errors import UserError
-from padfree.model.load import local_part, named_tensors
 from padfree.model.lora import ADAPTER, is_adapter, is_trained_with_adapters
+from padfree.model.named_tensors import local_part, named_tensors
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 CRITIC = "critic/"
-"""Prefix of the keys of a critic's tensors."""
+"""The prefix of the keys of a critic's tensors."""
 
 
 # Contents
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that are saved, by name: the trained ones if it has adapters, otherwise all."""
+    """The tensors of a model that a checkpoint holds, by name: only the trained ones if the model has adapters, else
+    all.
+    """
     tensors = named_tensors(model)
     if not any(map(is_adapter, tensors)):
         return tensors
@@ -48,13 +52,13 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The frozen weights under adapters; empty for a model without adapters."""
+    """The frozen weights of a model with adapters, by name. Empty for a model without adapters."""
     tensors, saved = named_tensors(model), saved_tensors(model)
     return {name: tensor for name, tensor in tensors.items() if name not in saved and tensor.is_floating_point()}
 
 
 def bits_of(tensor: Tensor) -> int:
-    """The sum of the bits of this rank's part, as 16-bit integers.
+    """A checksum of this rank's part of a tensor: the sum of its values, read as 16-bit integers.
 
     Values are rounded to bfloat16 first, so that the result does not depend on the dtype of the weights.
     """
@@ -64,36 +68,41 @@ def bits_of(tensor: Tensor) -> int:
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
     """The entry of the manifest about adapters: their scale, and `base`, the fingerprint of the frozen weights.
 
-    None for a model without adapters.
+    Returns None for a model without adapters.
     """
     if base is None:
         return None
-    config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types it as a tensor or a module
+    config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types attributes as tensors or modules
     return {"scale": config.lora_alpha / config.r, "base": base}
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Whole tensors by key: `model/<name>` and `optimizer/<kind of state>/<parameter name>`."""
+    """All tensors of a model and its optimizer, by key.
+
+    The keys are `model/<name>` and `optimizer/<kind of state>/<parameter name>`.
+    """
     tensors = {f"model/{name}": tensor for name, tensor in saved_tensors(model).items()}
     if optimizer is not None:
         tensors |= {f"optimizer/{key}": tensor for key, tensor in optimizer_tensors(model, optimizer).items()}
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise UserError(
-                "checkpoint", f"{key} is {tensor.dtype}", f"convert it to one of {', '.join(DTYPES.values())}"
+                "checkpoint",
+                f"{key} has dtype {tensor.dtype}, which cannot be saved",
+                f"convert it to one of {', '.join(DTYPES.values())}",
             )
     return tensors
 
 
 class TrainedModel(NamedTuple):
-    """A model and its optimizer."""
+    """A model that is trained, and its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer
 
 
 def critic_tensors(critic: TrainedModel) -> dict[str, Tensor]:
-    """The tensors of a critic and its optimizer, by key."""
+    """The tensors of a critic and its optimizer, by their keys in the checkpoint."""
     return {f"{CRITIC}{key}": tensor for key, tensor in state_tensors(*critic).items()}
 
 
@@ -107,7 +116,10 @@ def class_name(model: nn.Module) -> str:
 def check_model(
     content: dict[str, Any], path: Path, model: nn.Module, optimizer: Optimizer | None, base: str | None = None
 ) -> None:
-    """Refuse a checkpoint of another model. `base`: fingerprint of the frozen weights, if the model has adapters."""
+    """Raise an error if the checkpoint belongs to another model. `path` is its folder, for the message.
+
+    `base` is the fingerprint of the frozen weights, if the model has adapters.
+    """
     there, here = content.get("adapters"), describe_adapters(model, base)
     differs, cure = None, "give the folder of this run"
     if content["model"] != class_name(model):
@@ -124,7 +136,7 @@ def check_model(
         differs = "its adapters were trained on other frozen weights"
         cure = "keep model.path and its files, and run.seed for random weights"
     if differs:
-        raise CheckpointError("checkpoint", f"{path} is of another model ({differs})", cure)
+        raise CheckpointError("checkpoint", f"{path} belongs to another model ({differs})", cure)
     if optimizer is None:
         return
     if content["optimizer"] is None:
@@ -139,7 +151,10 @@ def check_model(
 
 
 def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str, Tensor]) -> bool:
-    """Whether the checkpoint holds a reference model; raise an error if its tensors do not fit this reference."""
+    """Whether the checkpoint holds a reference model.
+
+    Raises an error if its tensors do not fit this reference model.
+    """
     if not any(key.startswith("reference/") for key in content["tensors"]):
         return False
     if differs := _first_difference(content["tensors"], "reference/", reference):
@@ -152,7 +167,7 @@ def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str,
 
 
 def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> None:
-    """Refuse a checkpoint without a critic, or with a different critic."""
+    """Raise an error if the checkpoint has no critic, or a critic that differs from this one."""
     differs = _first_difference(content["tensors"], f"{CRITIC}model/", saved_tensors(critic.model))
     if content.get("critic") is None or differs:
         reason = differs if content.get("critic") is not None else "it has none"
@@ -162,7 +177,11 @@ def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> N
 
 
 def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
-    """A description of the first tensor under `prefix` whose shape or dtype differs; None if all are equal."""
+    """Describe the first tensor whose shape or dtype differs between the checkpoint and the model.
+
+    None if all are equal. `tensors` are the entries of the manifest, of which those under `prefix` are compared with
+    `wanted`.
+    """
     saved = {
         key.removeprefix(prefix): (about["shape"], about["dtype"])
         for key, about in tensors.items()

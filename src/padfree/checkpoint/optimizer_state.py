@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, not by order.
+"""Store the optimizer state by parameter name, so that it does not depend on the order of parameters.
 
 optimizer.state[parameter] = {"step": [], "exp_avg": [5, 2]}
   tensors       optimizer/step/norm.weight, optimizer/exp_avg/norm.weight        stored with the tensors of the model
@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from padfree.checkpoint.checkpoint_files import DTYPE_OF, Reader, check_json
 from padfree.errors import UserError
-from padfree.model.load import local_part, local_region, named_tensors
+from padfree.model.named_tensors import local_part, local_region, named_tensors
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""Options that select an optimizer's implementation. A resumed run ignores their values in the checkpoint."""
+"""The options that select how an optimizer is implemented. A resumed run ignores their values in the checkpoint."""
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Whole tensors of the state, by `<kind of state>/<parameter name>`."""
+    """The tensors of the optimizer state, by the key `<kind of state>/<parameter name>`."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_tensors(model).items():
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -40,14 +40,16 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer without its tensors: groups with parameter names, and state values that are not tensors."""
+    """Everything about the optimizer except its tensors: groups with parameter names, and state values that are not
+    tensors.
+    """
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         unknown = [parameter for parameter in group["params"] if id(parameter) not in names]
         if unknown:
             raise UserError(
-                "optimizer", "has parameters that are not the model's", "create it after the model is sharded"
+                "optimizer", "has parameters that do not belong to the model", "create it after the model is sharded"
             )
         options = {
             key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
@@ -63,7 +65,7 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, Any], reader: Reader) -> None:
-    """Load an optimizer whose groups hold the parameters that `described` names."""
+    """Load the state of an optimizer. Its groups must hold the parameters that `described` names."""
     parameters = named_tensors(model)
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -90,7 +92,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
             state[numbers[name]][kind] = value.detach()
     filled = {number: values for number, values in state.items() if values}
     optimizer.load_state_dict({"state": filled, "param_groups": groups})
-    # torch has cast the state to the parameters' dtype; restore states that were saved with a higher precision.
+    # torch has cast the state to the dtype of the parameters. Restore the states that were saved with a higher
+    # precision.
     for name, number in numbers.items():
         own = optimizer.state.get(parameters[name], {})
         for kind, value in filled.get(number, {}).items():
@@ -99,7 +102,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Convert a value from JSON to the type of the optimizer's current value."""
+    """Convert a value that was read from JSON to the type of the optimizer's current value."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value

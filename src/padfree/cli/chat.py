@@ -87,12 +87,13 @@ def _on_terminal(chat: _Chat) -> None:
         try:
             with _on_interrupt(chat.interrupt):
                 chat.take(line)
-        except UserError as error:  # for example a full context; the chat continues
+        except UserError as error:
+            # An error such as a full context does not end the chat.
             chat.output.write(f"{error}\n")
 
 
 class _Chat:
-    """Handles input lines: messages and commands."""
+    """Handles the lines that the user types: messages to the model, and commands such as /reset."""
 
     def __init__(self, conversation: ChatSession, output: Output, settings: argparse.Namespace) -> None:
         self.conversation, self.output = conversation, output
@@ -100,13 +101,13 @@ class _Chat:
         self.stop = False  # set by Ctrl-C
 
     def interrupt(self, number: int, frame: Any) -> None:
-        """The first Ctrl-C ends the answer at its next token; a second one ends the program."""
+        """Signal handler for Ctrl-C: the first one ends the answer at its next token, a second one ends the program."""
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
 
     def take(self, line: str) -> None:
-        """Handle a message or a command."""
+        """Handle one input line: run it if it is a command, otherwise send it to the model as a message."""
         text = line.strip()
         if text.startswith("/") and not text.startswith("//"):
             self._command(text)
@@ -151,7 +152,7 @@ class _Chat:
 
 @contextmanager
 def _on_interrupt(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Handle Ctrl-C with `handler` inside the block."""
+    """Context manager that installs `handler` as the signal handler for Ctrl-C."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`padfree check`: compares packed training with one sample at a time, on a given model, data, backend and layout.
+"""`padfree check`: compares packed training with training on one sample at a time, for a model, data and layout.
 
 padfree check --model my-model --data train.jsonl
 torchrun --nproc-per-node 4 -m padfree check --model my-model --data train.jsonl --layout dp=2,cp=2
@@ -65,7 +65,7 @@ def run(settings: argparse.Namespace) -> None:
     if settings.loss not in LOSSES:
         raise UserError("--loss", "", f"choose one of {', '.join(LOSSES)}", value=settings.loss)
     if settings.layers is not None and settings.full:
-        raise UserError("--layers", f"{settings.layers} together with --full", "give only one of them")
+        raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data = data_settings(settings)
     first = processes.is_first
     target = None if settings.json is None else Path(settings.json)
@@ -125,7 +125,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def data_settings(settings: argparse.Namespace) -> DataConfig | None:
-    """The `[data]` section made of --data and the data settings on the command line; None without --data."""
+    """Return the `[data]` section that --data and the data settings on the command line make; None without --data."""
     words = [*settings.overrides, *(settings.data or [])]
     changes = [word for word in words if re.match(r"\w+(\.\w+)+\s*=", word)]
     files = [word for word in words if word not in changes]
@@ -150,7 +150,10 @@ def _write(target: Path, text: str) -> None:
 
 
 def context_ranks(layout: str | None, processes: int) -> int:
-    """The number of context ranks in a layout: 2 for `dp=2,cp=2`. dp times cp must be the number of processes."""
+    """Return the number of context ranks in a layout, e.g. 2 for `dp=2,cp=2`.
+
+    Raise a `UserError` if dp times cp is not the number of processes.
+    """
     if layout is None:
         return 1
     sizes = {"dp": 1, "cp": 1}
@@ -176,7 +179,7 @@ def _progress(line: str) -> None:
 
 
 def show(report: CheckReport) -> None:
-    """Print the table, and the verdict as the last line."""
+    """Print the table of the report, with the verdict as the last line."""
     from padfree.tools.check.check_report import HEADER
 
     if sys.stderr.isatty():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COLOURS = "\033[30;42m", "\033[0m"
 MARKS = "[[", "]]"
-"""Marks around trained text: colours on a terminal, brackets elsewhere."""
+"""Marks before and after trained text if the output is not a terminal. A terminal shows the text in colour."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,7 +56,9 @@ def run(settings: argparse.Namespace) -> None:
         config = config.with_held_out_data()
     tokenizer = load_tokenizer(config)
     source = load_training_data(config, tokenizer, import_reward=False)
-    rows = shown_rows(config, source, tokenizer, first=settings.row, count=settings.rows)
+    rows = shown_rows(
+        config.data, source, tokenizer, turns=config.loss.task.turns, first=settings.row, count=settings.rows
+    )
     about = [*source.notes, f"data: {source.report.summary()}"]
     if settings.page is None:
         for line in (*about, "", *lines(rows, coloured=sys.stdout.isatty())):
@@ -73,7 +75,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def lines(rows: list[ShownRow], *, coloured: bool) -> Iterator[str]:
-    """Rows as text, with the trained part in colour or in brackets."""
+    """Yield rows as lines of text, with the trained part in colour (`coloured`) or in brackets."""
     begin, end = COLOURS if coloured else MARKS
     for row in rows:
         for sample in row.samples:

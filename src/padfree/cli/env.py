@@ -53,7 +53,7 @@ def run(settings: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Facts about the installation, by name. A value is a string or a list of strings."""
+    """Return facts about the installation, by name. A value is a string or a list of strings."""
     import torch
 
     found: dict[str, Any] = {
@@ -78,7 +78,7 @@ def installed(package: str) -> str | None:
 
 
 def optional_packages() -> Iterator[str]:
-    """One line for each optional package."""
+    """Yield one line for each optional package: its purpose, and its version or how to install it."""
     for requirement in requires("padfree") or ():
         match = REQUIREMENT.match(requirement)
         if match is None or match[2] not in PURPOSES:
@@ -106,7 +106,7 @@ def _devices() -> Iterator[str]:
 
 
 def _attention() -> Iterator[str]:
-    """The attention backend that `auto` chooses on each type of device."""
+    """Yield one line for each device type and dtype, with the attention backend that `auto` chooses."""
     import torch
 
     from padfree.attention import choose_backend

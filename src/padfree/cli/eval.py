@@ -43,7 +43,7 @@ def run(settings: argparse.Namespace) -> None:
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
         check_output(target, "--json")
-    # The training data of the recipe may be missing.
+    # Check only the names of the held-out data, because the training data of the recipe may be missing.
     check_names(held_out)
 
     shown = Lines(shown=first, write=_to_stderr)  # stdout has the numbers only
@@ -54,7 +54,8 @@ def run(settings: argparse.Namespace) -> None:
         found = evaluate(config, on_tokenising=shown.tokenising, on_activity=shown.activity)
     if not first:
         return
-    if target is not None:  # write the file first: printing fails if the reader of the pipe has ended
+    # Write the file before printing, because printing fails if the reader of the pipe has ended.
+    if target is not None:
         about = {"model": config.model.path, "data": list(config.eval.path), **found}
         try:
             target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

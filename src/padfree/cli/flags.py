@@ -1,4 +1,4 @@
-"""One spelling of settings for all commands.
+"""Convert the different spellings of a setting on a command line to the one that the command takes.
 
     model.path=X   --model.path X   --model.path=X   --model X        are equivalent for every command with the setting
 
@@ -62,7 +62,7 @@ OWN_FLAGS = {
 
 
 def normalised_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with settings converted to the form that the command takes."""
+    """Return the words of a command line, with settings converted to the form that the command takes."""
     if not words or (words[0] not in TAKE_SETTINGS and words[0] not in OWN_FLAGS):
         return list(words)
     command, found, overrides, lists = words[0], [words[0]], list[str](), dict[str, list[str]]()
@@ -97,7 +97,7 @@ def normalised_words(words: Sequence[str]) -> list[str]:
 
 
 def _setting(command: str, name: str) -> str | None:
-    """The setting that a flag names. None if the flag is not a setting; then argparse handles it."""
+    """Return the setting that the flag `name` of a command sets, or None if argparse handles the flag."""
     if "." in name:
         return name
     if command not in TAKE_SETTINGS:
@@ -106,7 +106,7 @@ def _setting(command: str, name: str) -> str | None:
 
 
 def _entries(value: str) -> list[str]:
-    """The value of a setting as a list of words: the entries of a JSON list, or else the value itself."""
+    """Return the entries of `value` if it is a JSON list; otherwise a list with `value` as its only entry."""
     try:
         found = json.loads(value)
     except ValueError:
@@ -115,7 +115,7 @@ def _entries(value: str) -> list[str]:
 
 
 def suggestion(word: str, command: str) -> str:
-    """The end of the error message for an unknown argument: it suggests the most similar setting."""
+    """Return the end of the error message for the unknown argument `word`, which suggests the most similar setting."""
     if command not in TAKE_SETTINGS and command != "plan":
         return ""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -131,7 +131,7 @@ def suggestion(word: str, command: str) -> str:
 
 
 def setting_names(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all settings."""
+    """Yield the dotted names of all settings of the dataclass `kind`. `prefix`: its name with a dot at the end."""
     hints = get_type_hints(kind)
     for entry in fields(kind):
         hint = hints[entry.name]

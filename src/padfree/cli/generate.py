@@ -49,7 +49,7 @@ def run(settings: argparse.Namespace) -> None:
         ids = [speaker.prompt(prompt, system=settings.system) for prompt in prompts]
         max_new_tokens_each = [
             speaker.max_new_tokens(one, settings.max_new_tokens) for one in ids
-        ]  # refuses prompts that are too long before any output
+        ]  # raises an error for a prompt that is too long, before any output
         assert len(max_new_tokens_each) == len(prompts)
         if len(prompts) == 1 and not settings.json:
             _stream(speaker, ids[0], settings.max_new_tokens, output)
@@ -79,7 +79,7 @@ def _answers(speaker: Speaker, prompts: Sequence[Sequence[int]], max_new_tokens:
 
 
 def _prompts(words: Sequence[str], file: str | None) -> list[str]:
-    """The prompts from the command line and from the file."""
+    """Return the prompts: `words` from the command line, then the lines of `file` if it is given."""
     found = list(words)
     if STDIN in found:
         if found.count(STDIN) > 1 or file == STDIN:

@@ -7,8 +7,10 @@ padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.rep
     a, b     each host answers: versions, digest of the recipe, number of GPUs, or an error
     here     if no host reports an error, the arguments of torchrun go to each host
     a, b     torchrun --nnodes 2 --node-rank 0 (1) --master-addr a ... -m padfree sft ...
-    here     prints their output, each line with the name of its host. If a host fails, or if this process receives
-             SIGINT or SIGTERM, the other hosts are told to stop: torchrun receives SIGTERM there
+    here     prints the output of the hosts, each line with the name of its host. If a host fails, or if this process
+             receives SIGINT or SIGTERM, the other hosts are told to stop: torchrun receives SIGTERM there
+
+With --slurm it writes a batch script instead: `padfree.cli.slurm`.
 """
 
 from __future__ import annotations
@@ -31,17 +33,19 @@ from typing import IO, Any
 import padfree
 from padfree.cli.main import COMMANDS, parsed
 from padfree.cli.on_host import ANSWER, RELEASE, shutdown_seconds, source_digest
+from padfree.cli.slurm import write_script
 from padfree.config.loss import TASKS
 from padfree.errors import UserError
 
 LAUNCHED = ("check", *TASKS, "eval")
-"""Commands that run on several processes."""
+"""Commands that `padfree launch` accepts, because they can run on several processes."""
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 PORT = 29500
 ENVIRONMENT = (
     "GLOO_",
     "HF_",
+    "MLFLOW_",
     "NCCL_",
     "OMP_",
     "PADFREE_",
@@ -56,26 +60,30 @@ ENVIRONMENT = (
 """Environment variables with these prefixes are copied to the hosts."""
 
 LINGER = 8.0
-"""Seconds after a failure in which the other hosts may end by themselves and print their errors."""
+"""After a failure on one host, seconds that the other hosts have to end by themselves and print their errors."""
 
 SIGNAL_CHECK_SECONDS = 0.5
-"""Seconds between two checks for signals while waiting."""
+"""While the launcher waits for hosts, it checks for signals after every so many seconds."""
 
 NOT_FOUND, CONNECTION = (126, 127), 255
-"""Exit codes of a shell that does not find the program, and of ssh for a failed connection."""
+"""NOT_FOUND: exit codes of a shell that cannot run the program. CONNECTION: exit code of ssh if it cannot connect."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = COMMANDS["launch"][1]
     command = commands.add_parser(
         "launch",
-        usage="padfree launch --hosts a,b [options] -- COMMAND ...",
+        usage="padfree launch (--hosts a,b | --slurm FILE --nodes N) [options] -- COMMAND ...",
         help=text,
         description=f"{text[0].upper()}{text[1:]}. All hosts need the same version of padfree and the same folder.",
         epilog="example: padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first",
     )
     add = command.add_argument
-    add("--hosts", required=True, metavar="A,B,...", help="host names for ssh; the first has rank 0")
+    add("--hosts", metavar="A,B,...", help="host names for ssh; the first has rank 0")
+    add("--slurm", metavar="FILE", help="write a batch script for sbatch, and run nothing")
+    add("--nodes", type=int, metavar="N", help="with --slurm: number of nodes")
+    add("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="with --slurm: an option of sbatch")
+    add("--dry-run", action="store_true", help="with --slurm: print the script, and write nothing")
     add("--processes", type=int, metavar="N", help="processes per host (default: one per GPU)")
     add("--restarts", type=int, default=0, metavar="N", help="restarts by torchrun (default 0)")
     add("--address", metavar="HOST[:PORT]", help=f"rendezvous (default: first host, port {PORT})")
@@ -101,10 +109,7 @@ class Launch:
 
     @staticmethod
     def of(settings: argparse.Namespace) -> Launch:
-        words = settings.words[1:] if settings.words[:1] == ["--"] else settings.words
-        if not words or words[0] not in LAUNCHED:
-            problem = f"{words[0]!r} cannot be launched" if words else "missing"
-            raise UserError("COMMAND", problem, f"give one of {', '.join(LAUNCHED)} after --")
+        words = _words(settings.words)
         hosts = [host.strip() for host in settings.hosts.split(",")]
         if not all(hosts) or any(host.startswith("-") for host in hosts):
             raise UserError("--hosts", "", "name the hosts, separated by commas", value=settings.hosts)
@@ -128,7 +133,7 @@ class Launch:
         )
 
     def order(self) -> dict[str, Any]:
-        """The first message to a host: the command, the folder and the environment variables."""
+        """Return the first message to a host: the command, the folder and the environment variables."""
         return {
             "words": self.words,
             "folder": self.folder,
@@ -137,19 +142,27 @@ class Launch:
         }
 
     def remote_command(self) -> str:
-        """The command for the remote shell."""
+        """Return the command that ssh runs in the shell of a host."""
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         variables = [f"PYTHONPATH={os.pathsep.join(paths)}"] if paths else []
         return shlex.join(["exec", "env", *variables, self.python, "-u", "-m", "padfree.cli.on_host"])
 
     def torchrun(self, rank: int, processes: int) -> list[str]:
-        """The arguments of torchrun on the host with this node rank."""
+        """Return the arguments of torchrun on the host with node rank `rank`. `processes`: number per host."""
         name, port = self.address
         return [
             *("--nnodes", str(len(self.hosts)), "--node-rank", str(rank), "--nproc-per-node", str(processes)),
             *("--master-addr", name, "--master-port", str(port), "--max-restarts", str(self.restarts)),
             *("-m", "padfree", *self.words),
         ]
+
+
+def _words(given: Sequence[str]) -> list[str]:
+    words = list(given[1:] if given[:1] == ["--"] else given)
+    if not words or words[0] not in LAUNCHED:
+        problem = f"{words[0]!r} cannot be launched" if words else "missing"
+        raise UserError("COMMAND", problem, f"give one of {', '.join(LAUNCHED)} after --")
+    return words
 
 
 def _address(given: str | None, first: str) -> tuple[str, int]:
@@ -186,10 +199,10 @@ Events = SimpleQueue[Event]
 
 
 def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
-    """Wait for an event. Raises `Empty` after the deadline.
+    """Wait for the next event and return it. Raise `Empty` after the deadline.
 
-    The system may deliver a signal to a thread that reads from a host. Python handles it in the main thread, so the
-    main thread wakes up every `SIGNAL_CHECK_SECONDS` seconds.
+    The system may deliver a signal to a thread that reads from a host, but Python handles signals in the main thread.
+    The main thread therefore wakes up every `SIGNAL_CHECK_SECONDS` seconds.
     """
     while True:
         left = deadline - time.monotonic()
@@ -201,14 +214,17 @@ def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
 
 
 class HostConnection:
-    """The ssh connection to one host. Threads print its output, and put its answer and its end into the events."""
+    """The ssh connection to one host.
+
+    Its threads print the output of the host, and put the host's answer and the end of the connection into the events.
+    """
 
     def __init__(self, host: str, launch: Launch, events: Events) -> None:
         self.host, self._events = host, events
         self.printed: list[str] = []  # lines that the host printed before its answer
         self._answered = False
         try:
-            # A new session: otherwise Ctrl-C would end ssh before the host is told to stop.
+            # Start ssh in a new session. Otherwise Ctrl-C would end ssh before the host is told to stop.
             self.process = subprocess.Popen(
                 [*launch.ssh, host, launch.remote_command()],
                 stdin=subprocess.PIPE,
@@ -230,7 +246,7 @@ class HostConnection:
         self._output.start()
 
     def tell(self, line: str) -> None:
-        """Send a line. Errors are ignored: the end of a connection is an event."""
+        """Send a line to the host. Errors are ignored, because the end of a connection is reported as an event."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(line + "\n")
@@ -239,7 +255,7 @@ class HostConnection:
     def close(self) -> None:
         """End the connection, which stops the run on the host."""
         self.process.kill()
-        self._output.join()  # this thread waits for the other thread and for the process
+        self._output.join()  # the output thread itself waits for the other thread and for ssh
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
             with suppress(BrokenPipeError):
@@ -268,7 +284,10 @@ class HostConnection:
             self._events.put(Signalled(signal.SIGPIPE))
 
     def refusal(self, code: int, python: str) -> UserError:
-        """The error for a connection that ended before the host answered."""
+        """Return the error for a connection that ended before the host answered.
+
+        `code`: the exit code of ssh. `python`: the Python program that was started on the host.
+        """
         last = next((line for line in reversed(self.printed) if line), f"exit code {code}")
         if code == CONNECTION:
             return UserError(
@@ -295,7 +314,7 @@ class HostConnection:
 
 @contextmanager
 def connected(launch: Launch, events: Events) -> Iterator[list[HostConnection]]:
-    """Connect to all hosts, and close the connections at the end of the block."""
+    """Context manager that connects to all hosts, yields the connections, and closes them at its end."""
     found: list[HostConnection] = []
     try:
         for host in launch.hosts:
@@ -324,6 +343,18 @@ def signals_as_events(events: Events) -> Iterator[None]:
 
 
 def run(settings: argparse.Namespace) -> None:
+    if (settings.hosts is None) == (settings.slurm is None):
+        raise UserError("--hosts", "one of --hosts and --slurm is needed", "give hosts for ssh, or a file for sbatch")
+    if settings.slurm is not None:
+        if settings.address is not None or settings.ssh != SSH:
+            raise UserError("--slurm", "uses neither --address nor --ssh", "remove them", value=settings.slurm)
+        if settings.restarts < 0:
+            raise UserError("--restarts", "", "give 0 or more", value=settings.restarts)
+        write_script(settings, _words(settings.words))
+        return
+    for name, given in (("--nodes", settings.nodes), ("--sbatch", settings.sbatch), ("--dry-run", settings.dry_run)):
+        if given:
+            raise UserError(name, "has no effect with --hosts", "remove it, or use --slurm")
     launch, events = Launch.of(settings), Events()
     with signals_as_events(events), connected(launch, events) as connections:
         answers = gather_answers(connections, events, launch)
@@ -336,7 +367,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def gather_answers(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
-    """The answers of all hosts, in the order of the hosts. An error on any host is raised."""
+    """Wait for the answer of every host, and return the answers by host. Raise an error if a host reports one."""
     answers: dict[str, dict[str, Any]] = {}
     by_name = {connection.host: connection for connection in connections}
     while len(answers) < len(connections):
@@ -404,7 +435,10 @@ def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def supervise(connections: Sequence[HostConnection], events: Events) -> int:
-    """Wait for all hosts. Return the exit code of the first failure, or 128 + the number of a signal."""
+    """Wait until the command has ended on all hosts, and return the exit code.
+
+    It is the code of the first host that failed, or 128 plus the number of the signal that stopped this process.
+    """
     running = {connection.host for connection in connections}
     code, deadline, stopped = 0, float("inf"), False
 

@@ -32,11 +32,12 @@ COMMANDS = {
     "chat": ("padfree.cli.chat", "chat with a model, turn by turn"),
     "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
     "data": ("padfree.cli.data", "show data rows as the model sees them"),
-    "demo": ("padfree.tools.demo", "plan, check, fine-tune and run RL with a tiny model, on a CPU"),
+    "demo": ("padfree.tools.demo.run_demo", "plan, check, fine-tune and run RL with a tiny model, on a CPU"),
     "env": ("padfree.cli.env", "print versions, devices and kernels, for a bug report"),
     "eval": ("padfree.cli.eval", "evaluate a model on held-out data"),
+    "export": ("padfree.cli.gguf", "write a model to a GGUF file, for llama.cpp"),
     "generate": ("padfree.cli.generate", "generate a model's answers to prompts"),
-    "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh and torchrun"),
+    "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh or Slurm"),
     "plan": ("padfree.cli.plan", "plan an epoch: packs, load balance, time and memory"),
     "recipes": ("padfree.cli.recipes", "list the recipes that come with padfree, or print one"),
     "report": ("padfree.cli.report", "write an HTML report of one or more run folders"),
@@ -57,7 +58,7 @@ CALL_USER_CODE = (*TRAINING, "eval")
 
 
 class CommandHelp(argparse.HelpFormatter):
-    """Help with one line per command: the column of names is wide enough for the longest name."""
+    """Help formatter with one line per command: the column of names is wide enough for the longest name."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog)
@@ -65,7 +66,7 @@ class CommandHelp(argparse.HelpFormatter):
 
 
 def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """The parser of the command line. Commands that are not `loaded` have their name and help text only."""
+    """Return the parser of the command line. Only commands in `loaded` get their options; others get a help text."""
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
@@ -89,14 +90,14 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     commands = parser(words[:1])
     settings, rest = commands.parse_known_args(normalised_words(words))
     if hasattr(settings, "prompt") and all(word == "-" or not word.startswith("-") for word in rest):
-        settings.prompt = [*settings.prompt, *rest]  # argparse does not accept prompts after a flag
+        settings.prompt = [*settings.prompt, *rest]  # argparse leaves prompts that follow a flag in `rest`
         return settings
     taken = next((name for name in ("overrides", "settings") if hasattr(settings, name)), None)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (overrides != rest or taken is None):
         unknown = next((word for word in rest if word not in overrides), rest[0])
         commands.error(f"unrecognized arguments: {' '.join(rest)}{suggestion(unknown, words[0])}")
-    if overrides and taken is not None:  # argparse does not accept settings after a flag
+    if overrides and taken is not None:  # argparse leaves settings that follow a flag in `rest`
         setattr(settings, taken, [*getattr(settings, taken), *overrides])
     if settings.command in TRAINING and (settings.recipe is None or OVERRIDE.match(settings.recipe)):
         settings.overrides = [*([settings.recipe] if settings.recipe else []), *settings.overrides]
@@ -107,14 +108,17 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; docs/guides/runs.md lists the codes (argparse exits with 2)."""
+    """Run one command and return its exit code. docs/guides/runs.md lists the codes.
+
+    `arguments`: the words of the command line; None takes those of this process. Wrong usage exits with code 2.
+    """
     if arguments is None:
         open_closed_descriptors()
         if not sys.warnoptions:  # no -W and no PYTHONWARNINGS
             show_own_warnings_only()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError, ValueError):  # `reconfigure` flushes; a failing stream is handled later
+            with suppress(OSError, ValueError):  # `reconfigure` flushes the stream; if that fails, it is handled later
                 stream.reconfigure(errors="backslashreplace")  # for ASCII terminals and file names that are not UTF-8
     settings = parsed(list(sys.argv[1:] if arguments is None else arguments))
     command: str = settings.command
@@ -150,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(command: str, error: Exception) -> int:
-    """Print a `UserError` as one line and a bug with its traceback; return the exit code."""
+    """Print a `UserError` as one line, and any other exception with its traceback as a bug. Return the exit code."""
     if isinstance(error, UserError):
         say(command, str(error))
         return 1
@@ -167,7 +171,10 @@ def say(command: str, line: str) -> None:
 
 
 def raised_by_user_code(error: BaseException) -> str:
-    """The message for `SystemExit` or `KeyboardInterrupt` from user code; signals raise `StopRequested` instead."""
+    """Return the message for a `SystemExit` or `KeyboardInterrupt` that user code raised.
+
+    It cannot come from a signal, because signals raise `StopRequested`.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     place = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen"))  # skips exit()
     shown = f"{type(error).__name__}({error})" if str(error) else type(error).__name__
@@ -179,7 +186,7 @@ def raised_by_user_code(error: BaseException) -> str:
 
 @contextmanager
 def refuse_os_exit() -> Iterator[None]:
-    """Make `os._exit` raise in this process, so that a user function cannot end a run without a message.
+    """Context manager in which `os._exit` raises a `UserError`, so that user code cannot end a run without a message.
 
     Forked processes still end with `os._exit`.
     """

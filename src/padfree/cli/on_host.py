@@ -3,9 +3,9 @@
     standard input    the order, one JSON line; the arguments of torchrun, one JSON line; then "stop", or end of file
     standard output   the answer, one JSON line that begins with ANSWER; then the output of torchrun and its processes
 
-The end of the input stops the run: if the launching process ends or the connection is lost, torchrun receives SIGTERM,
-as it does for "stop". Environment variables with secrets are sent over the input as well, because arguments are visible
-in process lists.
+The end of standard input stops the run: if the launching process ends or the connection is lost, torchrun receives
+SIGTERM, as it does for "stop". Environment variables, which may contain secrets, are also sent over standard input,
+because command-line arguments are visible in process lists.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from padfree.config.recipe_files import recipe_path
 from padfree.errors import UserError
 
 ANSWER = "padfree-answer "
-"""The beginning of the line with the answer. A shell may print other lines before it."""
+"""The beginning of the line that answers the launcher. A shell may print other lines before this line."""
 
 SHUTDOWN = 30.0
 """Seconds that torchrun waits for its processes after a signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
 
 RELEASE = 15.0
-"""Additional seconds to wait for torchrun itself."""
+"""Additional seconds to wait until torchrun itself has ended."""
 
 
 def shutdown_seconds() -> float:
@@ -46,7 +46,7 @@ def shutdown_seconds() -> float:
 
 
 def source_digest() -> str:
-    """Digest of the source files of padfree. Two installations of one version may have different source files."""
+    """Return a digest of padfree's source files, because installations of the same version may differ in them."""
     digest, root = hashlib.sha256(), Path(padfree.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -54,7 +54,7 @@ def source_digest() -> str:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """The installed versions, and the reason if the command cannot run on this host."""
+    """Return this host's answer to an order: its versions, the recipe's digest and the number of GPUs, or an error."""
     os.environ.update(order["environment"])
     found = {"version": padfree.__version__, "source": source_digest(), "torch": version("torch")}
     try:
@@ -75,7 +75,10 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_recipe(words: list[str]) -> str:
-    """The digest of the recipe file. Wrong settings and missing models or files are refused."""
+    """Return the digest of the recipe file in the command `words`.
+
+    Raise a `UserError` for wrong settings and missing models or files.
+    """
     settings = parsed(words)
     if not hasattr(settings, "recipe"):
         return ""
@@ -86,7 +89,7 @@ def checked_recipe(words: list[str]) -> str:
 
 
 def torchrun(arguments: list[str]) -> int:
-    """Run torchrun. Return the exit code of the first process that failed, or 128 + the number of a signal."""
+    """Run torchrun. Return the exit code of the first process that failed, or 128 plus the number of a signal."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
@@ -106,7 +109,7 @@ def torchrun(arguments: list[str]) -> int:
 
 
 def stop_at_end(orders: FileIO) -> None:
-    """Wait for "stop" or the end of the input, then stop torchrun, which may hang if other hosts are lost."""
+    """Wait for "stop" or the end of `orders` (standard input), then stop torchrun, even if it hangs."""
     orders.readline()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(shutdown_seconds() + RELEASE)
@@ -114,7 +117,7 @@ def stop_at_end(orders: FileIO) -> None:
 
 
 def main() -> int:
-    # A copy that child processes do not inherit, unbuffered: a waiting thread would hold the lock of a buffer.
+    # Child processes do not inherit this copy. It is unbuffered, because a waiting thread would hold a buffer's lock.
     orders = os.fdopen(os.dup(0), "rb", buffering=0)
     with open(os.devnull, encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -1,4 +1,4 @@
-"""Standard output and standard error of a run, whose failure does not affect the run.
+"""Standard output and standard error of a run. If writing to them fails, the run continues.
 
     run    -> write -> queue (bounded) -> thread -> pipe, file or terminal
 
@@ -28,11 +28,11 @@ MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in the queue. More text is dropped."""
 
 FLUSH_SECONDS, LAST_SECONDS = 0.2, 5.0
-"""Maximum seconds that a flush waits for the reader (unless the reader is stuck), and that the end of a run waits."""
+"""Maximum seconds to wait for a slow reader of the output: in a flush, and at the end of a run."""
 
 
 class SurvivingStream(io.TextIOBase):
-    """A text stream that passes its text to a thread, which writes it to another stream."""
+    """A text stream that never blocks or fails: a thread writes its text to another stream."""
 
     def __init__(self, stream: TextIO, on_failure: Callable[[OSError | ValueError], None]) -> None:
         self.stream = stream
@@ -96,7 +96,7 @@ class SurvivingStream(io.TextIOBase):
                 self._stuck = True
 
     def finish(self) -> None:
-        """Wait for the reader a last time, and end the thread unless a write is blocked."""
+        """Wait a limited time until the queue is written, and end the thread unless a write is blocked."""
         with self._changed:
             self._changed.wait_for(self._is_written, LAST_SECONDS)
             self._closing = True
@@ -141,7 +141,7 @@ class SurvivingStream(io.TextIOBase):
             self.stream.write(data.decode(self.encoding))
             self.stream.flush()
             return
-        # Bypass Python's buffer: a thread that blocks inside it would block the exit of the process.
+        # Bypass Python's buffer: a thread that blocks while it holds the buffer's lock would block the process's exit.
         view = memoryview(data)
         while view:
             try:
@@ -159,7 +159,7 @@ def _descriptor_of(stream: TextIO) -> int | None:
 
 @contextmanager
 def surviving_streams(command: str) -> Iterator[None]:
-    """Replace `sys.stdout` and `sys.stderr` during a run."""
+    """Context manager that replaces `sys.stdout` and `sys.stderr` by streams whose failure does not end the run."""
     before = sys.stdout, sys.stderr
     streams: list[SurvivingStream] = []
 
@@ -198,7 +198,7 @@ def open_closed_descriptors() -> None:
             if error.errno != errno.EBADF:
                 continue
             opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:  # never happens: lower descriptors are handled first
+            if opened != number:  # cannot happen, because lower descriptors were opened before
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
@@ -207,7 +207,7 @@ def open_closed_descriptors() -> None:
 
 
 class ErrorRecordingStream:
-    """A plain stream that records its own write error, to distinguish this error from errors of other files."""
+    """A plain stream that records its own write error. An `OSError` of this stream can thus be told from others."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -235,7 +235,10 @@ class ErrorRecordingStream:
 
 @contextmanager
 def error_recording_stdout() -> Iterator[ErrorRecordingStream]:
-    """Replace `sys.stdout` for a command whose result is its output. A failed write raises inside the block."""
+    """Context manager that replaces `sys.stdout` for a command whose result is its output.
+
+    A failed write raises an error inside the block.
+    """
     stream = sys.stdout if sys.stdout is not None else io.StringIO()
     recorded: Any = ErrorRecordingStream(stream)
     sys.stdout = recorded

@@ -58,7 +58,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--gpu", metavar="NAME", help="GPU to plan for, such as H100 (default: this machine's)")
     add("--memory", type=float, metavar="GIB", help=f"memory of a device (default: that of the GPU, or {MEMORY:.0f})")
     add("--hosts", type=int, metavar="N", help="hosts, to plan scaling (--link-inside, --link-between)")
-    # Documented in docs/guides/plan.md only, so that the help fits on one screen.
+    # The following options are documented in docs/guides/plan.md only, so that the help fits on one screen.
     add("--link-inside", help=argparse.SUPPRESS)
     add("--link-between", help=argparse.SUPPRESS)
     add("--exact-steps", default="128", help=argparse.SUPPRESS)
@@ -101,7 +101,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _check(settings: argparse.Namespace) -> None:
-    """Check the flags. Settings are checked when the `Config` is built."""
+    """Raise a `UserError` for wrong flags. Settings are checked later, when the `Config` is built."""
     for name in ("ranks", "cp", "max_tokens", "samples", "tokens", "memory", "hosts"):
         value = getattr(settings, name)
         if value is not None and not 0 < value < float("inf"):
@@ -112,10 +112,16 @@ def _check(settings: argparse.Namespace) -> None:
                 value=value,
             )
     if settings.samples is not None and settings.tokens is not None:
-        raise UserError("--tokens", f"{settings.tokens} with --samples {settings.samples}", "give only one of them")
+        raise UserError(
+            "--tokens",
+            f"{settings.tokens} cannot be combined with --samples {settings.samples}",
+            "give only one of them",
+        )
     if settings.lengths is not None and (settings.data or settings.rollouts):
         raise UserError(
-            "--lengths", f"{settings.lengths} with --data or --rollouts", "give either the data or the lengths"
+            "--lengths",
+            f"{settings.lengths} cannot be combined with --data or --rollouts",
+            "give either the data or the lengths",
         )
     if settings.html is not None:
         from padfree.tools.page.page import refuse_foreign
@@ -127,7 +133,7 @@ def _check(settings: argparse.Namespace) -> None:
 
 
 def _recipe(settings: argparse.Namespace) -> str | None:
-    """The first positional argument, unless it is an override."""
+    """Return the recipe: the first positional argument, unless it is an override such as `data.epochs=1`."""
     first = settings.settings[0] if settings.settings else None
     return None if first is None or "=" in first else first
 
@@ -137,7 +143,7 @@ def _overrides(settings: argparse.Namespace) -> list[str]:
 
 
 def _has_override(settings: argparse.Namespace, name: str) -> bool:
-    """Whether an override names this setting."""
+    """Whether an override on the command line sets the setting `name`."""
     return any(override.partition("=")[0].strip() == name for override in _overrides(settings))
 
 
@@ -152,7 +158,7 @@ def _has_cap(settings: argparse.Namespace) -> bool:
 
 
 def _config(settings: argparse.Namespace) -> Config:
-    """The settings of the planned run: the recipe, then flags, then overrides."""
+    """Return the settings of the planned run. Flags replace values of the recipe, and overrides replace both."""
     recipe = _recipe(settings)
     flags: dict[str, Any] = {}
     if recipe is None:
@@ -185,7 +191,7 @@ def _config(settings: argparse.Namespace) -> Config:
     for name, other in (("samples", "tokens"), ("tokens", "samples")):
         if getattr(settings, name) is not None:
             flags |= {f"batch.{name}": getattr(settings, name), f"batch.{other}": None}
-    # JSON strings, lists and numbers are valid TOML
+    # Values are written as JSON, because JSON strings, lists and numbers are valid TOML.
     written = [
         f"{name}={'none' if value is None else json.dumps(value, ensure_ascii=False)}" for name, value in flags.items()
     ]
@@ -195,7 +201,7 @@ def _config(settings: argparse.Namespace) -> Config:
     elif config.model.path != NO_MODEL:
         check_name(config.model.path, "model.path")
     if recipe is None and not _has_override(settings, "model.dtype"):
-        import torch  # not before the settings have been checked, because the import takes seconds
+        import torch  # only after the settings have been checked, because the import takes seconds
 
         dtype: Literal["bfloat16", "float32"] = "bfloat16" if settings.gpu or torch.cuda.is_available() else "float32"
         return replace(config, model=replace(config.model, dtype=dtype))
@@ -203,7 +209,7 @@ def _config(settings: argparse.Namespace) -> Config:
 
 
 def _resolved(config: Config, settings: argparse.Namespace) -> Config:
-    """Resolve every `auto` setting as a run on the planned devices would."""
+    """Return the settings with every `auto` replaced by the value that a run on the planned devices would choose."""
     from padfree.model.structure import skeleton
     from padfree.train.resolve_auto import resolve_auto
 
@@ -253,6 +259,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
 def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Suggestion | None]:
     from padfree.model.structure import skeleton
     from padfree.tools.planner import DeviceMemory, PlanShape, choose_time_model, load_steps, make_plan, suggest
+    from padfree.train.preflight import check_experts
 
     if config.parallel.context == "auto":
         raise UserError(
@@ -271,6 +278,7 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
     if config.model.path != NO_MODEL:
         code, head = config.model.trust_remote_code, config.loss.head
         need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=code, head=head))
+        check_experts(config, need.model, settings.ranks)
     time_model = choose_time_model(config, need and need.model.config, settings.gpu)
     with _bar("tokenising") as progress:
         notes: list[str] = []
@@ -301,12 +309,20 @@ def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Sca
     from padfree.tools.planner.scaling import Links, plan_scaling
 
     if config.model.path == NO_MODEL:
-        raise UserError("--hosts", f"{settings.hosts} without a model", "give --model: the traffic depends on it")
+        raise UserError("--hosts", f"{settings.hosts} needs a model", "give --model: the traffic depends on it")
+    if config.parallel.expert > 1:
+        raise UserError(
+            "--hosts",
+            f"{settings.hosts} with parallel.expert={config.parallel.expert}: the time of exchanging tokens is not "
+            "modelled",
+            "leave out --hosts, or set parallel.expert=1",
+        )
     return plan_scaling(
         plan.epoch.steps,
         plan.shape,
         plan.time_model,
-        config,
+        config.parallel,
+        config.model.dtype,
         hosts=settings.hosts,
         links=Links.of(settings.link_inside, settings.link_between, settings.gpu),
         need=DeviceMemory(config, skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code)),
@@ -323,7 +339,7 @@ def _exact_steps(text: str) -> int | None:
 
 
 def _device_memory(settings: argparse.Namespace) -> float:
-    """Memory of a device in bytes: from --memory, from the GPU of this machine, or a default."""
+    """Return the memory of a device in bytes: from --memory, from the GPU of this machine, or a default."""
     import torch
 
     if settings.memory is not None:
@@ -360,7 +376,10 @@ def _is_terminal() -> bool:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr if it is a terminal, so that stdout can be piped."""
+    """Context manager that shows a progress bar named `what` on stderr, and yields the function that updates it.
+
+    If stderr is not a terminal, it yields None. Stdout stays free for results.
+    """
     if not _is_terminal():
         yield None
         return

@@ -26,12 +26,13 @@ SILENCE, LONGEST_SILENCE = 10.0, 600.0
 
 
 class Heartbeat:
-    """Writes a status line if nothing else has been written for some time."""
+    """Thread that writes a status line if nothing else has been written for some time."""
 
     def __init__(self, write: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._clock = write, clock
         self.begin = clock()
-        self._last, self._interval = self.begin, 0.0  # time of the last step line; seconds between the last two
+        # `_last`: time of the last step line. `_interval`: seconds between the last two step lines.
+        self._last, self._interval = self.begin, 0.0
         self._spoke, self._wait = self.begin, SILENCE
         self._step = ""
         self._doing, self._count, self._since = "starting", "", self.begin
@@ -44,7 +45,7 @@ class Heartbeat:
         return self._clock() - self.begin
 
     def doing(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Set the current activity and its progress."""
+        """Set the current activity, and its progress: `done` of `total` (0: not known)."""
         with self._changed:
             if name != self._doing:
                 self._doing, self._since = name, self._clock()
@@ -64,7 +65,7 @@ class Heartbeat:
             self._spoke, self._wait = now, max(SILENCE, 2 * self._interval)
 
     def due(self) -> str | None:
-        """The status line if it is due, else None."""
+        """Return the status line if one is due; otherwise None."""
         with self._changed:
             now = self._clock()
             if now - self._spoke < self._wait:
@@ -100,14 +101,14 @@ class Heartbeat:
 
 
 def shown_time(seconds: float) -> str:
-    """A time as minutes and seconds, or as hours, minutes and seconds: 0:07, 12:05, 3:07:00."""
+    """Format a time as minutes and seconds, or as hours, minutes and seconds: 0:07, 12:05, 3:07:00."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Lines:
-    """One line per step, and one for every tenth of the tokenisation, for a log file."""
+    """Shows progress in a log file: one line per step, and one for every tenth of the tokenisation."""
 
     def __init__(self, *, shown: bool, write: Callable[[str], None] | None = None) -> None:
         self._shown, self._tenths = shown, 0
@@ -133,7 +134,7 @@ class Lines:
         self.heartbeat.doing("sampling" if done < wanted else "computing rewards", done, wanted if done < wanted else 0)
 
     def activity(self, name: str, done: int, total: int) -> None:
-        """The current activity. For "step", `done` is the step that begins and `total` the number of steps."""
+        """Set the current activity. For "step", `done` is the step that begins and `total` the number of steps."""
         if name != "step":
             self.heartbeat.doing(name, done, total)
             return
@@ -155,7 +156,7 @@ class Lines:
         return f"{done}/{self._total}" if known else f"{done}"
 
     def _times(self, done: int) -> str:
-        """Elapsed time, and the estimated time that is left."""
+        """Return the elapsed time and the estimated time that is left, as text. `done`: number of finished steps."""
         elapsed = self.heartbeat.elapsed
         text = f"{shown_time(elapsed)} elapsed"
         if self._total is None or self._first is None or done > self._total:
@@ -169,7 +170,7 @@ def _print(text: str) -> None:
 
 
 class Bars(Lines):
-    """Bars on a terminal: tokenisation, steps, and the responses of a batch."""
+    """Shows progress as bars on a terminal: tokenisation, steps, and the responses of a batch."""
 
     def __init__(self, bars: Any, steps: int | None) -> None:
         super().__init__(shown=True, write=self._above)
@@ -210,7 +211,10 @@ class Bars(Lines):
 
 @contextmanager
 def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
-    """Show progress as a bar on a terminal and as lines elsewhere. If `shown` is false, show nothing."""
+    """Context manager that shows progress: bars on a terminal, lines elsewhere, nothing if `shown` is false.
+
+    `steps`: number of steps of the run, if it is known.
+    """
     if not shown:
         yield Lines(shown=False)
         return
@@ -233,7 +237,7 @@ def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
 
 
 def summary(metrics: Mapping[str, Any]) -> str:
-    """The main metrics of a step, for one line."""
+    """Return the main metrics of a step as text for one line."""
     parts = [f"loss {metrics['loss']:.4f}", f"norm {metrics['gradient_norm']:.3f}", f"lr {metrics['lr']:.2e}"]
     if "reward" in metrics:
         parts.append(f"reward {metrics['reward']:.3f}")

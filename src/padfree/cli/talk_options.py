@@ -20,14 +20,14 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 
 class OneLineHelp(argparse.HelpFormatter):
-    """Help with an options column wide enough for the longest option."""
+    """Help formatter whose options column is wide enough for the longest option."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of both commands."""
+    """Add the options that `padfree generate` and `padfree chat` share."""
     command.add_argument("model", metavar="MODEL", help="model, run or adapter folder, or a Hub id")
     command.add_argument("--base", metavar="NAME", help="other base model for an adapter folder")
     command.add_argument("--system", metavar="TEXT", help="system message")
@@ -81,7 +81,7 @@ def _arguments(text: str | None) -> dict[str, Any] | None:
 
 
 class Output:
-    """Standard output. On a terminal, control characters are printed as escapes."""
+    """Writes text to standard output. On a terminal, control characters are printed as escapes."""
 
     def __init__(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -90,7 +90,7 @@ class Output:
         self.is_terminal = sys.stdout.isatty()
 
     def write(self, text: str) -> None:
-        """Write and flush."""
+        """Write text and flush it, so that each token appears at once."""
         sys.stdout.write(text.translate(CONTROLS) if self.is_terminal else text)
         sys.stdout.flush()
 
@@ -99,7 +99,7 @@ class Output:
 
 
 def read_lines(text: Any, name: str) -> Any:
-    """The lines of a stream; input that is not UTF-8 is refused."""
+    """Yield the lines of the stream `text`. Raise a `UserError` if they are not UTF-8. `name`: for the message."""
     try:
         for line in text:
             yield line.rstrip("\n").removesuffix("\r")

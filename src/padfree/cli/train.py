@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from padfree.train import RunResult
 
 SHOWN_STEPS = 4
-"""Number of first steps for which a dry run of several processes shows the traffic."""
+"""A dry run of several processes shows the traffic of this many steps, the first ones."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -101,13 +101,16 @@ def last_line(config: Config, result: RunResult) -> str:
 
 
 def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
-    """Call `train`, with failures turned into one-line messages."""
+    """Train, and show the progress with `shown`. Failures that a user can fix become a `UserError`.
+
+    `signals`: the signal handlers that this command has installed.
+    """
     shown.activity("importing torch and transformers", 0, 0)
     with paused_collector():
         from padfree.train.failures import one_line_failures
         from padfree.train.run import train
 
-    with one_line_failures(config):
+    with one_line_failures(config.batch.max_tokens):
         return train(
             config,
             on_step=shown.step,
@@ -123,7 +126,7 @@ def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> R
 
 
 def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
-    """The lines of a dry run: model, data, layout, memory per device, and the plan of the first step.
+    """Yield the lines that a dry run prints: model, data, layout, memory per device, and the plan of the first step.
 
     With `all_settings`, the settings come first, as a recipe.
     """
@@ -152,10 +155,10 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     preflight_result = preflight(config, processes=processes, device_type=device_type, dry=True)
     check_disk(config, preflight_result.model)
     source, model, data = preflight_result.source, preflight_result.model, processes // context
-    cost = run_cost(config, model)
+    cost = run_cost(config.batch, model)
     in_pairs = config.loss.task.group_size > 1
     sampled = config.rollout.source is not None
-    # For prompts only the lengths of the responses are known; other samples are compared as in the run.
+    # Prompts have no responses yet, so shared prefixes can be found only if the run does not sample its responses.
     shares = not sampled and config.batch.share_prefixes is not False and sharing_obstacle(model) is None
 
     def planned(groups: Sequence[Any]) -> StepPlan:
@@ -184,7 +187,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     facts: dict[str, Any] = {
         "longest": int((-(-plan.computed_tokens // widths)).max()),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
-        "copied_keys": copied_keys(config, source.samples, model),
+        "copied_keys": copied_keys(config.batch, config.loss, config.rollout, source.samples, model),
     }
     resolved = resolve_auto(
         config,
@@ -214,10 +217,13 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     used, several = source.report.num_used, source.report.num_used < source.report.num_samples
     in_rows = f"{used:,} rows, " if several else ""
     yield f"data: {in_rows}{len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
-    for each in source_shares(config, source.samples, source.parts):
+    for each in source_shares(config.data, config.loss, config.rollout, source.samples, source.parts):
         yield f"  {each.line()}"
     shared = f"{context}" if contexts == (1,) else f"1 to {contexts[-1]}"
-    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {shared} context"
+    expert = config.parallel.expert
+    experts = f", experts over {expert} ranks" if expert > 1 else ""
+    ranks = f"{replicate} replicate x {data // replicate} shard x {shared} context"
+    yield f"layout: {processes} processes = {ranks}{experts}"
     for line in resolved.lines():
         yield f"auto: {line}"
     yield from memory_lines(memory, config)
@@ -241,7 +247,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
 
 
 def shared_tokens(plan: StepPlan) -> str:
-    """A text with the number of computed tokens; empty if samples share no prefixes."""
+    """Return a text with the number of computed tokens; an empty text if samples share no prefixes."""
     computed = int(plan.computed_tokens.sum())
     return "" if plan.prefixes is None or plan.sharing == 1.0 else f" ({computed:,} computed, the rest shared)"
 
@@ -249,7 +255,7 @@ def shared_tokens(plan: StepPlan) -> str:
 def traffic_lines(
     config: Config, model: PreTrainedModel, plans: Sequence[StepPlan], processes: int, device_type: str
 ) -> Iterator[str]:
-    """The host of each rank, and the traffic between hosts in the first steps."""
+    """Yield lines that show the host of each rank, and the traffic between hosts in the first steps (`plans`)."""
     from padfree.tools.planner.traffic import Placement, shown_bytes, step_traffic
 
     backend: Literal["gloo", "nccl"] = "nccl" if device_type == "cuda" else "gloo"
@@ -258,8 +264,9 @@ def traffic_lines(
         hosts=max(1, processes // processes_of(meet=False).local_world),
         context=1 if config.parallel.context == "auto" else config.parallel.context,
         replicate=config.parallel.replicate,
+        expert=config.parallel.expert,
     )
-    found = [step_traffic(config, model, plan, placement, backend) for plan in plans]
+    found = [step_traffic(config.parallel, config.model.dtype, model, plan, placement, backend) for plan in plans]
     yield from placement.lines()
     yield from found[0].lines(backend)
     if len(found) > 1:
@@ -268,7 +275,10 @@ def traffic_lines(
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Settings as TOML. TOML has no null, so settings that are None become comments."""
+    """Yield settings as lines of TOML. TOML has no null, so settings that are None become comments.
+
+    `prefix`: the name of the table `values` with a dot at its end.
+    """
     tables = {name: value for name, value in values.items() if isinstance(value, Mapping) and name != "columns"}
     for name, value in values.items():
         if name in tables:
@@ -285,11 +295,11 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)) and any(isinstance(entry, Mapping) for entry in value):
         given = [{name: each for name, each in entry.items() if each is not None} for entry in value]
         return f"[{', '.join(map(_toml, given))}]"
-    return json.dumps(value, ensure_ascii=False)  # strings, numbers, true and false, and lists read the same in TOML
+    return json.dumps(value, ensure_ascii=False)  # JSON strings, numbers, booleans and lists are valid TOML
 
 
 def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
-    """The memory estimate, one line per part."""
+    """Yield the lines of a dry run about memory: the total, then one line per part."""
     yield (
         f"memory: about {_gib(memory.device)} on each device (an estimate without the memory of allocator, collectives "
         "and driver)"

@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from padfree.arrays import host_array, integer_array, number_array
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
 from padfree.errors import UserError
 from padfree.model.adapter import check_stock_packing
 from padfree.model.interface import check_positions, position_limit
 from padfree.packing.collate import collate
+from padfree.sample import Sample
 
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Keys of a feature with a loss mask. If there are several, a token is trained if all of them are 1."""

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from padfree.arrays import integer_array, need_whole, number_array
-from padfree.batch import Segments
 from padfree.compat.slime_losses import (
     compute_approx_kl,
     compute_policy_loss,
@@ -39,6 +38,7 @@ from padfree.compat.slime_losses import (
 )
 from padfree.errors import UserError
 from padfree.packing.balance import balance
+from padfree.segments import Segments
 
 __all__ = [
     "compute_approx_kl",

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from padfree.arrays import number_array
 from padfree.choices import KLEstimator
-from padfree.config.loss_settings import ClipSettings
+from padfree.config.policy_settings import ClipSettings
 from padfree.errors import UserError
 from padfree.losses import checks
 from padfree.losses.kl import kl_divergence
 from padfree.losses.logits import score_logits
 from padfree.losses.objectives.clip import clipped_ratio
-from padfree.losses.segments import segment_sum, spread
+from padfree.losses.segment_sums import segment_sum, spread
 
 
 def selective_log_softmax(logits: Tensor, input_ids: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def gather_log_probs_packed(
     if len(tokens) != len(logits) + 1:
         raise UserError(
             "input_ids",
-            f"has {len(tokens)} tokens for logits of {len(logits)} tokens",
-            "give one token more than logits",
+            f"has {len(tokens)} tokens, but the logits have {len(logits)} positions",
+            "give one token more than the logits have positions",
         )
     return score_logits(logits, tokens[1:], temperature=_temperature(temperature))[0]
 

@@ -1,6 +1,6 @@
 """The settings of a run: one frozen dataclass per section, read from TOML and from `section.name=value`.
 
-    recipe.toml                      command line              what a run is given
+    recipe.toml                      command line              result: the `Config` of the run
     [model]                          optimizer.lr=1e-5         Config(model=ModelConfig(path="Qwen/Qwen3-0.6B", ...),
     path = "Qwen/Qwen3-0.6B"                                          optimizer=OptimizerConfig(lr=1e-05, ...), ...)
 
@@ -8,8 +8,8 @@ Later values win: defaults, then the file, then the overrides in their order. Th
 `true`, `["token_tis"]`); a value that is not TOML is a string. An unknown name, a value of the wrong type and a missing
 setting are refused with an error message that names the setting and the fix.
 
-This package imports neither torch nor other parts of padfree except their settings, so a recipe can be checked without
-torch.
+This package does not import torch. From other parts of padfree it imports only their settings. A recipe can therefore
+be checked without torch.
 """
 
 from padfree.config.config import Config

@@ -33,7 +33,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 
 
 NOT_A_SETTING = {"setting": False}
-"""The metadata of a field of `Config` that is not a setting."""
+"""Dataclass metadata for a field of `Config` that is not a setting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Config:
         self._check_eval()
 
     def _check_reference(self) -> None:
-        """Check `[reference]`. For a task that needs a reference, the default is `model.path`."""
+        """Check `[reference]`. If the task needs a reference and none is given, set it to `model.path`."""
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
@@ -124,7 +124,10 @@ class Config:
         need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or eval/FILE/NAME for one file")
 
     def _check_rollouts(self, setting: str) -> None:
-        """Check the settings of a run that samples responses because of `setting`, such as `rollout.reward`."""
+        """Check the settings of a run that samples its responses.
+
+        `setting`: the setting that makes it sample them, such as `rollout.reward`.
+        """
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")
@@ -164,7 +167,7 @@ class Config:
         need(known, "reference.path", None, fix)
 
     def with_held_out_data(self) -> Config:
-        """The same settings with the held-out data instead of the training data."""
+        """Return these settings with the data of `eval.path` in place of the training data."""
         if not self.eval.path:
             raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
         data = replace(self.data, path=self.eval.path, sources=(), split=self.eval.split)
@@ -172,7 +175,7 @@ class Config:
         return replace(self, data=data, rollout=replace(self.rollout, reward=reward))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values by section, ready for JSON."""
+        """Return the settings as nested dictionaries by section, whose values JSON can represent."""
         values = asdict(self)
         del values["given"]
         return values

@@ -4,7 +4,7 @@
     REWARD.check("my_rewards:length_penalty")        imports nothing
     REWARD.load("my_rewards:length_penalty")         imports the module and returns the function
 
-A recipe may come from someone else. Functions of Python's standard library are therefore refused: `os.system`,
+A recipe may come from an untrusted author. Functions of Python's standard library are therefore refused: `os.system`,
 `subprocess.run` or `builtins.eval` would accept the same arguments as a reward function. Modules are looked up among
 the installed packages and in the current folder.
 """
@@ -36,13 +36,13 @@ MODEL = "model:"
 
 
 def model_of(reward: str | None) -> str | None:
-    """The folder or Hub id of a reward model, given as `model:folder`; None if the reward is a function."""
+    """Return the folder or Hub id if `reward` names a reward model, as in `model:folder`; None if it is a function."""
     return reward.removeprefix(MODEL) if reward is not None and reward.startswith(MODEL) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
-    """A setting whose value may be a user function."""
+    """A setting whose value may be the import path of a user's function, and what this function must look like."""
 
     setting: str
     noun: str  # what messages call the function, e.g. "reward"
@@ -51,9 +51,9 @@ class UserFunction:
     asynchronous: bool = False  # it must be a coroutine function
 
     def check(self, path: str) -> None:
-        """Refuse a path whose package does not exist or is part of the standard library. Nothing is imported.
+        """Raise a `UserError` if the package of `path` does not exist or is part of the standard library.
 
-        Only `load` can check that the module has the function and that its signature fits.
+        Nothing is imported. Only `load` can check that the module has the function and that its signature fits.
         """
         assert is_path(path)
         package = path.partition(":")[0].partition(".")[0]
@@ -76,7 +76,7 @@ class UserFunction:
             )
 
     def load(self, path: str) -> Callable[..., Any]:
-        """Import the module and return the function."""
+        """Import the module of `path` (`module:function`), check the function and return it."""
         self.check(path)
         module, _, name = path.partition(":")
         function: Any = getattr(self._imported(module, path), name, None)
@@ -92,7 +92,7 @@ class UserFunction:
             try:
                 return importlib.import_module(module)
             except KeyboardInterrupt:
-                raise  # Ctrl-C, if the function is loaded outside of a run
+                raise  # the user pressed Ctrl-C, and the function is loaded outside of a run
             except BaseException as error:  # the import runs user code, which may call sys.exit
                 missing = error.name if isinstance(error, ModuleNotFoundError) else None
                 itself = missing is not None and f"{module}.".startswith(f"{missing}.")
@@ -102,7 +102,11 @@ class UserFunction:
                 ) from error
 
     def _check_function(self, path: str, function: Callable[..., Any]) -> None:
-        """Refuse classes, functions of the standard library, wrong kinds of functions and wrong signatures."""
+        """Raise a `UserError` if `function`, imported from `path`, cannot be used.
+
+        It must be neither a class nor a function of the standard library. It must be a coroutine function or a plain
+        one, as the setting requires, and must accept the arguments that padfree passes.
+        """
         wanted = f"({', '.join(self.arguments)})"
         home = str(getattr(function, "__module__", None)).partition(".")[0]
         if inspect.isbuiltin(function) or inspect.isclass(function) or home in sys.stdlib_module_names - {"functools"}:
@@ -133,7 +137,7 @@ class UserFunction:
 
 @contextmanager
 def _current_folder() -> Iterator[str]:
-    """Add the current folder to `sys.path`, as `python -m` does."""
+    """Context manager that adds the current folder to `sys.path`, as `python -m` does. It yields this folder."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     importlib.invalidate_caches()

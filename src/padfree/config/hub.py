@@ -1,11 +1,12 @@
-"""Check that a model or data set exists on disk, in the Hub's cache or on the Hugging Face Hub, with one request.
+"""Check with at most one request that a model or data set exists on disk, in the Hub's cache or on the Hub.
 
     models/qwen, ./qwen, /data/qwen, ~/qwen      a path, or not of the form owner/name: must be on disk
     Qwen/Qwen3-0.6B                              on disk, in the Hub's cache, or on the Hub
 
-Libraries send many requests to the Hub with pauses between them. Without a network, a mistyped name then fails after
-most of a minute, with a message about a missing file. This module asks the Hub once for the name. It trusts the answer,
-and it treats a failed connection as a failure. If the answer is slow, it accepts the name, and the loader decides.
+Libraries send many requests to the Hugging Face Hub, with pauses between them. Without a network, a mistyped name
+therefore fails only after most of a minute, with a message about a missing file. This module asks the Hub once whether
+the name exists, and refuses the name if it does not, or if the connection fails. If the Hub does not answer in time,
+this module accepts the name, and the loader reports any error later.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GIVEN_TEXT = ("rollout.reward", "eval.reward")
 
 
 def named_models(config: Config) -> dict[str, str]:
-    """The folder or Hub id of every model in the settings, by the name of the setting."""
+    """Return the folder or Hub id of every model that the settings name, by the name of the setting."""
     named = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
@@ -48,7 +49,10 @@ def named_models(config: Config) -> dict[str, str]:
 
 
 def check_names(config: Config) -> None:
-    """Refuse models and data files that do not exist. Nothing is loaded, and torch is not imported."""
+    """Raise a `UserError` if a model or data file in the settings does not exist.
+
+    No model or data is loaded, and torch is not imported.
+    """
     for setting, model in named_models(config).items():
         check_name(model, setting)
     for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
@@ -58,17 +62,17 @@ def check_names(config: Config) -> None:
 
 
 def shortened(name: str) -> str:
-    """A name for a message, cut to 200 characters."""
+    """Cut a name to 200 characters, for a message."""
     return repr(name if len(name) <= 200 else f"{name[:200]}...")
 
 
 def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "model") -> None:
-    """Refuse a name that is neither on disk nor on the Hub; `setting` is the setting to name in the message."""
+    """Raise a `UserError` if `name` is neither on disk nor on the Hub. `setting`: the setting that gave the name."""
     try:
         if Path(name).expanduser().exists():
             check_regular(Path(name).expanduser(), setting)
             return
-    except (OSError, RuntimeError) as error:  # a name that is too long, a folder without permission, an unknown user
+    except (OSError, RuntimeError) as error:  # e.g. a long name, no permission, or an unknown ~user
         reason = getattr(error, "strerror", None) or error
         raise UserError(setting, f"{shortened(name)} cannot be read ({reason})", "give another path") from None
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
@@ -81,7 +85,10 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
 
 
 def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Why this name cannot be loaded from the Hub. None if it can be loaded, or if the Hub does not answer in time."""
+    """Return the reason why the Hub has no model or data set of this name that can be loaded.
+
+    Return None if it has one, or if it does not answer in time.
+    """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -92,12 +99,12 @@ def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
     except GatedRepoError:
-        return None  # it exists; the loader reports missing permission
+        return None  # the name exists; if permission is missing, the loader reports it
     except (RepositoryNotFoundError, HFValidationError):
         return f"the Hub has no {kind} of this name that you can access"
     except OfflineModeIsEnabled:
         return "the Hub is not asked in offline mode (HF_HUB_OFFLINE)"
-    except Exception as error:  # the HTTP library, and so its errors, depend on the version of huggingface_hub
+    except Exception as error:  # the type depends on the HTTP library that this version of huggingface_hub uses
         if type(error).__name__ in ("ConnectError", "ConnectionError"):
             return f"the Hub cannot be reached ({' '.join(str(error).split())})"
     return None

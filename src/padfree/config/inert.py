@@ -4,9 +4,10 @@
     rollout.engine = "in_process"  rollout.canary has no effect with rollout.engine=in_process
 
 `READ_BY` has an entry for every setting, or for a table of settings that are read together. The entry is None if every
-run reads the setting; otherwise it is a function that returns the reason why a run does not. The sections themselves
-refuse settings that must be a mistake. This module reports the others, such as the bounds of `[loss.clip]` in a recipe
-whose `loss.kind` was changed to gspo. It looks only at settings that the recipe or an override names.
+run reads the setting; otherwise it is a function that returns the reason why a run does not. A setting that has no
+effect and is certainly a mistake is refused by its section. This module reports those that may be intended, such as the
+bounds of `[loss.clip]` in a recipe whose `loss.kind` was changed to gspo. It looks only at settings that the recipe or
+an override names.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _correction(name: str) -> Reason:
 
 
 def _first(*reasons: Reason) -> Reason:
-    """Combine several rules: the result returns the first reason that applies."""
+    """Combine several rules into one that returns the first reason that applies."""
     return lambda config: next((found for reason in reasons if (found := reason(config)) is not None), None)
 
 
@@ -243,6 +244,7 @@ READ_BY: dict[str, Reason | None] = {
     ),
     "parallel.context": None,
     "parallel.replicate": None,
+    "parallel.expert": None,
     "parallel.layout": _context,
     "parallel.method": _context,
     "parallel.checkpointing": None,
@@ -266,6 +268,7 @@ READ_BY: dict[str, Reason | None] = {
     "track.tensorboard": None,
     "track.wandb": None,
     "track.trackio": None,
+    "track.mlflow": None,
     "eval.path": None,
     "eval.split": _first(_evaluated, _eval_split),
     "eval": _evaluated,
@@ -276,11 +279,11 @@ READ_BY: dict[str, Reason | None] = {
     "run.timeout": None,
     "run.deterministic": None,
 }
-"""The rule of each setting. The rule of a table is for all its settings that have no entry of their own."""
+"""The rule of each setting (see the module docstring). The rule of a table holds for its settings without a rule."""
 
 
 def rule_of(name: str) -> Reason | None:
-    """The entry of a setting in `READ_BY`, or of the innermost table that has one."""
+    """Return the entry of a setting in `READ_BY`, or else the entry of the innermost table around it that has one."""
     while name not in READ_BY:
         name, _, last = name.rpartition(".")
         if not last or not name:
@@ -289,7 +292,7 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """One sentence per reason, for all given settings that this run does not read."""
+    """Return one sentence for each reason why this run does not read some of the given settings, with their names."""
     found: dict[str, list[str]] = {}
     for name in sorted(config.given):
         rule = rule_of(name)

@@ -19,13 +19,14 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
-"""Paths of descriptors that this process has open: `/dev/stdin`, and a shell's `<(...)`."""
+"""Matches paths of file descriptors that are already open, such as `/dev/stdin` and a shell's `<(...)`."""
 
 
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:
-    """The kind of a path that is neither a file nor a folder; None for files, folders and missing paths.
+    """Return the kind of a path that is a FIFO, socket or device; None for files, folders and missing paths.
 
-    With `once`, the path is read only once, so the path of an open descriptor of this process is accepted (None).
+    `once`: the caller reads the path only once. The path of an open file descriptor of this process, such as
+    `/dev/stdin`, is then accepted too (None).
     """
     if once and OPEN_ALREADY.fullmatch(str(path)):
         return None
@@ -36,7 +37,10 @@ def special_kind(path: str | Path, *, once: bool = True) -> str | None:
 
 
 def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
-    """Refuse a path on which reading could block, also inside a folder. `once`: see `special_kind`."""
+    """Raise a `UserError` if reading `path`, or a file in the folder `path`, could block.
+
+    `once`: see `special_kind`.
+    """
     if (kind := special_kind(path, once=once)) is not None:
         raise UserError(setting, f"{path} is {kind}, not a file", "give a file")
     if os.path.isdir(path):

@@ -1,10 +1,10 @@
 """The settings of the loss.
 
     [loss]                   [loss.clip]        [loss.gspo]       one table for each kind of loss and each correction,
-    kind = "clip"            high = 0.28        low = 1e-4        defined in `loss_settings`
+    kind = "clip"            high = 0.28        low = 1e-4        defined in `policy_settings`
     settings() -> PolicySettings(objective=ClipSettings(high=0.28), ...)
 
-Each kind of loss has its own bounds. gspo does not read `[loss.clip]`, so `loss.kind=gspo` alone changes the loss.
+Each kind of loss has its own bounds: `loss.kind=gspo` reads `[loss.gspo]` and ignores `[loss.clip]`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from padfree.choices import (
 )
 from padfree.config.functions import is_path
 from padfree.config.loss_settings import (
+    DistillSettings,
+    DPOSettings,
+    KTOSettings,
+    RewardModelSettings,
+    SFTSettings,
+    TaskSettings,
+)
+from padfree.config.policy_settings import (
     TOKEN_CORRECTIONS,
     CISPOSettings,
     ClipSettings,
     Correction,
     CustomObjective,
-    DistillSettings,
-    DPOSettings,
     GSPOSettings,
     IcePopSettings,
-    KTOSettings,
     Objective,
     OPSMSettings,
     PolicySettings,
     ReinforceSettings,
-    RewardModelSettings,
     SequenceMaskSettings,
     SequenceTISSettings,
-    SFTSettings,
-    TaskSettings,
     TokenTISSettings,
 )
 from padfree.config.setting import BETWEEN, STAYS, check_bounds, check_table, need_of, setting
@@ -58,9 +60,9 @@ EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out, and set data.epochs: 
 class LossConfig:
     """The loss that is minimised. The settings after `router_bias` are for RL unless they say otherwise.
 
-    A field of type `Objective` is a kind of policy loss, and a field of type `Correction` is a correction; a new field
-    adds one. Fields of type `TaskSettings` are the tasks other than SFT and RL. `low`, `high` and `dual` override the
-    bounds in the table of the chosen kind.
+    A field of type `Objective` defines a kind of policy loss, and a field of type `Correction` defines a correction. To
+    add one, add a field. Fields of type `TaskSettings` define the tasks other than SFT and RL. `low`, `high` and `dual`
+    override the bounds in the table of the chosen kind.
     """
 
     kind: str = setting(
@@ -134,7 +136,7 @@ class LossConfig:
     )
     kl_estimator: KLEstimator = setting("k3", about="Estimator of the KL divergence.")
     kl_weighting: KLWeighting = setting(
-        "none", about="ratio multiplies the KL estimate of a token by π / π_old and differentiates through it."
+        "none", about="ratio multiplies the KL estimate of a token by π / π_old; the gradient includes this factor."
     )
     entropy_coefficient: float = setting(
         0.0,
@@ -143,9 +145,11 @@ class LossConfig:
         fix="give a finite number",
         needs=OF_RL,
     )
-    epochs: int = setting(1, least=1, about="Passes over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN)
+    epochs: int = setting(
+        1, least=1, most=1000, about="Passes over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
+    )
     mini_batches: int = setting(
-        1, least=1, about="Optimizer steps per pass over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
+        1, least=1, about="Number of optimizer steps per pass over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
     )
 
     skip_zero_gradient: SkipZeroGradient = setting(
@@ -159,21 +163,21 @@ class LossConfig:
 
     @property
     def command(self) -> str:
-        """The command that trains with this loss, such as `rl`. It determines the format of the data."""
+        """The name of the command that trains with this loss, such as `rl`. It determines the format of the data."""
         return self.task.command
 
     @property
     def task(self) -> type[TaskSettings]:
-        """The task of this loss: its class variables describe the command."""
+        """The settings class of this loss's task. Its class variables describe the command."""
         return TASKS.get(self.kind, PolicySettings)
 
     @property
     def head(self) -> ModelHead:
-        """The head of the trained model."""
+        """The kind of head of the trained model, e.g. a scalar head for a reward model."""
         return self.task.head
 
     def settings(self) -> TaskSettings:
-        """The settings of the loss for `padfree.tasks`."""
+        """Return the settings of the chosen loss, which `padfree.tasks` takes."""
         if self.kind in TASK_TABLES:
             chosen: TaskSettings = getattr(self, self.kind)
             return chosen
@@ -182,7 +186,7 @@ class LossConfig:
         return self.policy()
 
     def policy(self) -> PolicySettings:
-        """The settings of the policy loss of `padfree rl`."""
+        """Return the settings of the policy loss of `padfree rl`."""
         return PolicySettings(
             objective=self._objective(),
             old_policy=self._old_policy(),
@@ -194,10 +198,11 @@ class LossConfig:
         )
 
     def _old_policy(self) -> OldPolicy:
-        """Resolve `auto`: the current policy if every batch serves one update, because it is still the old policy.
+        """Return `loss.old_policy`, with `auto` replaced by `current` or `trainer`.
 
-        This saves a forward pass over the batch. Corrections of whole sequences need the log-probabilities before the
-        update, so they use `trainer`.
+        If every batch serves only one update, the current policy still is the old policy, and `current` saves a forward
+        pass over the batch. Corrections of whole sequences need the log-probabilities before the update, so they use
+        `trainer`.
         """
         if self.old_policy != "auto":
             return self.old_policy
@@ -274,7 +279,7 @@ Table = TypeVar("Table", Objective, Correction, TaskSettings)
 
 
 def _tables(kind: type[Table]) -> dict[str, type[Table]]:
-    """The classes of the fields of `LossConfig` that are subclasses of `kind`, by field name."""
+    """Return the classes of those fields of `LossConfig` that are subclasses of `kind`, by field name."""
     factories: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(LossConfig)}
     return {name: made for name, made in factories.items() if isinstance(made, type) and issubclass(made, kind)}
 
@@ -284,4 +289,4 @@ OBJECTIVES = _tables(Objective)
 CORRECTIONS = _tables(Correction)
 TASK_TABLES = _tables(TaskSettings)
 TASKS: dict[str, type[TaskSettings]] = {"sft": SFTSettings, **TASK_TABLES, "rl": PolicySettings}
-"""The task of every training command."""
+"""The settings class of every task, by the name of its training command."""

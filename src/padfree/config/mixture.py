@@ -12,7 +12,7 @@ from padfree.config.setting import SAMPLES, STAYS, setting
 from padfree.errors import need
 
 MOST_WEIGHT = 1000.0
-"""Maximum weight of a source. An epoch is a list of all its samples; for more repetitions, use `data.epochs`."""
+"""Maximum weight of a source, because an epoch is held as a list of samples. For more repetition, use `data.epochs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +47,12 @@ class DataSource:
 
     @property
     def exact_weight(self) -> Fraction:
-        """The weight as the exact fraction that was written: 0.1 is one tenth, although the float is not."""
+        """The weight as an exact fraction: 0.1 becomes 1/10, although the float 0.1 is not exactly one tenth."""
         return Fraction(repr(self.weight))
 
 
 def check_sources(sources: Sequence[DataSource]) -> None:
-    """Refuse sources that cannot be mixed. Messages name a source by its number, as an override does."""
+    """Raise a `UserError` if the sources cannot be mixed. It names a source by its index, e.g. `data.sources.0`."""
     names: dict[str, int] = {}
     for number, source in enumerate(sources):
         where = f"data.sources.{number}"
@@ -74,7 +74,10 @@ def check_sources(sources: Sequence[DataSource]) -> None:
 
 
 def _check_apart(source: DataSource, other: DataSource, where: str, there: str) -> None:
-    """Refuse two sources that read the same rows, unless different columns make different samples of them."""
+    """Raise a `UserError` if both sources read the same rows, unless different columns make different samples of them.
+
+    `where` and `there` are the names of the two sources in the message, e.g. `data.sources.1`.
+    """
     if (source.columns, source.split, source.subset) != (other.columns, other.split, other.subset):
         return
     for path in source.path:

@@ -20,7 +20,10 @@ GAE = need_of("loss.advantage", "gae", fix="leave it out, or set loss.advantage=
 
 
 def expand_home(section: Any, *names: str) -> None:
-    """Expand `~` in the paths of these fields. A shell expands it only at the beginning of a word."""
+    """Expand `~` in the paths of the fields `names` of `section`.
+
+    A shell expands `~` only at the beginning of a word, and therefore not in `model.path=~/qwen`.
+    """
     for name in names:
         value = getattr(section, name)
         if isinstance(value, str):
@@ -48,7 +51,10 @@ class ModelConfig:
         "float32",
         about="The dtype of the computation; with bfloat16, weights, gradients and optimizer state stay in float32.",
     )
-    attention: str = setting("auto", about="The attention backend by name; auto takes the fastest that can serve.")
+    attention: str = setting(
+        "auto",
+        about="The attention backend by name; auto takes the fastest one that supports the model on this device.",
+    )
     trust_remote_code: bool = setting(False, about="Run Python code that comes with the model.")
 
     def __post_init__(self) -> None:
@@ -71,13 +77,14 @@ class LoraConfig:
     alpha: float | None = setting(
         None,
         above=0,
-        about="Adapters are scaled by alpha / rank; none takes the rank, a scale of 1.",
+        about="Adapters are scaled by alpha / rank; none sets alpha to the rank, i.e. the scale to 1.",
         resume=STAYS,
     )
     dropout: float = setting(0.0, least=0, below=1, about="Dropout probability of the adapter inputs.")
     targets: tuple[str, ...] = setting(
         ("all-linear",),
-        about="Modules that get adapters: all-linear, or names such as q_proj; experts stay frozen.",
+        about="Modules that get adapters: all-linear, or names such as q_proj; experts and routers only if named, also "
+        "besides all-linear.",
         resume=STAYS,
     )
     export: LoraExport = setting(
@@ -95,7 +102,7 @@ class ReferenceConfig:
 
     path: str | None = setting(
         None,
-        about="A folder or Hub id; without it, rollouts may bring ref_logprobs, and DPO and KTO take model.path.",
+        about="Folder or Hub id of the reference; none is model.path (DPO, KTO) or ref_logprobs in the data (RL).",
         filled=NAMED,
         resume=BETWEEN,
     )
@@ -107,7 +114,7 @@ class ReferenceConfig:
     refresh: int | None = setting(
         None,
         least=1,
-        about="Number of rollout batches after which the reference takes the trained weights; none is never.",
+        about="Number of rollout batches after which the reference takes over the policy's weights; none is never.",
         needs=need_of("path", fix="set reference.path, or leave it out"),
     )
     precompute: bool = setting(
@@ -125,11 +132,11 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherConfig:
-    """The teacher of `padfree distill` and of `loss.advantage=teacher`. It has the vocabulary of the model."""
+    """The teacher of `padfree distill` and of `loss.advantage=teacher`. It must have the vocabulary of the model."""
 
     path: str | None = setting(
         None,
-        about="A folder or Hub id; every token of the run's tokenizer must have the same id there.",
+        about="Folder or Hub id of the teacher; every token of the run's tokenizer must have the same id in it.",
         filled=NAMED,
         resume=STAYS,
     )
@@ -192,7 +199,7 @@ class CriticConfig:
     clip: float | None = setting(
         0.2,
         above=0,
-        about="Maximum change of a value during the updates with one batch; none does not clip.",
+        about="Maximum change of a value during the updates of one batch; none does not clip.",
         fix='give more than 0, or "none"',
         needs=GAE,
     )
@@ -205,7 +212,7 @@ class CriticConfig:
     max_grad_norm: float | None = setting(
         1.0,
         above=0,
-        about="The critic's gradient norm is clipped to this; none does not clip.",
+        about="Maximum gradient norm of the critic; larger gradients are clipped, and none does not clip.",
         fix='give more than 0, or "none"',
         needs=GAE,
     )
@@ -215,5 +222,5 @@ class CriticConfig:
         check_table(self, "critic.")
 
     def value_settings(self) -> ValueSettings:
-        """The settings of the value loss in `padfree.losses`."""
+        """Return the settings of the value loss, which `padfree.losses` takes."""
         return ValueSettings(clip=self.clip)

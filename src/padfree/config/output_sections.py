@@ -1,4 +1,4 @@
-"""Check that an output file or folder can be written, before the work and not after it.
+"""Check that an output file or folder can be written, before the work of a command begins.
 
     check_output("report/page.html", "--html")       a file: its folder exists and is writable
     check_folder("runs/first", "run.folder")         a folder: it exists and is writable, or it can be created
@@ -19,10 +19,13 @@ from padfree.errors import UserError
 
 
 def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> None:
-    """Refuse a file that cannot be written. `makes_folder`: the writer creates the folder of the file."""
+    """Raise a `UserError` if the file `path` cannot be written. `name`: the option or setting that gave the path.
+
+    `makes_folder`: whether the caller will create the folder of the file if it does not exist.
+    """
     path = Path(path)
     kind = special_kind(path)
-    if kind is not None and path != Path(os.devnull):  # opening a FIFO would block until it is read
+    if kind is not None and path != Path(os.devnull):  # opening a FIFO blocks until another process reads it
         raise UserError(name, f"{path} is {kind}", "give the name of a file")
     if path.is_dir():
         raise UserError(name, f"{path} is a folder", "give the name of a file")
@@ -43,11 +46,11 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
 
 
 def check_folder(path: str | Path, name: str) -> None:
-    """Refuse a folder that cannot be created or written to."""
+    """Raise a `UserError` if a folder cannot be created or written to. `name`: the setting that gave its path."""
     path = Path(path)
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
-            path.stat()  # fails for a name that is too long and for a loop of links
+            path.stat()  # raises an error if the name is too long or links form a loop
         nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not nearest.is_dir():
             raise UserError(name, f"{path}, but {nearest} is a file", "give another folder")

@@ -18,7 +18,7 @@ from padfree.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processes:
-    """The rank of this process and the number of processes."""
+    """The rank of this process and the number of processes, over all hosts and on this host."""
 
     rank: int = 0
     world: int = 1
@@ -32,9 +32,10 @@ class Processes:
 
 
 def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
-    """Read the variables. A variable with an impossible value is refused by name.
+    """Read the rank and the number of processes from environment variables.
 
-    With `meet=False` the processes will not connect, as in a dry run, so rank and address may be missing.
+    Raise a `UserError` that names a variable if its value is impossible. With `meet=False`, the processes will not
+    connect, as in a dry run; rank and address may then be missing.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")
@@ -45,7 +46,9 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
     address = None
     if "WORLD_SIZE" in variables and meet:
         if "RANK" not in variables:
-            raise UserError("RANK", f"missing, with WORLD_SIZE {world}", "start the processes with torchrun, or set it")
+            raise UserError(
+                "RANK", f"missing, although WORLD_SIZE is {world}", "start the processes with torchrun, or set it"
+            )
         if "LOCAL_WORLD_SIZE" in variables and local_rank >= local_world:
             raise UserError(
                 "LOCAL_RANK",
@@ -54,7 +57,7 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
             )
         for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port of that host")):
             if not variables.get(name, "").strip():
-                raise UserError(name, f"missing, with WORLD_SIZE {world}", f"give {what}, or use torchrun")
+                raise UserError(name, f"missing, although WORLD_SIZE is {world}", f"give {what}, or use torchrun")
         port = _number(variables, "MASTER_PORT")
         if not 0 < port < 1 << 16:
             raise UserError("MASTER_PORT", "", "give a port, 1 to 65535", value=port)

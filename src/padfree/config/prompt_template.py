@@ -8,9 +8,9 @@ from padfree.errors import UserError
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """Split a template into pairs of a text and the column that follows it (None at the end).
+    """Split a template into pairs: a text, and the column that follows it. At the end, the column is None.
 
-    `{{` and `}}` are literal braces. A template may contain column names only.
+    `{{` and `}}` are literal braces. Other braces must contain a column name and nothing else.
     """
     fix = "write {prompt} or {column}, and {{ or }} for a brace"
     try:

@@ -32,7 +32,10 @@ LARGEST_COUNT = (1 << 53) - 1
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, or start without settings if `path` is None, and apply `section.name=value` overrides."""
+    """Read the settings in a TOML file, apply `section.name=value` overrides, and return the checked settings.
+
+    If `path` is None, only the overrides and the defaults count.
+    """
     values: dict[str, Any] = {} if path is None else read_recipe(path)
     kind = _loss_of(values).get("kind")
     for override in overrides:
@@ -44,7 +47,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
-    """The tables of a TOML file or of a shipped recipe. Settings are not checked."""
+    """Read a TOML file or a shipped recipe, and return its tables. Settings are not checked."""
     path = recipe_path(path)
     check_regular(path, "config")
     try:
@@ -54,7 +57,7 @@ def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
             raise UserError("config", f"{path} has more than {LONGEST_RECIPE:,} bytes", "give a TOML file of settings")
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise UserError("config", f"{path} is UTF-16", "save it as UTF-8")
-        # Some editors write a byte order mark before UTF-8, and Windows line endings.
+        # Some editors begin a UTF-8 file with a byte order mark, or write Windows line endings.
         return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
         raise UserError(
@@ -69,7 +72,7 @@ def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a TOML file, updated with nested tables. Settings are not checked."""
+    """Return the tables of a TOML file, updated with the nested tables in `changes`. Settings are not checked."""
     values = read_recipe(path)
     kind, said = _loss_of(values).get("kind"), {f"loss.{name}" for name in _loss_of(changes)}
     values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
@@ -78,7 +81,7 @@ def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dic
 
 
 def _merged(before: Any, changes: Any) -> Any:
-    """Merge tables recursively; any other value replaces the previous one."""
+    """Return `before` updated with `changes`. Tables are merged recursively; any other value replaces the old one."""
     if not isinstance(before, Mapping) or not isinstance(changes, Mapping):
         return changes
     return {**before, **{name: _merged(before.get(name), value) for name, value in changes.items()}}
@@ -87,7 +90,11 @@ def _merged(before: Any, changes: Any) -> Any:
 def _check_bounds_are_meant(
     values: Mapping[str, Any], kind: Any, said: Collection[str], path: str | PathLike[str]
 ) -> None:
-    """Refuse `loss.low`, `loss.high` or `loss.dual` from a file if an override chooses another `loss.kind`."""
+    """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` and an override changes `loss.kind`.
+
+    Such a bound is meant for the file's own kind of loss. `values`: all settings. `kind`: `loss.kind` in the file at
+    `path`. `said`: names of the settings that overrides give.
+    """
     loss = _loss_of(values)
     for name in BOUNDS:
         inherited = loss.get(name) is not None and f"loss.{name}" not in said
@@ -142,7 +149,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _entry(entries: list[Any], part: str, override: str) -> Any:
-    """An entry of a list by its index, as in data.sources.0.weight."""
+    """Return the entry of a list whose index is `part`, e.g. 0 in `override` "data.sources.0.weight=2"."""
     if not re.fullmatch("[0-9]{1,6}", part) or int(part) >= len(entries):
         known = f"has the entries 0 to {len(entries) - 1}" if entries else "is empty"
         raise UserError(
@@ -152,7 +159,7 @@ def _entry(entries: list[Any], part: str, override: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Parse a value as TOML; text that is not TOML is a string, and `none` is None."""
+    """Parse the value of an override as TOML. Text that is not TOML becomes a string, and `none` becomes None."""
     if text.lower() in ("none", "null"):
         return None
     try:
@@ -163,7 +170,10 @@ def _parsed(text: str) -> Any:
 
 
 def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
-    """Build the dataclass `kind` from a table. `named` collects the names of the settings that have a value."""
+    """Build the dataclass `kind` from the table `values`. `prefix`: the table's name with a dot at its end.
+
+    `named` collects the names of the settings that have a value.
+    """
     if not isinstance(values, Mapping):
         raise UserError(
             f"{prefix.rstrip('.')}", "is not a table", f"write [{prefix.rstrip('.')}] and its settings", value=values
@@ -223,7 +233,10 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """Check `value` against the type `hint`. An int is accepted as a float, and a single entry as a list of one."""
+    """Check that `value` of the setting `name` has the type `hint`, and return it converted to this type.
+
+    An int is accepted as a float, and a single entry as a list of one.
+    """
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
         raise UserError(name, "", "remove the null character", value=value)
@@ -241,7 +254,10 @@ def _value(hint: Any, value: Any, name: str) -> Any:
 
 
 def _check_numbers(value: Any, name: str) -> None:
-    """Check the general bounds of numbers. Settings of the loss may be infinite, which means unbounded."""
+    """Raise a `UserError` if a number exceeds the bounds of all settings: the largest float32, or 2**53 - 1 for an int.
+
+    Settings of the loss may be infinite, which means unbounded.
+    """
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, float) and not math.isfinite(number):
             need(name.startswith("loss.") and number > 0, name, number, "give a finite number")
@@ -252,7 +268,10 @@ def _check_numbers(value: Any, name: str) -> None:
 
 
 def _table_fix(name: str, value: str) -> str:
-    """How to write a table on a command line, where bash expands braces and removes quotes."""
+    """Return the fix that tells how to write a table on a command line, where bash expands braces and removes quotes.
+
+    `value`: the table as it arrived.
+    """
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
     entries = named if named and all(key and text for key, text in named) else [("question", "prompt")]
@@ -302,7 +321,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _words(hint: Any) -> str:
-    """Describe a type in words, for the part of an error message that suggests a fix."""
+    """Describe a type in words, for the fix in an error message."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(_words(argument) for argument in arguments)

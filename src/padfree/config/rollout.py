@@ -28,15 +28,15 @@ FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """Servers that the run starts, monitors and stops: `command` once for each entry of `devices`."""
+    """Servers that the run starts, monitors and stops. It runs `command` once for each entry of `devices`."""
 
     command: tuple[str, ...] = setting(
         (),
-        about="The words of the command that starts a server; padfree adds the model, the port and its own options.",
+        about="The command that starts a server, as a list of words; padfree adds the model, port and other options.",
         needs=need_of("rollout.may_have_servers", fix=SERVED_FIX, about="rollout.engine=vllm or an engine of your own"),
     )
     devices: tuple[str, ...] = setting(
-        ("0",), about="CUDA_VISIBLE_DEVICES of each server, one entry per server, or cpu."
+        ("0",), about="Devices of the servers: for each server the value of CUDA_VISIBLE_DEVICES, or cpu."
     )
     environment: dict[str, str] = setting(
         factory=dict, about="Environment variables of the servers; they are written to config.json."
@@ -67,29 +67,29 @@ class RolloutConfig:
     )
     agent: tuple[str, ...] = setting(
         (),
-        about="The words of a program that plays one episode; it finds the policy at OPENAI_BASE_URL.",
+        about="A command that plays one episode, as a list of words; it finds the policy at OPENAI_BASE_URL.",
         needs=need_of("reward", fix="set rollout.reward=exact_match or another reward, for the output of the program"),
     )
     episode_timeout: float = setting(
         300.0,
         **SECONDS,
-        about="Seconds for an episode including its reward, without the time spent waiting for tokens; without an "
-        "environment, seconds for each reward.",
+        about="Time limit of an episode with its reward in seconds, not counting the time spent waiting for tokens; "
+        "without an environment, the limit of each reward.",
     )
     on_failure: OnFailure = setting(
         "error",
-        about="What happens if an episode or a reward raises or hangs: end the run, or skip its group and list it in "
-        "failures.jsonl.",
+        about="What happens if an episode or a reward raises an error or hangs: end the run, or skip its group and "
+        "list it in failures.jsonl.",
     )
     reward_processes: int = setting(
         0,
         least=0,
         most=MOST_PROCESSES,
-        about="Processes per rank that compute rewards; 0 computes them in the training process.",
+        about="Number of processes per rank that compute rewards; 0 computes them in the training process.",
         needs=need_of("reward", fix="set rollout.reward, or leave it out: there is no reward to compute"),
     )
     samples_per_prompt: int = setting(
-        8, least=1, about="Responses per prompt, the size of a group.", resume=STAYS, formerly="group"
+        8, least=1, about="Number of responses per prompt, i.e. the size of a group.", resume=STAYS, formerly="group"
     )
     max_new_tokens: int = setting(256, least=1, about="Maximum number of tokens of a response.")
     engine: str = setting(
@@ -106,8 +106,8 @@ class RolloutConfig:
     kv_cache_memory: Literal["auto"] | float = setting(
         "auto",
         **GIB,
-        about="GiB of the KV cache on a GPU; auto is what rollout.max_concurrent responses need, at most half of the "
-        "free memory.",
+        about="Size of the KV cache on a GPU in GiB; auto takes what rollout.max_concurrent responses need, but at "
+        "most half of the free memory.",
         fix="give auto or GiB above 0",
     )
     staleness: int = setting(
@@ -122,7 +122,7 @@ class RolloutConfig:
     oversample: float = setting(
         1.0,
         least=1,
-        about="With a filter: groups that are requested at once, as a multiple of the groups that are needed.",
+        about="With a filter: number of groups that are requested at once, as a multiple of the number that is needed.",
         needs=FILTERED,
     )
     filter_bound: float = setting(
@@ -151,8 +151,8 @@ class RolloutConfig:
     )
     transfer_folder: str | None = setting(
         None,
-        about="Folder for the files of a weight sync, visible to run and servers under one name; none takes memory "
-        "(/dev/shm) or the run folder.",
+        about="Folder for the files of a weight sync, which the run and the servers must see under the same path; none "
+        "uses memory (/dev/shm) or the run folder.",
         filled="give a folder, or leave it out",
     )
     timeout: float = setting(600.0, **SECONDS, about="Seconds without a responsive server after which the run ends.")
@@ -182,12 +182,12 @@ class RolloutConfig:
 
     @property
     def has_servers(self) -> bool:
-        """Whether servers sample the responses. An engine of the user may work without servers."""
+        """Whether servers sample the responses. A user's own engine may work without servers."""
         return bool(self.servers or self.launch.command)
 
     @property
     def source(self) -> str | None:
-        """The setting that makes the run sample responses. None if the run reads finished rollouts."""
+        """The name of the setting that makes the run sample responses; None if the run reads finished rollouts."""
         for name in ("environment", "agent", "reward"):
             if getattr(self, name):
                 return f"rollout.{name}"

@@ -48,7 +48,7 @@ SAMPLED = need_of(
 SEVERAL_DRAWS = need_of("greedy", False, fix="set eval.greedy=false: greedy responses to a prompt are all the same")
 
 MOST_EPOCHS = 100_000
-"""The number of steps is counted epoch by epoch before a run starts, so the number of epochs is limited."""
+"""Maximum of `data.epochs`: before a run starts, its steps are counted epoch by epoch, which takes time."""
 
 EPOCHS_FIX = f"give 1 to {MOST_EPOCHS:,}, or none together with run.steps"
 
@@ -133,7 +133,7 @@ class DataConfig:
         1,
         least=1,
         most=MOST_EPOCHS,
-        about="Passes over the data; none continues until run.steps.",
+        about="Number of passes over the data; none continues until run.steps is reached.",
         fix=EPOCHS_FIX,
         resume=STAYS,
     )
@@ -157,11 +157,11 @@ class DataConfig:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All files, folders and Hub ids, from `path` or from all sources."""
+        """All files, folders and Hub ids with training data, from `path` or from all `sources`."""
         return self.path or tuple(path for source in self.sources for path in source.path)
 
     def of_source(self, source: DataSource) -> DataConfig:
-        """These settings with one source as the only data, for reading that source."""
+        """Return these settings with `source` as the only data, so that this source can be read alone."""
         own = {name: getattr(source, name) for name in ("columns", "split", "subset")}
         given = {name: value for name, value in own.items() if value is not None}
         return replace(self, path=source.path, sources=(), **given)
@@ -178,7 +178,7 @@ class EvalConfig:
     every: int | None = setting(
         None,
         least=1,
-        about="Steps between evaluations; none evaluates at the start and at the end only.",
+        about="Number of steps between evaluations; none evaluates at the start and at the end only.",
         needs=HELD_OUT,
     )
     start: bool = setting(True, about="Evaluate before the first step as well.")
@@ -199,7 +199,7 @@ class EvalConfig:
     samples_per_prompt: int = setting(
         1,
         least=1,
-        about="RL: responses per prompt, the k of pass@k.",
+        about="RL: number of responses per prompt, i.e. the k of pass@k.",
         needs=(SEVERAL_DRAWS, SAMPLED),
         formerly="draws",
     )
@@ -223,7 +223,7 @@ class BatchConfig:
     """The global batch of a step, given as a number of `samples` or as a budget of `tokens`."""
 
     samples: int | None = setting(
-        None, least=1, about="Samples per step over all devices; RL takes whole groups.", resume=STAYS
+        None, least=1, about="Number of samples per step over all devices; RL takes whole groups.", resume=STAYS
     )
     tokens: int | None = setting(
         None, least=1, about="Token budget per step over all devices, in place of batch.samples (SFT).", resume=STAYS
@@ -240,7 +240,7 @@ class BatchConfig:
     buffer: int = setting(
         256,
         least=1,
-        about="Number of samples from which a batch of batch.tokens is chosen.",
+        about="With batch.tokens: number of samples from which the samples of a batch are chosen.",
         resume="may change with batch.samples",
     )
     cost: str | None = setting(
@@ -263,15 +263,24 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How a run uses its devices: processes = replicate x shard x context, and shard follows from the other two."""
+    """How a run uses its devices: processes = replicate x shard x context, and shard follows from the other two.
+
+    `expert` divides the same shard x context processes once more, for the weights of experts only.
+    """
 
     context: Literal["auto"] | int = setting(
         1,
         least=1,
-        about="Context-parallel ranks that share a pack; auto decides for each pack.",
+        about="Number of context-parallel ranks that share a pack; auto chooses it for each pack.",
         fix="give 1 or more, or auto",
     )
     replicate: int = setting(1, least=1, about="Number of replicas of the sharded model.")
+    expert: int = setting(
+        1,
+        least=1,
+        about="Neighbouring ranks that divide the experts of a layer among them and exchange tokens; 1 gathers all "
+        "experts of a layer on every rank.",
+    )
     layout: LayoutKind = setting("balanced", about="How the tokens of a pack are distributed over context ranks.")
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
     checkpointing: CheckpointingOrAuto = setting(
@@ -304,11 +313,11 @@ class ParallelConfig:
 
     @property
     def head_bytes(self) -> HeadMemory | int:
-        """`head_memory` with GiB converted to bytes."""
+        """Return `head_memory`: "speed" or "low" as it is, a number of GiB converted to bytes."""
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
     def most_context(self, processes: int) -> int:
-        """The maximum number of ranks that share a pack; with `auto`, all ranks of a replica."""
+        """Return the maximum number of ranks that share a pack; if `context` is `auto`, all ranks of a replica."""
         return max(1, processes // self.replicate) if self.context == "auto" else self.context
 
     def __post_init__(self) -> None:
@@ -368,6 +377,11 @@ class TrackConfig:
         about="Trackio project; its data is local.",
         filled="give the name of a project, or leave it out",
     )
+    mlflow: str | None = setting(
+        None,
+        about="MLflow experiment; MLFLOW_TRACKING_URI names the server or database.",
+        filled="give the name of an experiment, or leave it out",
+    )
 
     def __post_init__(self) -> None:
         check_table(self, "track.")
@@ -389,7 +403,7 @@ class RunConfig:
         resume=STAYS,
     )
     device: DeviceName = setting("auto", about="Device type; auto is cuda if a GPU is available.")
-    timeout: float = setting(600.0, **SECONDS, about="Seconds that processes wait for each other.")
+    timeout: float = setting(600.0, **SECONDS, about="Maximum time in seconds that processes wait for each other.")
     deterministic: bool = setting(
         False, about="Use deterministic algorithms only, so that a run can be repeated bit for bit."
     )

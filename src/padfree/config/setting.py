@@ -5,7 +5,7 @@
     about     what the setting means, in one sentence: `padfree settings` and docs/reference/settings.md print it
     bounds    least, above, most, below: checked when the section is constructed
     allowed   the bounds in words, if the default wording does not fit or the section checks them itself
-    needs     other settings that must be set before this one may differ from its default:
+    needs     other settings that must have given values before this one may differ from its default:
               `needs=need_of("filter", "equal")`
     formerly  the former name of the setting; it is refused with a message that gives the new name
     resume    whether the setting may change when a run resumes from a checkpoint (`padfree.train.resume`)
@@ -40,7 +40,7 @@ STAYS: Resume = "must stay"
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a number, both ends included, and the fix that an error message gives for other numbers."""
+    """The range of a number, both ends included, and the fix in the error message for a number outside it."""
 
     low: float
     high: float
@@ -53,7 +53,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Another setting that must have one of `values` or, if `values` is empty, must be set.
+    """A requirement of a setting: another setting `name` must have one of `values`; if there are none, it must be set.
 
     A name without a dot is a field or property of the same table. A name with a dot is looked up from the `Config`.
     """
@@ -102,10 +102,10 @@ def setting(
     resume: Resume = "may change",
     formerly: str | None = None,
 ) -> Any:
-    """A dataclass field with its meaning and its rules.
+    """Return a dataclass field with its meaning and its rules. The module docstring explains the arguments.
 
-    A number must be finite unless `most` is infinity. None is accepted if the type includes it. `filled`: an empty
-    string is refused, and the message gives this fix.
+    A number must be finite unless `most` is infinity. None is accepted if the type includes it. If `filled` is given,
+    an empty string is refused, and `filled` is the fix in the error message.
     """
     bounds = None
     if (least, above, most, below) != (None, None, None, None):
@@ -124,7 +124,7 @@ _LARGEST = math.nextafter(math.inf, 0.0)
 
 
 def _range_words(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
-    """`least=0, most=1` is "0 to 1", `above=0` is "more than 0"."""
+    """Describe a range in words: `least=0, most=1` gives "0 to 1", and `above=0` gives "more than 0"."""
     bounded = most is not None and most < math.inf
     if least is not None and least > -math.inf:
         if bounded:
@@ -138,7 +138,10 @@ def _range_words(least: float | None, above: float | None, most: float | None, b
 
 
 def need_of(name: str, *values: Any, fix: str | None = None, about: str | None = None) -> Needs:
-    """The setting `name` must have one of `values`; without `values` it must be set."""
+    """Return the requirement that the setting `name` has one of `values`; without `values`, that it is set.
+
+    `fix`: the fix in the error message. `about`: the requirement in words, if `name` is not a setting.
+    """
     wanted = f"{name}={str(values[0]).lower()}" if values else name
     return Needs(name, values, fix or f"set {wanted}, or leave it out", about)
 
@@ -149,7 +152,10 @@ def rules_of(entry: Field[Any]) -> Rules:
 
 
 def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> None:
-    """Refuse a value that the field `name` of the dataclass `kind` does not accept; `setting` is its full name."""
+    """Raise a `UserError` if the field `name` of the dataclass `kind` does not accept `value`.
+
+    `setting`: the full name of the setting, for the message.
+    """
     entry: Field[Any] = kind.__dataclass_fields__[name]
     rules, written = rules_of(entry), str(entry.type)
     if rules.filled is not None:
@@ -162,7 +168,7 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
 
 
 def check_table(table: Any, prefix: str) -> None:
-    """Refuse values outside their bounds, and settings whose `needs` in the same table are not met.
+    """Raise a `UserError` for a value outside its bounds, or a setting whose `needs` in the same table are not met.
 
     `prefix` is the name of the table with a dot at its end.
     """
@@ -175,7 +181,7 @@ def check_table(table: Any, prefix: str) -> None:
 
 
 def check_needs(config: Any) -> None:
-    """Refuse settings whose `needs` in other tables are not met."""
+    """Raise a `UserError` for a setting whose `needs` in other tables are not met."""
     for name, entry, value in _settings(config):
         for one in rules_of(entry).needs:
             if "." in one.name:
@@ -192,7 +198,10 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 
 
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
-    """Whether each setting of a dataclass may change on resume, by its name. `hints` is `typing.get_type_hints`."""
+    """Return a dict from the name of each setting of the dataclass `kind` to whether it may change on resume.
+
+    `hints` returns the type hints of a dataclass. `prefix` is the name of the table, followed by a dot.
+    """
     found: dict[str, Resume] = {}
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):

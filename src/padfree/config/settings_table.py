@@ -1,6 +1,6 @@
 """Every setting with its type, default, bounds, requirements and meaning, collected from the fields of `Config`.
 
-    batch.samples    int or none    none    1 or more    "Samples per step over all devices; ..."    must stay
+    batch.samples    int or none    none    1 or more    "Number of samples per step over ..."    must stay
 
 `padfree settings` prints this table and docs/reference/settings.md is generated from it.
 """
@@ -25,7 +25,7 @@ PLURAL = {"int": "ints", "float": "floats", "string": "strings", "table": "table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingEntry:
-    """One line of the table of settings."""
+    """One setting, as the table of settings shows it."""
 
     name: str  # with its section, such as `loss.clip.high`
     type: str  # such as `int or none`
@@ -40,7 +40,7 @@ class SettingEntry:
 
     @property
     def section(self) -> str:
-        """The table of the setting: everything before the last dot."""
+        """The name of the table that contains the setting: everything before the last dot of `name`."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -49,7 +49,7 @@ class SettingEntry:
         return REQUIRED if self.required else value_words(self.default)
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry as plain values for JSON."""
+        """Return the entry as plain values for JSON."""
         return asdict(self)
 
 
@@ -62,12 +62,12 @@ class SectionEntry:
 
 
 def setting_entries() -> list[SettingEntry]:
-    """Every setting, in the order of the sections of `Config`; the settings of a table follow each other."""
+    """Return every setting, in the order of the sections of `Config`. The settings of a table are adjacent."""
     return [_entry(kind, entry, prefix) for kind, entry, prefix in _fields(Config, "")]
 
 
 def section_entries() -> dict[str, SectionEntry]:
-    """Every table of settings by name. Its meaning is the first paragraph of the docstring of its class."""
+    """Return every table of settings by name. The meaning of a table is the first paragraph of its class docstring."""
     found: dict[str, SectionEntry] = {}
     for kind, _, prefix in _fields(Config, ""):
         name = prefix.rstrip(".")
@@ -77,7 +77,10 @@ def section_entries() -> dict[str, SectionEntry]:
 
 
 def matching_entries(name: str | None) -> list[SettingEntry]:
-    """The settings of a table (`rollout`), or one setting (`loss.kind`); None: all. An unknown name is refused."""
+    """Return the settings of a table (`rollout`), one setting (`loss.kind`) or, if `name` is None, all settings.
+
+    Raise a `UserError` for an unknown name.
+    """
     entries = setting_entries()
     if name is None:
         return entries
@@ -89,7 +92,10 @@ def matching_entries(name: str | None) -> list[SettingEntry]:
 
 
 def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
-    """The fix for an unknown name: a former name, the settings with this last part, or the closest name."""
+    """Return the fix for an unknown name.
+
+    It suggests the new name of a renamed setting, settings with the same last part, or the closest name.
+    """
     former = [entry.name for entry in entries if entry.formerly in (asked, asked.rpartition(".")[2]) and entry.formerly]
     ends = [entry.name for entry in entries if entry.name.endswith(f".{asked}")]
     names = [name for entry in entries for name in (entry.name.partition(".")[0], entry.section, entry.name)]
@@ -101,7 +107,10 @@ def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
 
 
 def _fields(kind: type[Any], prefix: str) -> Iterator[tuple[type[Any], Field[Any], str]]:
-    """Every leaf field with its class and the prefix of its name. Settings of a table come before nested tables."""
+    """Yield every setting of the dataclass `kind` and of its nested tables: its class, its field, and its prefix.
+
+    The prefix is the name of the table with a dot at its end. The settings of a table come before its nested tables.
+    """
     nested: list[tuple[type[Any], str]] = []
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):
@@ -149,7 +158,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _type_words(hint: Any) -> str:
-    """`int | None` is "int or none"; a `Literal` is its words."""
+    """Describe a type in words: `int | None` gives "int or none", and a `Literal` gives its choices."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(_type_words(argument) for argument in arguments))
@@ -165,7 +174,7 @@ def _type_words(hint: Any) -> str:
 
 
 def value_words(value: Any) -> str:
-    """A value as a recipe spells it, without the quotes around a word."""
+    """Return a value as a recipe spells it, without the quotes around a word."""
     if value is None:
         return "none"
     if isinstance(value, (tuple, list)):
@@ -184,7 +193,10 @@ def _need_words(need: Needs, prefix: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], widest: int = 36) -> str:
-    """Lines with aligned columns. A cell that is longer than `widest` moves the rest of its line to the right."""
+    """Format rows of cells as text with aligned columns.
+
+    A column is at most `widest` characters wide. A longer cell moves the rest of its line to the right.
+    """
     columns = range(len(rows[0]) - 1)
     widths = [max((len(row[column]) for row in rows if len(row[column]) <= widest), default=0) for column in columns]
     return "".join(

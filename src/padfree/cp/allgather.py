@@ -1,12 +1,14 @@
-"""Context parallelism by gathering keys: every query sees all its keys in one kernel call, so nothing is merged.
+"""Context parallelism by gathering keys: each rank holds some queries and receives all keys that they see.
 
-A rank receives from other ranks the keys and values that its pieces read (see `padfree.cp.keys`), arranges these and
-its own keys in the order of its pieces, and calls the kernel once. If documents are short and whole, hardly anything is
-sent; if one document is as long as the pack, everything is sent, as in an all-gather. Gradients of keys return the same
-way, in the dtype of the keys, and are summed in float32 in rank order, so that the sum is deterministic.
+Nothing is merged afterwards, because one kernel call sees all keys of a query. A pack of T tokens is divided over
+`world` ranks, T/world tokens each. A rank holds pieces of documents. It receives from other ranks the keys and values
+that its pieces read (see `padfree.cp.keys`), arranges the received and its own keys in the order of its pieces, and
+calls the kernel once. If documents are short, most of them are whole on one rank and hardly anything is sent. If one
+document is as long as the pack, everything is sent, as in an all-gather. The gradients of keys are sent back the same
+way, in the dtype of the keys. They are summed in float32 in rank order, so that the sum is deterministic.
 
-`local_attention` is the computation without the communication. It also runs in one process that simulates the ranks
-one after the other: `k_pool = k.index_select(0, prepare_keys(plan).pool_tokens)`.
+`local_attention` is the computation without the communication. It also runs in one process that simulates the ranks one
+after the other: `k_pool = k.index_select(0, prepare_keys(plan).pool_tokens)`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ def attend_allgather(
     window: int | None,
     **options: Any,
 ) -> Tensor:
-    """Attention of q [T/world, H, d] to all its keys: k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]."""
+    """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
+
+    k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv]. `options`
+    are those of `varlen_attention`: scale, softcap, sinks, backend.
+    """
     keys = prepare_keys(plan, causal=causal, window=window)
     if keys.quiet:
         return local_attention(q, k, v, plan, causal=causal, window=window, **options)
@@ -56,10 +62,11 @@ def local_attention(
     window: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """The attention of one rank's queries [T/world, H, d] to the keys of its pool [N, Hkv, d]; differentiable.
+    """Attention of one rank's queries q [T/world, H, d] to its pool of N keys; differentiable.
 
-    A pool may be a tuple of two parts: own keys and received keys. `options` are those of `varlen_attention`: scale,
-    softcap, sinks, backend.
+    Returns [T/world, H, dv]. The pool holds the rank's own keys and the keys it received: `k_pool` [N, Hkv, d] and
+    `v_pool` [N, Hkv, dv]. Each may also be a tuple of two tensors, own keys and received keys. `options` are those of
+    `varlen_attention`: scale, softcap, sinks, backend.
     """
     keys = prepare_keys(plan, causal=causal, window=window)
     k, v = (_selected(keys, pool) for pool in (k_pool, v_pool))
@@ -76,7 +83,10 @@ def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _SelectKeys(torch.autograd.Function):
-    """Pool [N, ...], whole or in two parts -> keys of the pieces [K, ...]."""
+    """Select the K keys that the pieces read from a pool: [N, ...] -> [K, ...].
+
+    The pool is one tensor or given in two parts.
+    """
 
     @staticmethod
     def forward(ctx: Any, keys: KeyPlan, *pool: Tensor) -> Tensor:
@@ -93,7 +103,10 @@ class _SelectKeys(torch.autograd.Function):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """This rank's keys and values [T/world, ...] -> all keys and values that its pieces read [K, ...], exchanged."""
+    """Exchange keys and values with the other ranks, and select those that this rank's pieces read.
+
+    This rank's keys and values, each [T/world, ...] -> the keys and values of its pieces, each [K, ...].
+    """
 
     @staticmethod
     def forward(ctx: Any, keys: KeyPlan, group: ProcessGroup, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,10 +136,11 @@ class _GatherKeys(torch.autograd.Function):
 def _exchanged(
     leaving: Sequence[Tensor], like: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
-    """Exchange keys of several tensors in one all-to-all. Returns, for each tensor, the parts received from each rank.
+    """Exchange slices of several tensors with all ranks in one all-to-all.
 
-    `leaving` holds slices of the tensors: for rank 0 of the first tensor, for rank 0 of the second, for rank 1 of the
-    first, and so on. The results have the trailing shapes of the tensors in `like`.
+    `leaving` holds the slices to send: for rank 0 from the first tensor, for rank 0 from the second, for rank 1 from
+    the first, and so on. `send` and `receive` hold the number of tokens sent to and received from each rank. Returns,
+    for each tensor, the parts received from each rank; their trailing dimensions are those of the tensors in `like`.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

@@ -1,4 +1,4 @@
-"""Attention of this process's queries, whichever ranks hold their keys.
+"""Attention of this rank's queries to all their keys, which may be on other ranks.
 
     world 1      q, k, v [T, ...]          the whole pack: one call of `varlen_attention`
     world > 1    q, k, v [T/world, ...]    by the method of the context: allgather, ring or ulysses
@@ -23,7 +23,7 @@ from torch import Tensor
 from padfree.arrays import need_whole
 from padfree.attention import varlen_attention
 from padfree.attention.prefix_attention import prefix_attention
-from padfree.batch import AttnContext, Layout, Segments, need_tensor
+from padfree.batch import AttnContext, Layout, need_tensor
 from padfree.cp.allgather import attend_allgather
 from padfree.cp.context_plan import ContextPlan, Pieces
 from padfree.cp.keys import key_traffic
@@ -32,6 +32,7 @@ from padfree.cp.ring import attend_ring
 from padfree.cp.shard import METHODS, need_group
 from padfree.cp.ulysses import attend_ulysses, check_heads
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 _ATTEND: dict[str, Callable[..., Tensor]] = {
     "allgather": attend_allgather,
@@ -53,9 +54,11 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv], sinks [H] -> [T/world, H, dv]; differentiable.
+    """Attention of this rank's tokens within their pack; differentiable. `context` describes the pack and the ranks.
 
-    The gradient of `sinks` is this rank's contribution: sum it over ranks, as for every other parameter.
+    A pack of T tokens is divided over `world` ranks. q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv] and
+    sinks [H] -> [T/world, H, dv]. The gradient of `sinks` is this rank's contribution: sum it over the ranks, as for
+    every other parameter.
     """
     segments = context.segments
     expected = segments.num_tokens // context.world
@@ -63,7 +66,9 @@ def attend(
         need_tensor(name, tensor)
         if tensor.shape[:1] != (expected,):
             raise UserError(
-                name, f"shape {tuple(tensor.shape)} for {expected} local tokens", "give one element per token"
+                name,
+                f"has shape {tuple(tensor.shape)}, but this rank has {expected} tokens",
+                "give one element per token",
             )
     if window is not None:
         need_whole("window", window, 1, "give 1 or more and causal=True, or window=None")
@@ -100,20 +105,20 @@ def attend(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Communication:
-    """Bytes that each rank sends for one attention layer: `links[i, j]` from rank i to rank j."""
+    """The bytes that are sent for one attention layer: `links[i, j]` is what rank i sends to rank j."""
 
     forward_links: Indices  # [world, world]
     backward_links: Indices  # [world, world]
 
     @property
     def forward(self) -> Indices:
-        """[world] bytes that each rank sends in the forward pass."""
+        """The bytes that each rank sends in the forward pass, as an array [world]."""
         sent: Indices = self.forward_links.sum(axis=1)
         return sent
 
     @property
     def backward(self) -> Indices:
-        """[world] bytes that each rank sends in the backward pass."""
+        """The bytes that each rank sends in the backward pass, as an array [world]."""
         sent: Indices = self.backward_links.sum(axis=1)
         return sent
 
@@ -130,7 +135,11 @@ def communication_bytes(
     element_size: int = 2,
     window: int | None = None,
 ) -> Communication:
-    """What each rank sends to other ranks for one causal attention layer. Index arrays are never sent."""
+    """The bytes that ranks send to each other for one causal attention layer with this method, layout and window.
+
+    `element_size` is the number of bytes per element of q, k and v. Index arrays are not counted, because they are
+    never sent.
+    """
     world, share = layout.world, layout.num_tokens // layout.world
     value_dim = head_dim if value_dim is None else value_dim
     key_bytes = num_key_heads * (head_dim + value_dim) * element_size

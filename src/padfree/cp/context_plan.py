@@ -1,13 +1,13 @@
-"""What one context rank needs to know about a micro-batch, prepared once on the host and copied to the device.
+"""What one rank of context parallelism needs to know about a micro-batch. It is prepared once, on the host.
 
     pack order   0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the tokens of the pack, T
     own          the tokens of this rank, piece by piece      as it holds them, T/world
     rank order   rank 0's tokens, then rank 1's, ...          the result of an all-gather
     pieces       ranges of `own`, one document each           the query segments; those of one document are adjacent
 
-A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it.
-Further data that a method needs (which keys each piece reads, which rank sends them) is prepared by the first layer
-that uses it and cached here for the other layers.
+A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it. A method of
+context parallelism needs further data, such as which keys each piece reads and which rank sends them. The first layer
+that uses the data prepares it, and it is cached here for the other layers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ import torch
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import Layout, Segments
+from padfree.batch import Layout
 from padfree.cp.layout import document_index
 from padfree.cp.ranges import segments_of, to_device
 from padfree.prefix_tree import paths
+from padfree.segments import Segments
 
 Prepared = TypeVar("Prepared")
 
 
 class Pieces:
-    """All pieces of a layout as arrays [P], rank by rank: their owner and their location."""
+    """All P pieces of a layout: arrays [P] with the rank that owns each piece and its start and end in the pack.
+
+    The pieces of rank 0 come first, then those of rank 1, and so on. A piece is a range of tokens of one document.
+    """
 
     def __init__(self, layout: Layout, segments: Segments) -> None:
         self.world, self.share = layout.world, layout.num_tokens // layout.world
@@ -44,7 +48,8 @@ class Pieces:
         self.document_start = segments.offsets[self.document]
         self.document_end = segments.offsets[self.document + 1]
         self.offsets = segments.offsets
-        # If documents are nodes of a prefix tree: the ancestors of each node. Its queries also see their keys.
+        # If the documents are nodes of a prefix tree: the ancestors of each node, whose keys the node's queries also
+        # see.
         self.ancestors = None if segments.parents is None else [path[:-1] for path in paths(segments.parents)]
 
     def of(self, rank: int) -> slice:
@@ -53,7 +58,10 @@ class Pieces:
 
 
 class ContextPlan:
-    """The precomputed data of one (layout, segments, rank). Made by `padfree.cp.shard`; layers only read it."""
+    """The precomputed data for one rank, one layout and the segments of one pack.
+
+    `padfree.cp.shard` creates it, and the layers only read it.
+    """
 
     def __init__(self, layout: Layout, segments: Segments, rank: int, device: torch.device) -> None:
         self.layout, self.segments, self.rank, self.device = layout, segments, rank, device
@@ -68,19 +76,20 @@ class ContextPlan:
         return self.layout.world
 
     def to_pack_order(self, gathered: Tensor) -> Tensor:
-        """Reorder the tokens of [T, ...] from rank order to pack order."""
+        """Reorder the tokens of a tensor [T, ...] from rank order (rank 0's tokens first) to the order of the pack."""
         order = self.prepared("order", self._order)
         return gathered if order is None else gathered.index_select(0, order[1])
 
     def to_rank_order(self, values: Tensor) -> Tensor:
-        """Reorder the tokens of [T, ...] from pack order to rank order."""
+        """Reorder the tokens of a tensor [T, ...] from the order of the pack to rank order (rank 0's tokens first)."""
         order = self.prepared("order", self._order)
         return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """[T] the token at each index of the rank order, and [T] the rank-order index of each token.
+        """The permutation between the two orders of the T tokens, as two index arrays [T].
 
-        None if rank order and pack order are equal.
+        None if both orders are equal. The first array holds the token at each index of the rank order, the second the
+        rank-order index of each token.
         """
         tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
         if (tokens == np.arange(len(tokens))).all():
@@ -90,7 +99,7 @@ class ContextPlan:
         return to_device(tokens, self.device), to_device(places, self.device)
 
     def prepared(self, key: Hashable, prepare: Callable[[], Prepared]) -> Prepared:
-        """The result of `prepare()`, computed once per micro-batch."""
+        """The result of `prepare()`, computed once per micro-batch and then cached under `key`."""
         if key not in self._prepared:
             self._prepared[key] = prepare()
         made: Prepared = self._prepared[key]

@@ -1,4 +1,4 @@
-"""Which keys the pieces of each rank read, which ranks own them, and how they are assembled: pure index arithmetic.
+"""Which keys each rank reads, which ranks own these keys, and how a rank assembles them: pure index arithmetic.
 
     rank 1 holds the pieces      [....a)  of document X,   [b....)  of document Y,   all of Z
     its pool                     its own keys,  then the keys it receives: Y's keys before b, from rank 0 first
@@ -6,9 +6,9 @@
 
 Causal attention of a piece [a, b) of a document reads the document's keys [0, b), or with a window of W only the keys
 [a - W + 1, b). So a rank does not need the keys of the whole pack, only keys of the documents that it shares with other
-ranks. The layout determines which rank needs which keys: every rank knows what to send without being asked. If samples
-share prefixes, documents are nodes of a prefix tree, and a piece first reads the keys of its node's ancestors. These
-are several ranges of keys; a rank receives each key once, even if several of its pieces read it.
+ranks. The layout determines which rank needs which keys, so every rank knows what to send without being asked. If
+samples share prefixes, documents are nodes of a prefix tree, and a piece first reads the keys of its node's ancestors.
+Its keys are then several ranges. A rank receives each key once, even if several of its pieces read it.
 """
 
 from __future__ import annotations
@@ -22,40 +22,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan, Pieces
 from padfree.cp.ranges import Indices, Selection, segments_of, select_ranges, to_device
 from padfree.prefix_tree import PathRanges
+from padfree.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPlan:
-    """The keys that one rank's pieces read, and how they are assembled."""
+    """The keys that the pieces of one rank read, which ranks they come from, and how they are assembled."""
 
-    pool: tuple[Indices, Indices]  # (starts, ends) in the pack: own ranges, then ranges from rank 0, rank 1, ...
-    selection: Selection  # own and received keys -> keys of the pieces, one piece after the other
+    # the ranges of the pool, (starts, ends) in the pack: its own, then those from rank 0, rank 1, ...
+    pool: tuple[Indices, Indices]
+    selection: Selection  # selects from own and received keys the keys of the pieces, piece by piece
     segments: Segments  # of these keys, one segment per piece
-    quiet: bool  # no rank needs keys of another rank: nothing is sent at all
+    quiet: bool  # True if no rank needs keys of another rank, so that nothing is sent
     send: tuple[int, ...]  # [world] number of keys sent to each rank
     receive: tuple[int, ...]  # [world] number of keys received from each rank
     leaving: tuple[tuple[tuple[int, int], ...], ...]  # [world] own keys sent to each rank: ranges (start, length)
-    read_elsewhere: Tensor  # own keys that other ranks read too, so that part of their gradient is received
+    read_elsewhere: Tensor  # own keys that other ranks also read; these ranks send a part of the gradient
     returning: tuple[Tensor, ...]  # [world] indices into `read_elsewhere` of the gradients received from each rank
 
     @property
     def pool_tokens(self) -> Tensor:
-        """[N] the tokens of the pool as indices in the pack, for simulating a rank without its group."""
+        """The indices [N] in the pack of the tokens of this rank's pool: its own keys and the keys it receives.
+
+        They are needed to simulate a rank without its process group.
+        """
         starts, ends = self.pool
         return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
 
 
 def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None = None) -> KeyPlan:
-    """The key plan of this rank, computed once per micro-batch."""
+    """The key plan of this rank: which keys its pieces read and where they come from. Computed once per micro-batch."""
     return plan.prepared(("keys", causal, window), lambda: _key_plan(plan, causal, window))
 
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
-    """[world, world] element (i, j) is the number of keys that rank i receives from rank j."""
+    """How many keys are sent between ranks, as a matrix [world, world]: rank i receives element (i, j) from rank j."""
     needs = _needs(pieces, _key_ranges(pieces, causal, window))
     moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
     np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)
@@ -102,7 +106,10 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
 
 
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
-    """The keys of each piece as ranges of the pack: first the ranges of its ancestors, if any, then its own."""
+    """The keys that each piece reads, as ranges of the pack.
+
+    The ranges of its ancestors come first, if any, then its own.
+    """
     every = np.arange(len(pieces.start))
     if not causal:
         return PathRanges(every, pieces.document_start, pieces.document_end)
@@ -118,7 +125,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
         above: list[tuple[int, int, int]] = []
         for ancestor in reversed(pieces.ancestors[node]):
             first, last = int(pieces.offsets[ancestor]), int(pieces.offsets[ancestor + 1])
-            if outside is not None:  # start of the window, relative to the end of this ancestor
+            if outside is not None:  # `outside` is the start of the window, relative to the end of this ancestor
                 above.append((number, max(first, last + min(outside, 0)), last))
                 outside += last - first
             else:
@@ -129,7 +136,10 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut ranges of the pack at the ends of pieces: (index of the range, piece, begin, end) of each part."""
+    """Cut ranges [begin, end) of the pack into parts, each of which lies in one piece.
+
+    Returns four arrays: the index of the range, the index of the piece, and the begin and end of each part.
+    """
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
     low = np.searchsorted(starts, begin, side="right") - 1
@@ -140,29 +150,32 @@ def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices
 
 
 class _Needs(NamedTuple):
-    """n ranges of keys [begin, end) that rank `reader` needs from rank `owner`, a different rank.
+    """n ranges of keys that a rank needs from another rank, as five arrays [n].
 
-    The ranges of one reader do not overlap.
+    Rank `reader` needs the keys [begin, end), which are on rank `owner`. The ranges of one reader do not overlap.
     """
 
     reader: Indices
     owner: Indices
     begin: Indices
     end: Indices
-    place: Indices  # of the first key, index in rank order
+    place: Indices  # index of the range's first key in rank order
 
     @property
     def length(self) -> Indices:
         return self.end - self.begin
 
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
-        """The needs selected by `which`, sorted by rank and then in pack order: sender and receiver use this order."""
+        """The needs selected by the mask `which`, sorted by the rank `sort` and then in pack order.
+
+        Sender and receiver both use this order.
+        """
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """The indices of these keys if the needed keys are laid end to end."""
+        """The index of each of these keys in the concatenation of all needed ranges."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]
@@ -176,7 +189,7 @@ def _needs(pieces: Pieces, ranges: PathRanges) -> _Needs:
     num_tokens = int(pieces.offsets[-1])
     covered = (
         np.maximum.accumulate(end + readers * num_tokens)[:-1] - readers[1:] * num_tokens
-    )  # negative at the first range of each reader
+    )  # `covered` is negative for the first range of each reader
     begin[1:] = np.clip(covered, begin[1:], end[1:])
     number, piece, begin, end = _cut(pieces, begin, end)
     reader, owner = readers[number], pieces.rank[piece]

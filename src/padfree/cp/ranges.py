@@ -1,17 +1,18 @@
-"""Gather ranges of a tensor's tokens one after the other, and the transpose: sum the gradients of each token.
+"""Gather ranges of a tensor's tokens one after the other (forward), and sum the gradients of each token (backward).
 
     ranges [0, 3) [0, 5)   of 5 tokens      take     a b c d e        ->  a b c a b c d e
                                             summed   p q r s t u v w  ->  p+s q+t r+u v w
 
-A query piece reads the keys of its document from the start, so two pieces of one document on one rank read the same
-keys, and their gradients must be added. The order of additions is fixed here, so that the sum is deterministic: the
-gradient of each token is copied from one of its occurrences in the selection, and the other occurrences are added in
-layers, each of which holds a token at most once. Usually there is one layer or none. If there are more, because many
-nodes read one prefix, all occurrences of each token are summed at once (`padfree.attention.copies`).
+A query piece reads the keys of its document from the start, so two pieces of one document on one rank read some keys
+twice, and the gradients of these keys must be added. The order of additions is fixed here, so that the sum is
+deterministic: the gradient of each token is copied from one of its occurrences in the selection, and the other
+occurrences are added in layers. A layer contains each token at most once. Usually there is one layer or none. If there
+are more, because many nodes read one prefix, all occurrences of each token are summed at once
+(`padfree.attention.copies`).
 
 There are few ranges (adjacent whole documents are one range), so slices and one concatenation move them at memory
-speed, and a selection of a single range is not copied at all. Gradients move even less: if they are in the order
-"received keys, then own keys" with few exceptions, only the exceptions move (`summed_apart`).
+speed, and a selection of a single range is not copied at all. Even less of the gradients is moved: if they are in the
+order "received keys, then own keys" with few exceptions, only the exceptions are moved (`summed_apart`).
 """
 
 from __future__ import annotations
@@ -27,40 +28,44 @@ from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
 from padfree.attention.copies import copies_to_device, sum_copies
-from padfree.batch import Copies, Segments
+from padfree.batch import Copies
+from padfree.segments import Segments
 
 Indices = NDArray[np.int64]
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a host array to the device without synchronising with it."""
+    """Copy a host array to the device without synchronising with the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def segments_of(lengths: Indices, device: torch.device) -> Segments:
-    """Segments of these lengths, with cu_seqlens on the device."""
+    """The `Segments` with these lengths, with cu_seqlens on the device."""
     host = Segments.from_lengths(lengths)
     return replace(host, cu_seqlens=to_device(host.cu_seqlens.numpy(), device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Selection:
-    """A selection [m, ...] of the tokens of a tensor [n, ...]. The tensor may be given in several parts [n_i, ...]."""
+    """Selects m of the n tokens of a tensor, in any order and with repetitions: [n, ...] -> [m, ...].
+
+    The tensor may be given in several parts [n_i, ...], whose tokens are numbered across the parts.
+    """
 
     sizes: tuple[int, ...]  # [n_i]
-    ranges: tuple[tuple[int, int, int], ...]  # the selection: (part, start in the part, length)
-    copies: tuple[tuple[int, int, int], ...]  # each selected token once: (token, index in the selection, length)
-    repeats: tuple[tuple[Tensor, Tensor], ...]  # layers of other (indices, tokens); tokens are numbered across parts
-    sums: Copies | None = None  # instead of several layers: all indices of each token
+    ranges: tuple[tuple[int, int, int], ...]  # the selected ranges: (part, start in the part, length)
+    copies: tuple[tuple[int, int, int], ...]  # one occurrence of each token: (token, index in the selection, length)
+    repeats: tuple[tuple[Tensor, Tensor], ...]  # the other occurrences, in layers of (indices in the selection, tokens)
+    sums: Copies | None = None  # all occurrences of each token, used instead of several layers
 
     @property
     def is_everything(self) -> bool:
-        """Whether the selection is all tokens in order, so that nothing needs to be copied."""
+        """Whether the selection is all tokens in their order, so that nothing needs to be copied."""
         return self.ranges == ((0, 0, sum(self.sizes)),)
 
     def take(self, *parts: Tensor) -> Tensor:
-        """[n, ...] -> [m, ...]; a view if the selection is one range."""
+        """Gather the selected tokens: [n, ...] -> [m, ...]. The result is a view if the selection is one range."""
         assert tuple(len(part) for part in parts) == self.sizes, (self.sizes, [tuple(part.shape) for part in parts])
         slices = [parts[part].narrow(0, start, length) for part, start, length in self.ranges]
         if len(slices) == 1:
@@ -68,7 +73,10 @@ class Selection:
         return torch.cat(slices) if slices else parts[0][:0]
 
     def summed(self, gradient: Tensor) -> Tensor:
-        """Gradient [m, ...] of the selection -> gradient [n, ...] of the tensor. Every token must be selected."""
+        """Sum the gradient of the selection [m, ...] to the gradient of the tensor [n, ...].
+
+        Every token must be selected at least once.
+        """
         self._check_all_selected()
         if self.sums is not None:
             return sum_copies(gradient.contiguous(), self.sums.index, self.sums.copy_index, self.sums.offsets)
@@ -79,10 +87,10 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """`summed`, split into the first part [n_0, ...] and the other parts. May overwrite `gradient`.
+        """Like `summed`, but returns two tensors: the gradient of the first part [n_0, ...] and of all other parts.
 
-        If no token is repeated and few are out of order, both results are views of `gradient`, in which only these few
-        tokens are moved.
+        May overwrite `gradient`. If no token is repeated and few tokens are out of order, both results are views of
+        `gradient`, in which only these few tokens are moved.
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])
@@ -105,7 +113,10 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """(index, length) of all tokens, with the tokens of the first part after those of the other parts."""
+        """The ranges (index, length) of the selection in the order in which `summed_apart` returns them.
+
+        The tokens of the first part come after the tokens of the other parts.
+        """
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for token, place, length in self.copies:
@@ -115,7 +126,7 @@ class Selection:
         return others + own
 
     def add_to(self, total: Tensor, gradient: Tensor) -> Tensor:
-        """Add the gradient [m, ...] of the selection to `total` [n, ...] in place."""
+        """Add the gradient [m, ...] of the selection to `total` [n, ...] in place, and return `total`."""
         if self.sums is not None:
             gradient = gradient.to(total.dtype).contiguous()
             return total.add_(sum_copies(gradient, self.sums.index, self.sums.copy_index, self.sums.offsets))
@@ -127,9 +138,10 @@ class Selection:
 
 
 def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: torch.device) -> Selection:
-    """The selection of these ranges of tokens, numbered across parts; no range crosses the boundary of a part.
+    """The `Selection` of the ranges [starts, ends) of tokens from parts of the given sizes.
 
-    The cost grows with the number of ranges, not with the number of tokens.
+    Tokens are numbered across parts, and no range crosses the boundary of a part. The cost grows with the number of
+    ranges, not with the number of tokens.
     """
     starts, ends = starts[ends > starts], ends[ends > starts]
     borders = np.cumsum(sizes, dtype=np.int64)
@@ -138,7 +150,7 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     part = np.searchsorted(borders, starts, side="right")
     ranges = zip(part.tolist(), (starts - np.append(0, borders)[part]).tolist(), (ends - starts).tolist(), strict=True)
 
-    # The tokens between two edges are in the same ranges, and in the same number of later ranges.
+    # Cut the tokens into stretches at the ends of all ranges. All tokens of a stretch are in the same ranges.
     edges = np.unique(np.concatenate([starts, ends]))
     token, length = edges[:-1], np.diff(edges)
     held = (starts[:, None] <= token) & (token < ends[:, None])  # [ranges, stretches]
@@ -146,7 +158,10 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # from a token to its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """(token, index, length) of occurrences with `layer` later ones; every token at most once, ascending."""
+        """Arrays (token, index in the selection, length) of the stretches that occur `layer` more times later on.
+
+        Each token appears at most once, in ascending order.
+        """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]
 

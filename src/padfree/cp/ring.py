@@ -3,20 +3,21 @@
     step     0          1          2          3           rank 1 of 4 computes with the keys of rank ...
     block    1 (own)    0          3          2           ... while the next block is in flight
 
-Two pieces of a document never overlap, so a query piece sees a piece of another rank entirely, if it comes earlier in
-the document, or not at all. In step 0 a piece sees the earlier pieces of its document on its own rank, and itself
-causally. The pieces of a document are adjacent in a block, so the keys that a query piece sees of a block are one
-range. Queries that see nothing of a block are left out of its step, and a step that no query needs is skipped.
-If samples share prefixes, documents are nodes of a prefix tree, and a piece also sees the pieces of its node's
-ancestors entirely: it sees several ranges of a block, the range of its own node last.
+Each rank holds pieces of documents: T/world of the T tokens of a pack, its block. Two pieces of a document never
+overlap. So a query piece sees all of another rank's piece if that piece comes earlier in the document, and nothing of
+it otherwise. In step 0 a piece sees the earlier pieces of its document on its own rank, and itself causally. The pieces
+of a document are adjacent in a block, so the keys that a query piece sees of a block are one range. Queries that see
+nothing of a block are left out of its step, and a step that no query needs is skipped. If samples share prefixes,
+documents are nodes of a prefix tree, and a piece also sees the pieces of its node's ancestors entirely: it sees several
+ranges of a block, the range of its own node last.
 
-The softmax over all blocks is merged from the softmaxes of the blocks, with their log-sum-exp lse, in float32:
+Each block gives an output and the log-sum-exp lse of its scores. The outputs of two blocks are merged in float32:
 
     lse = logaddexp(lse_1, lse_2)        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
-In the backward pass the blocks go around once more; with the final output and lse the gradient of each block is exact
-by itself. The gradient of a block travels with the block in float32, each rank adds its contribution, and after `world`
-passes the gradient is back on the rank that owns the block.
+In the backward pass the blocks go around once more. Given the output and lse over all blocks, the gradient of each
+block is exact by itself. The gradient of a block travels with the block, in float32. Each rank adds its contribution,
+and after `world` passes the gradient is back on the rank that owns the block.
 
 `ring_forward` and `ring_backward` take the ring as an argument. With `PlayedRing` one process can simulate the ranks of
 a group one after the other.
@@ -35,18 +36,18 @@ from torch.distributed import ProcessGroup
 
 from padfree.arrays import concatenated_ranges
 from padfree.attention import apply_sinks, sinks_gradient, varlen_backward, varlen_forward
-from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.ranges import Indices, Selection, segments_of, select_ranges, to_device
 from padfree.distributed import Ring
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RingStep:
-    """What one rank computes with one block."""
+    """What one rank computes in one step: which of its queries see which keys of the current block."""
 
-    queries: Tensor | None  # the queries that see any key of the block; None: all queries do
+    queries: Tensor | None  # the queries that see a key of the block; None if all do
     segments_q: Segments
     segments_k: Segments
     keys: Selection  # the selected keys of the block
@@ -54,7 +55,7 @@ class RingStep:
 
 
 def prepare_steps(plan: ContextPlan, *, causal: bool = True) -> tuple[RingStep | None, ...]:
-    """[world] the steps of this rank; an entry is None if the rank computes nothing in this step."""
+    """The `world` ring steps of this rank. A step is None if the rank computes nothing in it."""
     return plan.prepared(
         ("ring", causal), lambda: tuple(_ring_step(plan, distance, causal) for distance in range(plan.world))
     )
@@ -93,7 +94,11 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """`_ring_step` if documents are nodes. `border` holds the starts of the pieces in the block."""
+    """The ring step if the documents are nodes of a prefix tree; otherwise `_ring_step` computes it.
+
+    The block is the one of the rank `distance` steps before this rank. `border` holds the start of each piece in the
+    block.
+    """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
     assert pieces.ancestors is not None
@@ -101,8 +106,8 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order:
     number: list[int] = []
     ranges: list[tuple[int, int]] = []
     for query, (node, start) in enumerate(zip(pieces.document[mine].tolist(), pieces.start[mine], strict=True)):
-        # Each ancestor from start to end, then the piece's own node up to the piece, which is included only if the
-        # block is the rank's own.
+        # A piece sees each ancestor of its node from start to end, and its own node up to the piece. It sees itself
+        # only if the block is the rank's own.
         seen = [(pieces.offsets[above], pieces.offsets[above + 1]) for above in pieces.ancestors[node]]
         seen.append((pieces.offsets[node], start + (distance == 0)))
         for begin, end in seen:
@@ -128,17 +133,17 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order:
 
 
 class RingLike(Protocol):
-    """The interface of a ring: see `padfree.distributed.Ring`."""
+    """The interface of a ring, which `padfree.distributed.Ring` implements."""
 
     def post(self, *tensors: Tensor) -> None: ...
     def collect(self) -> tuple[Tensor, ...]: ...
 
 
 class PlayedRing:
-    """Simulates the ring for one rank of a group, without the group.
+    """Simulates the ring for one rank of a group, without the process group.
 
-    Given the blocks of all ranks it delivers them as a real ring would. Without blocks it delivers zeros, and `posted`
-    holds what the rank adds to the gradient of each block: element i belongs to the block of rank `rank - i`.
+    Given the blocks of all ranks, it delivers them as a real ring would. Without blocks, it delivers zeros. Then
+    `posted` holds what the rank adds to the gradient of each block: element i belongs to the block of rank `rank - i`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:
@@ -157,7 +162,11 @@ class PlayedRing:
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: RingLike, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Output [T/world, H, dv] and lse [T/world, H] in float32, over the keys of all blocks and without sinks."""
+    """Attention of this rank's queries q [T/world, H, d] to the keys of all blocks, without sinks.
+
+    `steps` comes from `prepare_steps`, and `ring` passes the keys and values on. Returns the output [T/world, H, dv]
+    and the log-sum-exp lse [T/world, H], both in float32.
+    """
     block: tuple[Tensor, ...] = (k, v)
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -183,7 +192,11 @@ def ring_forward(
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge two softmaxes over different keys; `part` holds only the queries `queries`."""
+    """Merge two softmaxes over different keys: `out` and `lse` of all queries, with `part` and `part_lse` of some
+    queries.
+
+    `queries` are the indices of these queries; None means all. Returns the merged out and lse.
+    """
     old, old_lse = (out, lse) if queries is None else (out.index_select(0, queries), lse.index_select(0, queries))
     new_lse = torch.logaddexp(old_lse, part_lse)
     new = old * (old_lse - new_lse).exp()[..., None] + part * (part_lse - new_lse).exp()[..., None]
@@ -204,7 +217,10 @@ def ring_backward(
     gradient_ring: RingLike,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v in float32. `out` and `lse` are merged over all blocks and include sinks."""
+    """Return the gradients of this rank's q, k and v in float32.
+
+    `dout` is the gradient of the output. `out` and `lse` are those of the softmax over all blocks, including sinks.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None
     block: tuple[Tensor, ...] = (k, v)
@@ -238,7 +254,7 @@ def ring_backward(
         if number == 0:
             gradients = tuple(torch.zeros_like(tensor, dtype=wide) for tensor in block)
         else:
-            gradients = gradient_ring.collect()  # sum over the ranks that had this block before
+            gradients = gradient_ring.collect()  # the gradient of this block, summed over the ranks that had it before
         if step is not None:
             gradients = tuple(step.keys.add_to(total, part) for total, part in zip(gradients, added, strict=True))
         gradient_ring.post(*gradients)
@@ -261,7 +277,10 @@ def attend_ring(
     sinks: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Attention of q [T/world, H, d] to all its keys: k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]."""
+    """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
+
+    k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
+    """
     if window is not None:
         raise UserError(
             "method",

@@ -4,8 +4,9 @@
     shard      [T/world]   A A A A                              rank 0 of 4, contiguous
     gather     [T]         A A A A A | B B B | C C C C C | p p p    on every rank, in pack order
 
-Packing has shifted the labels inside each sample, so a rank needs nothing from its neighbours to score its own tokens.
-Positions, sample indices and weights stay with their tokens.
+T is the number of tokens of the pack, and `world` the number of ranks. Packing has already shifted the labels inside
+each sample, so a rank needs nothing from its neighbours to score its own tokens. Positions, sample indices and weights
+are divided in the same way as the tokens.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ def shard(
     method: str = "allgather",
     backend: str = "auto",
 ) -> LocalBatch:
-    """The tokens of context rank `rank` of `world`, and the context its attention needs.
+    """The part of a pack that belongs to context rank `rank` of `world`, with the context that its attention needs.
 
-    `group` is the process group of the context ranks. Without it the shards can be inspected but not attended to; one
-    process can create the shards of all ranks. If `world` is 1 the pack stays whole. The method `ulysses` is balanced
-    with any kind of layout; with `contiguous` it needs no permutation.
+    `group` is the process group of the context ranks. Without a group, the shards can be inspected but attention cannot
+    be computed, and one process can create the shards of all ranks. If `world` is 1, the pack stays whole. `kind` is
+    the layout of the tokens. The method `ulysses` is balanced with every kind of layout; with the kind `contiguous` it
+    needs no permutation.
     """
     if method not in METHODS:
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)
@@ -58,7 +60,9 @@ def shard(
     need_whole("world", world, 1, "give 1 or more ranks")
     need_whole("rank", rank, 0, f"give a rank from 0 to {world - 1}")
     if not rank < world:
-        raise UserError("rank", f"{rank} exceeds the {world} context ranks", f"give a rank from 0 to {world - 1}")
+        raise UserError(
+            "rank", f"{rank} is out of range for {world} context ranks", f"give a rank from 0 to {world - 1}"
+        )
     if group is not None and (group.size(), group.rank()) != (world, rank):
         raise UserError(
             "group",
@@ -107,13 +111,15 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
 
 
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
-    """The entries that this rank's tokens predict."""
+    """The entries of the pack that belong to this rank: an entry is a token to score, predicted from a token on this
+    rank.
+    """
     assert batch.entries is not None
     positions, device = batch.entries.positions, batch.input_ids.device
     if context.layout is None:
         return LocalEntries(numbers=np.arange(len(positions)), positions=copies_of(positions, batch.num_tokens, device))
     share = batch.num_tokens // context.world
-    local_index = np.full(batch.num_tokens, -1)  # token of the pack -> its index on this rank, or -1
+    local_index = np.full(batch.num_tokens, -1)  # for each token of the pack: its index on this rank, or -1
     starts, ends = context.layout.starts[context.rank], context.layout.ends[context.rank]
     local_index[concatenated_ranges(starts, ends - starts)] = np.arange(share)
     numbers = np.flatnonzero(local_index[positions] >= 0)
@@ -123,13 +129,13 @@ def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
 def gather_tokens(
     values: Tensor, context: AttnContext, *, loss: Literal["replicated", "partial"] = "replicated"
 ) -> Tensor:
-    """[T/world, ...] of each rank -> [T, ...] in pack order on every rank; differentiable.
+    """Gather the values [T/world, ...] of all ranks to [T, ...] in pack order, on every rank; differentiable.
 
-    The right gradient depends on how the ranks use the result. `replicated`: every rank computes the same loss from it,
-    and only one of them counts, so a rank keeps the part of its own gradient that belongs to its tokens. `partial`: the
-    ranks compute different parts of the loss, which is their sum, so the gradients of all ranks are summed before each
-    rank keeps the part of its tokens. Either way, the parameters' gradients summed over the ranks equal the gradients
-    that one process would compute.
+    `loss` says how the ranks use the result, which determines the gradient. `replicated`: every rank computes the same
+    loss from the result, and it counts once. A rank then keeps the part of its own gradient that belongs to its tokens.
+    `partial`: each rank computes a part of the loss, and the loss is the sum of the parts. The gradients of all ranks
+    are then summed before each rank keeps the part of its tokens. In both cases, the parameters' gradients summed over
+    the ranks equal the gradients that one process would compute.
     """
     if loss not in ("replicated", "partial"):
         raise UserError("loss", "is unknown", "choose replicated or partial", value=loss)
@@ -137,7 +143,9 @@ def gather_tokens(
     expected = context.segments.num_tokens // context.world
     if values.shape[:1] != (expected,):
         raise UserError(
-            "values", f"shape {tuple(values.shape)} for {expected} local tokens", "give one value per token"
+            "values",
+            f"has shape {tuple(values.shape)}, but this rank has {expected} tokens",
+            "give one value per token",
         )
     if context.layout is None:
         return values
@@ -150,7 +158,7 @@ def gather_tokens(
 
 
 def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
-    """Sum over the ranks that share a pack, without gradients."""
+    """Sum a tensor over the ranks that share a pack, without gradients."""
     if context.world == 1:
         return values
     total = values.clone()
@@ -159,7 +167,7 @@ def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
 
 
 def need_group(context: AttnContext) -> ProcessGroup:
-    """The process group of a context with several ranks."""
+    """The process group of a context with several ranks. Raises `UserError` if it is not set."""
     if context.group is None:
         raise UserError(
             "group", f"is not set for {context.world} context ranks", "give shard() the context process group"

@@ -1,11 +1,13 @@
 """Ulysses context parallelism: all-to-all exchanges tokens for heads before attention, and heads for tokens after it.
 
     q  [T/world, H, d]      own tokens, all heads      ->  [T, H/world, d]      all tokens, own heads
-    k  [T/world, Hkv, d]                               ->  [T, Hkv/world, d]    at least one head each
+    k  [T/world, Hkv, d]                               ->  [T, Hkv/world, d]    at least one head per rank
 
-Attention itself then runs as on one device, for every mask, window and length, and is balanced with any layout;
-`contiguous` saves the permutation into pack order. With fewer key heads than ranks, a key head is sent to every rank
-whose query heads use it. q, k and v are sent in one exchange, the output in another, and the gradients likewise.
+A pack has T tokens, H query heads and Hkv key heads of size d. Each rank computes attention for all tokens and its own
+heads, exactly as on one device. Therefore every mask, window and length is supported, and the work is balanced with
+every layout of the tokens. The layout `contiguous` saves the permutation into pack order. If there are fewer key heads
+than ranks, a key head is sent to every rank whose query heads use it. q, k and v are sent in one exchange, the output
+in another, and the gradients likewise.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
 
 
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
-    """The keys of the nodes of the whole pack, computed once per micro-batch; None if nothing is shared."""
+    """The keys that each node of the pack's prefix tree sees, computed once per micro-batch.
+
+    None if samples share nothing.
+    """
     return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 
 
@@ -54,7 +59,10 @@ def attend_ulysses(
     sinks: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Attention of q [T/world, H, d] to all its keys: k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]."""
+    """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
+
+    k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
+    """
     world = plan.world
     check_heads(q.shape[1], k.shape[1], world)
     copies = max(1, world // k.shape[1])
@@ -75,7 +83,10 @@ def attend_ulysses(
 
 
 class _RepeatHeads(torch.autograd.Function):
-    """[n, h, d] -> [n, h * copies, d], each head repeated; the gradients of the copies are summed in float32."""
+    """Repeat each head `copies` times: [n, h, d] -> [n, h * copies, d].
+
+    The gradients of the copies are summed in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copies: int) -> Tensor:
@@ -91,9 +102,10 @@ class _RepeatHeads(torch.autograd.Function):
 
 
 def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each [T/world, h, d] -> [T, h/world, d] in pack order, all in one exchange."""
+    """Exchange tokens for heads: each [T/world, h, d] -> [T, h/world, d] in pack order, all tensors in one exchange."""
     world = plan.world
-    # rank r gets the r-th part of the heads: [T/world, world, h/world * d] of each tensor, concatenated
+    # Rank r gets the r-th part of the heads. Each tensor becomes [T/world, world, h/world * d], and they are
+    # concatenated.
     parts = [tensor.reshape(tensor.shape[0], world, -1) for tensor in tensors]
     packed = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)  # [world * T/world, width]
     counts = [plan.pieces.share] * world
@@ -105,7 +117,10 @@ def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[
 
 
 def _tokens_of_all_heads(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Each [T, h/world, d] in pack order -> [T/world, h, d], all in one exchange: undoes `_heads_of_all_tokens`."""
+    """Exchange heads for tokens: each [T, h/world, d] in pack order -> [T/world, h, d], all tensors in one exchange.
+
+    This is the inverse of `_heads_of_all_tokens`.
+    """
     world, share = plan.world, plan.pieces.share
     parts = [tensor.flatten(1) for tensor in tensors]
     packed = plan.to_rank_order(torch.cat(parts, dim=1))  # [world * T/world, width]

@@ -1,4 +1,4 @@
-"""Move whole segments to one rank each, for layers that cannot compute on parts of a segment, and back.
+"""Move each segment as a whole to one rank and back, for layers that cannot compute on parts of a segment.
 
     pack        0 0 0 0 0 | 1 1 1 | 2 2 2 2 | 3 3 | pad         T tokens over 2 ranks
     layout      rank 0: 0 0 0  2 2 2 2      rank 1: 0 0 1 1 1 3 3 p     as attention uses them, T/world each
@@ -8,7 +8,7 @@ Segments are assigned longest first, each to the rank with the fewest tokens so 
 already holds most of its tokens. The pad is not moved. A segment longer than a rank's share of T/world tokens would
 leave the other ranks waiting, so it raises an error.
 
-The bytes that a rank sends for values of `width` numbers per token, for moving them to whole segments and back:
+The number of bytes that a rank sends to move values with `width` numbers per token to whole segments and back:
 
     forward     (tokens it holds of segments assigned to others + tokens it received) · width · element size
     backward    the same
@@ -25,17 +25,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import AttnContext, Layout, Segments
+from padfree.batch import AttnContext, Layout
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.layout import document_index
 from padfree.cp.ranges import Indices, to_device
 from padfree.cp.shard import need_group
 from padfree.distributed import exchange_rows
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 
 def assign_segments(layout: Layout, segments: Segments) -> Indices:
-    """[B] the rank of each sample. Raises `UserError` if a sample is longer than a rank's share."""
+    """The rank to which each of the B samples of a pack is assigned, as an array [B].
+
+    Raises `UserError` if a sample is longer than a rank's share of the tokens.
+    """
     lengths = segments.lengths[: segments.num_samples]
     share = layout.num_tokens // layout.world
     if lengths.max(initial=0) > share:
@@ -61,7 +65,7 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Moves:
-    """What one rank sends and receives. Index arithmetic on the host, without communication."""
+    """The tokens that one rank sends and receives to get whole segments. Only indices on the host, no communication."""
 
     lengths: tuple[int, ...]  # lengths of the segments assigned to this rank, in pack order
     leaving: Indices  # indices of this rank's tokens to send: tokens for rank 0 first, then for rank 1, ...
@@ -91,9 +95,10 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """[world] bytes that each rank sends in the forward pass of one mixer with input and output [T, width].
+    """The bytes that each rank sends in the forward pass of one layer that needs whole segments, as an array [world].
 
-    The backward pass sends the same number of bytes.
+    The input and the output of the layer are [T, width] for the T tokens of the pack. The backward pass sends the same
+    number of bytes.
     """
     sent = np.zeros(layout.world, dtype=np.int64)
     for rank in range(layout.world):
@@ -107,7 +112,7 @@ class _Prepared:
     moves: Moves
     leaving: Tensor
     arriving: Tensor
-    in_place: Tensor  # for each token of this rank's segments: its index among the arriving tokens
+    in_place: Tensor  # for each token of this rank's segments: its index among the received tokens
 
 
 def _prepared(context: AttnContext) -> _Prepared:
@@ -127,14 +132,20 @@ def _prepared(context: AttnContext) -> _Prepared:
 
 
 def to_whole_segments(values: Tensor, context: AttnContext) -> tuple[Tensor, tuple[int, ...]]:
-    """[T/world, ...] -> the tokens of this rank's segments in pack order, and the segment lengths; differentiable."""
+    """Move values [T/world, ...] so that each segment is whole on one rank; differentiable.
+
+    Returns the values of this rank's segments in pack order, and the lengths of these segments.
+    """
     prepared = _prepared(context)
     moved: Tensor = _ToSegments.apply(values, prepared, need_group(context))  # type: ignore[no-untyped-call]
     return moved, prepared.moves.lengths
 
 
 def from_whole_segments(values: Tensor, context: AttnContext) -> Tensor:
-    """The inverse: back to [T/world, ...]; the pad gets zeros."""
+    """The inverse of `to_whole_segments`: return the values to the ranks that hold their tokens, [T/world, ...].
+
+    Padding tokens get zeros.
+    """
     prepared = _prepared(context)
     share = context.segments.num_tokens // context.world
     back: Tensor = _FromSegments.apply(values, prepared, need_group(context), share)  # type: ignore[no-untyped-call]

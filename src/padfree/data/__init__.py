@@ -1,4 +1,4 @@
-"""Data: turn text and rollouts into samples.
+"""Read data files, and turn text and rollouts into samples.
 
 records        one row: parsing, checking fields, errors about bad rows
 data_settings  the settings that decide how rows become tokens
@@ -16,8 +16,8 @@ prepare        load_sft and load_pairs: turn files into data sets, with all of t
 rollouts       read_rollouts: reads rollout files into samples
 rewards        built-in and user-defined reward functions
 
-Names are imported on first use. A process that only computes rewards does not import torch and starts ten times as
-fast.
+Names are imported on first use, so that a process that only computes rewards does not import torch. It starts ten times
+as fast.
 """
 
 from __future__ import annotations

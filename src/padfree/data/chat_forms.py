@@ -1,7 +1,7 @@
-"""Convert a conversation to the spelling that a chat template expects.
+"""Convert a conversation to the form that a chat template expects.
 
-`read_conversation` produces one spelling, which most templates accept. DeepSeek-V3's template expects the arguments of
-a tool call as JSON text, and null as the content of a message with tool calls. Other templates expect tools without
+`read_conversation` produces one form, which most templates accept. DeepSeek-V3's template expects the arguments of a
+tool call as JSON text, and null as the content of a message with tool calls. Other templates expect tools without
 `{"type": "function", "function": ...}` around them, or content as a list of parts. `ChatRenderer` tries the forms in
 order and takes the first one whose rendered text passes the guards (`chat_guard`).
 """
@@ -19,7 +19,7 @@ from padfree.data.conversation import Conversation, Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """A spelling of conversations: the differences from the spelling of `read_conversation`."""
+    """A form of conversations, described by its differences from the form that `read_conversation` produces."""
 
     arguments_as_text: bool = False  # arguments of tool calls as JSON text
     null_content: bool = False  # null instead of "" as the content of a message with tool calls
@@ -28,7 +28,7 @@ class Form:
 
 
 def forms_of(conversation: Conversation) -> Iterator[Form]:
-    """The usual form first, then every other form that makes a difference for this conversation."""
+    """Yield the usual form first, then every other form that makes a difference for this conversation."""
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     either, usual = (False, True), (False,)
     for parts, bare, text, null in product(
@@ -41,7 +41,7 @@ def forms_of(conversation: Conversation) -> Iterator[Form]:
 
 
 def formed(conversation: Conversation, form: Form) -> tuple[list[Message], list[Any] | None]:
-    """The messages and tools in this form."""
+    """Convert a conversation to this form. Returns the messages and the tools."""
     tools = conversation.tools
     if tools is not None and form.bare_tools:
         tools = [tool.get("function", tool) for tool in tools]

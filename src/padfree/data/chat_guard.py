@@ -1,14 +1,15 @@
-"""Two checks on a rendered conversation: the template drops nothing and garbles nothing.
+"""Check that a chat template neither drops nor garbles parts of a conversation.
 
 1. Every message and every field of a message appears in the text. A template that does not know a role, a field or
    tools drops them silently, and the model would be trained on something other than the data.
 2. A field is rendered as its text or as JSON, not as Python's repr (`[{'type': 'text'}]`, `None`) or as JSON encoded
    twice.
 
-The checks run once per conversation shape, on the twin of the shape (`chat_shape`). If a template depends on the texts
-themselves, so that a row is not rendered like its twin, the checks run on the row.
+The checks run once per conversation shape, on its twin: a conversation of the same shape in which every text is a
+marker (`chat_shape`). If a template depends on the texts themselves, so that a row is not rendered like its twin, the
+checks run on the row.
 
-These may be missing from the text:
+The following parts may be missing from the text:
 
     reasoning of earlier turns    if the template shows it while the turn is the last one and strips it afterwards
     ids of tool calls             if the results come in the order of their calls
@@ -28,7 +29,7 @@ from padfree.data.conversation import Conversation
 from padfree.data.records import RowError
 
 SCHEMA_TEXTS = ("name", "description")
-"""Keys of a tool's schema whose values must appear in the text."""
+"""The keys of a tool's schema whose values must appear in the rendered text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ class Shown:
     """The rendered text of the first `stop` messages of a conversation, as a training sample or as a `prompt`.
 
     `again(other)` renders another conversation in the same way. `alone(i)` renders the messages up to and including
-    message i. Both return None if the template raises.
+    message i. Both return None if the template raises an error.
     """
 
     text: str
@@ -47,7 +48,7 @@ class Shown:
 
 
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the text of a twin. `keep_thoughts`: the reasoning of all turns must appear in it."""
+    """Check the rendered text of a twin. If `keep_thoughts` is True, the reasoning of all turns must appear in it."""
 
     def found(text: str) -> set[int]:
         slots = [slot for slot in slots_of(text) if slot.leaf < len(shape.leaves)]
@@ -60,7 +61,7 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the text of a conversation that is not rendered like its twin."""
+    """Check the rendered text of a conversation that is not rendered like its twin."""
 
     def found(text: str) -> set[int]:
         leaves = enumerate(shape.leaves)
@@ -89,7 +90,7 @@ def _check(
         if leaf.identifier:
             nameless = True
         elif shown.prompt and _is_answer(conversation, leaf) and (leaf.thought or not twin):
-            continue  # in a prompt, the template may shorten or rewrite earlier answers
+            continue  # in a prompt, a template may shorten or rewrite earlier answers
         elif leaf.thought and leaf.message < last and index in found(shown.alone(leaf.message) or ""):
             if keep_thoughts:
                 raise RowError(
@@ -132,7 +133,7 @@ def _named(conversation: Conversation, index: int) -> str:
 
 
 def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> None:
-    """Check messages without a text of their own: removing the message must change the rendered text."""
+    """Check messages that have no text. If such a message is removed, the rendered text must change."""
     messages = conversation.messages
     for index in range(len(messages)):
         if index in traced or len(messages) == 1:
@@ -145,7 +146,7 @@ def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> 
 
 
 def _check_roles(conversation: Conversation, shown: Shown) -> None:
-    """Refuse a template that renders another role, such as a tool, exactly like the assistant."""
+    """Raise an error if the template renders another role, such as a tool, exactly like the assistant."""
     roles = [message["role"] for message in conversation.messages]
     for role in set(roles) - {"assistant", "user"}:
         changed = tuple(
@@ -163,7 +164,10 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_arguments(conversation: Conversation, shown: Shown) -> None:
-    """Check the keys, booleans, nulls, lists and objects in arguments. Strings and numbers are leaves of the shape."""
+    """Check the keys, booleans, nulls, lists and objects in the arguments of tool calls.
+
+    Strings and numbers are leaves of the conversation shape and are checked elsewhere.
+    """
     for index, message in enumerate(conversation.messages):
         for at, call in enumerate(message.get("tool_calls", ())):
             arguments = call["function"]["arguments"]
@@ -172,7 +176,7 @@ def _check_arguments(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
-    """Check arguments not rendered as one JSON object: `<arg_key>city</arg_key><arg_value>Paris</arg_value>`."""
+    """Check arguments that are rendered one by one, as in `<arg_key>city</arg_key><arg_value>Paris</arg_value>`."""
 
     def again(changed: dict[str, Any]) -> str | None:
         message = conversation.messages[index]
@@ -201,7 +205,9 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
 
 
 def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
-    """Whether the two texts first differ where `text` has the JSON of the value and `changed` that of its negation."""
+    """Whether the first difference between the two texts is the JSON of `value` in `text` and of its negation in
+    `changed`.
+    """
     if changed is None:
         return False
     start = next((index for index, (one, other) in enumerate(zip(text, changed, strict=False)) if one != other), 0)
@@ -248,7 +254,10 @@ def _check_tools(conversation: Conversation, text: str) -> None:
 
 
 def _schema_texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Paths and texts of a schema that must be shown: names, descriptions and names of parameters."""
+    """Yield (path, text) for the texts of a tool's schema that must be shown.
+
+    These are names, descriptions and names of parameters.
+    """
     if isinstance(value, list):
         for index, one in enumerate(value):
             yield from _schema_texts(one, f"{path}[{index}]")

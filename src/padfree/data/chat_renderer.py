@@ -3,10 +3,10 @@
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                            [------------)          the span of the assistant's turn
 
-A turn begins where the text of the earlier messages plus the generation prompt ends. It ends where the text of the
-messages up to and including the turn ends. White space after the closing special token of a turn (`<|im_end|>\\n`) is
-not part of the turn, because the model stops at the special token. If the template has `{% generation %}` markers, they
-decide which part of a turn is trained.
+To find a turn, the template renders the earlier messages with the generation prompt: the turn begins where this text
+ends. The turn ends where the text of the messages up to and including the turn ends. White space after the closing
+special token of a turn (`<|im_end|>\\n`) is not part of the turn, because the model stops at the special token. If the
+template has `{% generation %}` markers, they decide which part of a turn is trained.
 
 A conversation is one sample, unless the template renders earlier turns differently once other messages follow. Qwen3's
 template strips the reasoning of earlier turns and adds an empty reasoning block to the last turn only. In this case
@@ -18,9 +18,9 @@ each trained turn becomes a sample:
 Messages after the last trained turn are then in no sample.
 
 How a template renders a conversation depends on its shape (`chat_shape`). Spans (`chat_turns`) and checks
-(`chat_guard`) are therefore computed once per shape, on its twin. Each row is rendered and compared with the text that
-its shape predicts. If the two differ, because the template depends on the texts themselves, spans and checks are
-computed for that row alone.
+(`chat_guard`) are therefore computed once per shape, on its twin, a conversation in which every text is a marker. Each
+row is rendered and compared with the text that its shape predicts. If the two differ, because the template depends on
+the texts themselves, spans and checks are computed for that row alone.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from padfree.data.chat_forms import Form, formed, formed_message, forms_of
 from padfree.data.chat_guard import Shown, check_row, check_twin
 from padfree.data.chat_shape import MAX_LEAVES, ConversationShape, Skeleton, Span, TemplateValue, shape_of, written
 from padfree.data.chat_turns import TurnCut, TurnCutter
-from padfree.data.conversation import Conversation, Message, read_conversation
+from padfree.data.conversation import Conversation, Message
 from padfree.data.data_settings import TextSettings
-from padfree.data.records import RowError, shown, string
+from padfree.data.records import RowError, shown
 from padfree.data.template import compared_texts, compiled, rendered
 from padfree.errors import UserError, shown_error
 
@@ -63,7 +63,9 @@ ROLE_ALIASES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Other names of the four roles, case-insensitive. A name that the template itself compares with is not replaced."""
+"""Other names of the four roles, case-insensitive. They are replaced by the role, except names that occur in
+comparisons of the template.
+"""
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -72,8 +74,8 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class RenderedSample:
     """The text of one sample.
 
-    `spans`: ranges of trained characters; sorted, disjoint, none empty. `messages`: the index of each message with the
-    range of its text.
+    `spans` are the ranges of trained characters: sorted, disjoint and not empty. `messages` holds the index of each
+    message with the range of its text.
     """
 
     text: str
@@ -92,20 +94,20 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """The form and the turn cuts that all conversations of a shape share."""
+    """What all conversations of a shape share: the form of the messages, and where turns begin and end."""
 
     form: Form
     cuts: tuple[tuple[TurnCut, Skeleton | None], ...]
 
 
 class _RaisedError(RowError):
-    """The chat template raised an exception."""
+    """Raised if the chat template raises an exception."""
 
 
 class ChatRenderer:
     """A chat template with its arguments.
 
-    `template` replaces the tokenizer's own template. `day` is the current date as the template sees it.
+    `template` replaces the tokenizer's own template. `day` is the date that the template gets as the current date.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class ChatRenderer:
 
     @cached_property
     def depends_on_day(self) -> bool:
-        """Whether the rendered text depends on `day`: the template reads the date and no argument supplies one."""
+        """Whether the rendered text depends on `day`: the template reads the date, and no argument supplies it."""
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         tool = {"type": "function", "function": {"name": "c", "description": "d", "parameters": {}}}
         conversations = [
@@ -146,7 +148,7 @@ class ChatRenderer:
                 continue
             template = compiled(source, self.day)
             for messages, tools in conversations:
-                with contextlib.suppress(Exception):  # a template can raise for tools or for a system message
+                with contextlib.suppress(Exception):  # a template can raise an error for tools or for a system message
                     rendered(template, {**self._variables, "add_generation_prompt": False, "tools": tools}, messages)
                 if template.environment.clock_reads:
                     return True
@@ -155,7 +157,7 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False
     ) -> str:
-        """The rendered text of messages, without any check."""
+        """Render messages as text, without any check."""
         usual = [formed_message(message, Form()) for message in messages]
         return self._rendered(usual, tools, generation_prompt)[0]
 
@@ -167,8 +169,9 @@ class ChatRenderer:
     def samples(self, conversation: Conversation, *, loss_on: LossOn, turns: Turns) -> list[RenderedSample]:
         """The samples of a conversation, in the order of its turns.
 
-        `loss_on`: "assistant" trains every assistant message that is not in `untrained`, "last" only the last assistant
-        message, and "all" the whole text, always as one sample.
+        `loss_on` says what is trained: "assistant" trains every assistant message that is not in
+        `conversation.untrained`, "last" only the last assistant message, and "all" the whole text, always as one
+        sample.
         """
         return self._made(conversation, _Task(loss_on=loss_on, turns=turns))
 
@@ -181,7 +184,8 @@ class ChatRenderer:
         if isinstance(plan, _Plan):
             made = self._predicted(conversation, shape, plan, task)
             return self._by_itself(conversation, shape, task, plan.form) if made is None else made
-        if isinstance(plan, _RaisedError):  # a template that depends on the texts can fail for the twin only
+        # a template that depends on the texts can fail for the twin but not for the row
+        if isinstance(plan, _RaisedError):
             return self._first_right(conversation, lambda form: self._by_itself(conversation, shape, task, form))
         raise RowError(str(plan))
 
@@ -207,7 +211,7 @@ class ChatRenderer:
     def _predicted(
         self, conversation: Conversation, shape: ConversationShape, plan: _Plan, task: _Task
     ) -> list[RenderedSample] | None:
-        """The samples that the shape predicts; None if the template renders the row differently."""
+        """The samples that the shape predicts for this row. None if the template renders the row differently."""
         made = []
         messages, tools = formed(conversation, plan.form)
         for cut, skeleton in plan.cuts:
@@ -237,10 +241,10 @@ class ChatRenderer:
         return made
 
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
-        """The result of the first form that passes the checks.
+        """Call `work` with each form of the conversation, and return the first result that passes the checks.
 
-        If no form does, raise the error of the usual form. If that error is about tool calls, or raised by the
-        template, raise the error of the form that got furthest into the conversation.
+        If no form passes, the error of the usual form is raised. If that error is about tool calls, or was raised by
+        the template, the error of the form that got furthest into the conversation is raised instead.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):
@@ -296,7 +300,7 @@ class ChatRenderer:
         variables = {"add_generation_prompt": generation_prompt, **self._variables, "tools": tools}
         try:
             found = rendered(template, variables, messages, spans=spans)
-        except Exception as error:  # a template is user code and can raise anything
+        except Exception as error:  # a template is untrusted code and can raise any exception
             raise _RaisedError(
                 f"the chat template raised an error: {shown_error(error)}; change the row, or set data.chat_template "
                 "to a template that accepts it"
@@ -309,7 +313,7 @@ class ChatRenderer:
         return found
 
     def _with_roles(self, conversation: Conversation) -> Conversation:
-        """Replace aliases of roles, except names that the template itself compares with."""
+        """Replace aliases of roles, except names that occur in comparisons of the template."""
         source = self._sources[conversation.tools is not None]
         messages = []
         for message in conversation.messages:
@@ -384,7 +388,10 @@ def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
 
 
 def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
-    """The span of each message in a text that no shape predicts: search for the texts of its leaves, in order."""
+    """Find the span of each message in the text of a row that was rendered differently from its shape's prediction.
+
+    The texts of the message's leaves are searched for, in order.
+    """
     message_spans: dict[int, Span] = {}
     done = 0
     for leaf in leaves:
@@ -402,18 +409,8 @@ def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[
 def chat_renderer(
     tokenizer: PreTrainedTokenizerBase, settings: TextSettings, *, day: datetime.date | None = None
 ) -> ChatRenderer | None:
-    """The renderer of prompts; None if prompts are used as plain text."""
+    """The renderer of prompts. None if the settings say that prompts are used as plain text."""
     plain = settings.prompt_format == "plain"
     if plain or (settings.prompt_format == "auto" and not (settings.chat_template or tokenizer.chat_template)):
         return None
     return ChatRenderer(tokenizer, settings.chat_template, settings.template_arguments, day=day)
-
-
-def prompt_conversation(
-    row: dict[str, Any], column: str, *, tools: object = None, tools_column: str = "tools"
-) -> Conversation:
-    """The prompt of a row as a conversation. The prompt is a text, taken as a user message, or a list of messages."""
-    if isinstance(row.get(column), list):
-        return read_conversation(row[column], column, tools=tools, tools_column=tools_column)
-    said = [{"role": "user", "content": string(row, column)}]
-    return read_conversation(said, column, tools=tools, tools_column=tools_column)

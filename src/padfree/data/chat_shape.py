@@ -4,14 +4,14 @@
                                               leaves  "Hi"
                                               twin    {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
 
-A template treats the twin like every other conversation of the shape, unless it depends on the texts themselves: it
-shows the same texts, in the same positions and the same form. A marker has a backslash, a quotation mark and a
-non-ASCII letter, so that its plain text, its JSON and its Python repr all differ:
+A template treats the twin like every other conversation of the shape: it shows the same texts, in the same places and
+the same form. Only a template that depends on the texts themselves does not. A marker has a backslash, a quotation mark
+and a non-ASCII letter, so that its plain text, its JSON and its Python repr all differ:
 
     text    zq0x\\"éw          JSON    zq0x\\\\\\"éw          repr, JSON encoded twice, HTML ...    something else
 
 Numbers have markers as well. Booleans, nulls, keys, roles and the white space at the ends of a text belong to the
-shape. So do the tags around reasoning: `<think>a</think>b` has two texts.
+shape. The tags around reasoning belong to the shape too: `<think>a</think>b` has two texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ THOUGHT_FIELDS = ("reasoning_content",)
 RESULT_ROLES = ("tool", "function", "ipython")
 MAX_LEAVES = 10_000
 _TAGS = re.compile(r"(\s*(?:</?(?:think|thinking|thought|reasoning)>|\[/?THINK\])\s*)")
-_FIRST_NUMBER = 70_000_000_007  # the four digits before 07 are the index of the leaf
+# the marker of a number; the marker of a number; the four digits before 07 are the index of the leaf
+_FIRST_NUMBER = 70_000_000_007
 _MARKER = re.compile(
     r'zq(?P<text>\d+)x(?:(?P<plain>\\"éw)|(?P<json>\\\\\\"éw)|(?P<ascii>\\\\\\"\\u00e9w))?'
     r"|zq(?P<id>\d+)yk*|70000(?P<number>\d{4})07(?:\.5)?"
@@ -38,14 +39,14 @@ _MARKER = re.compile(
 
 
 class TemplateValue(NamedTuple):
-    """A text or number of a conversation.
+    """A leaf of a conversation: a text or a number.
 
-    `thought`: reasoning, which a template may drop once other messages follow. `identifier`: the id that connects a
-    tool call with its result.
+    `thought` says that it is reasoning, which a template may drop once other messages follow. `identifier` says that it
+    is the id that connects a tool call with its result.
     """
 
     message: int
-    field: str  # the field that holds it, e.g. "tool_calls[0].function.name"
+    field: str  # the field that holds the value, e.g. "tool_calls[0].function.name"
     value: str | int | float
     thought: bool = False
     identifier: bool = False
@@ -53,10 +54,11 @@ class TemplateValue(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationShape:
-    """The shape of one conversation.
+    """The shape of one conversation, with its leaves and its twin.
 
     `key` is equal for all conversations of the shape. `leaves` are the texts and numbers of this conversation.
-    `shuffled`: index of the first tool message that is not the result of the next call in order; None if there is none.
+    `shuffled` is the index of the first tool message that is not the result of the next call in order. It is None if
+    there is none.
     """
 
     key: Hashable
@@ -74,7 +76,8 @@ class _Dissection:
         self._key: list[Hashable] = []
         self._leaves: list[TemplateValue] = []
         self._identifiers: dict[str, int] = {}
-        self._waiting: list[tuple[Message, int]] = []  # calls without a result, each with the leaf of its name
+        # tool calls without a result so far, each with the leaf of its name
+        self._waiting: list[tuple[Message, int]] = []
         self._shuffled: int | None = None
 
     def dissect(self, conversation: Conversation) -> ConversationShape:
@@ -108,7 +111,7 @@ class _Dissection:
         return twin
 
     def _answered(self, message: Message, index: int) -> tuple[Message, int] | None:
-        """The call that a result belongs to: the call with its id, or else the next call."""
+        """The tool call that a result belongs to: the call with the same id, or else the next call."""
         if not self._waiting:
             return None
         answered = message.get("tool_call_id")
@@ -166,7 +169,10 @@ class _Dissection:
         return {name: self._value(one, f"{field}.{name}", message) for name, one in value.items()}
 
     def _identifier(self, value: str, field: str, message: int) -> str:
-        """The marker of an id, the same at each occurrence, and as long as the id: Mistral's ids have 9 characters."""
+        """The marker that replaces an id. It is the same at each occurrence of the id, and as long as the id.
+
+        The length matters because some templates check it: the ids of Mistral have 9 characters.
+        """
         leaf = self._identifiers.setdefault(value, len(self._leaves))
         if leaf == len(self._leaves):
             self._leaves.append(TemplateValue(message, field, value, identifier=True))
@@ -175,7 +181,7 @@ class _Dissection:
 
 
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
-    """Split a text into (white space or tags, text or "", whether the text is reasoning)."""
+    """Split a text into tuples (white space or tags, text or "", whether the text is reasoning)."""
     pieces = _TAGS.split(value) if tags else [value]
     if len(pieces) == 1:
         text = value.strip()
@@ -213,7 +219,10 @@ def written(value: str | int | float, form: str) -> str:
 
 
 class Slot(NamedTuple):
-    """A range of a twin's text that shows a leaf. `form` is empty if it is neither the plain text nor JSON."""
+    """A range of a twin's text that shows a leaf.
+
+    `form` is empty if the leaf is shown neither as plain text nor as JSON.
+    """
 
     leaf: int
     start: int
@@ -236,15 +245,15 @@ def slots_of(text: str) -> list[Slot]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skeleton:
-    """The text of a twin as alternating literals and leaves, with its trained spans."""
+    """The text of a twin, split into literal texts and slots for the leaves, with its trained spans."""
 
     literals: tuple[str, ...]  # the texts before, between and after the slots
     slots: tuple[tuple[int, str], ...]  # (leaf, form)
-    borders: tuple[tuple[int, int], ...]  # start and end of each span, as (index of the literal, offset in it)
+    borders: tuple[tuple[int, int], ...]  # start and end of each span, each as (index of the literal, offset in it)
 
     @staticmethod
     def of(text: str, spans: Sequence[Span]) -> Skeleton | None:
-        """The skeleton of a text with these trained spans; None if a span begins or ends inside a leaf."""
+        """The skeleton of a text with these trained spans. None if a span begins or ends inside a leaf."""
         literals, slots, done = [], [], 0
         starts = []
         for slot in slots_of(text):
@@ -265,7 +274,10 @@ class Skeleton:
         return Skeleton(literals=tuple(literals), slots=tuple(slots), borders=tuple(borders))
 
     def filled(self, leaves: Sequence[TemplateValue]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
-        """The text predicted for a conversation of the shape, its trained spans, and the span of each message."""
+        """Fill in the leaves of a conversation of the shape.
+
+        Returns the predicted text, its trained spans, and the span of each message.
+        """
         parts = [self.literals[0]]
         starts = [0]
         message_spans: dict[int, Span] = {}

@@ -4,13 +4,14 @@
     up to and including the turn                   <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
                                                                                    [----------)
 
-The first text must be a prefix of the second. If the second is a prefix of the whole conversation for every turn, all
-turns are trained in one sample (`together`). Otherwise each turn is trained in a sample of its own (`apart`).
+The first text must be a prefix of the second, so that the rest of the second is the text of the turn. If for every turn
+the second text is a prefix of the whole rendered conversation, all turns are trained in one sample (`together`).
+Otherwise each turn is trained in its own sample (`apart`).
 
 Some templates render the earlier messages differently once the turn is added: Mistral-Nemo's template shows the system
-message only if the last message is from the user. The sample of such a turn joins two renderings: the conversation as
-the model sees it before it answers, followed by the text of the turn. This requires that both renderings agree on
-everything between the content of the previous message and the turn.
+message only if the last message is from the user. For such a template, the sample of a turn joins two renderings: the
+conversation as the model sees it before it answers, followed by the text of the turn. This requires that both
+renderings agree on everything between the content of the previous message and the turn.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ from padfree.data.records import RowError
 
 Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool, bool], tuple[str, list[Span]]]
-"""render(messages, generation_prompt, markers) -> text, spans.
+"""A function render(messages, generation_prompt, markers) that returns the rendered text and spans.
 
-`generation_prompt`: whether to append it. `markers`: whether to return the spans of `{% generation %}` markers.
+`generation_prompt` says whether to append the generation prompt. `markers` says whether to return the spans inside `{%
+generation %}` markers.
 """
 
 _OTHER_ANSWER = "\u00a4"
 
 
 class UnstableError(RowError):
-    """The template renders earlier turns differently once other messages follow."""
+    """Raised if the template renders earlier turns differently once other messages follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnCut:
-    """The text of a sample with the first `stop` messages.
+    """The text of one sample, which contains the first `stop` messages.
 
-    `alone`: only the last of these messages is trained. `joined`: the text joins two renderings.
+    `alone` says that only the last of these messages is trained. `joined` says that the text joins two renderings.
     """
 
     stop: int
@@ -53,14 +55,18 @@ class TurnCut:
 class TurnCutter:
     """Cuts conversations into samples.
 
-    `marked`: the template has `{% generation %}` markers. `closing`: special tokens that can end a turn.
+    `marked` says whether the template has `{% generation %}` markers. `closing` are the special tokens that can end a
+    turn.
     """
 
     def __init__(self, render: Render, *, marked: bool, closing: tuple[str, ...]) -> None:
         self._render, self._marked, self._closing = render, marked, closing
 
     def cut(self, messages: Sequence[Message], trained: Sequence[int], turns: Turns) -> list[TurnCut]:
-        """The samples of a conversation. `trained`: indices of the assistant messages to train on, in order."""
+        """Cut a conversation into samples.
+
+        `trained` are the indices of the assistant messages to train on, in order.
+        """
         if turns != "apart":
             try:
                 return [self.together(messages, trained)]
@@ -119,7 +125,9 @@ class TurnCutter:
         return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
-        """Index of the character from which markers of a turn can begin; 0 if all assistant messages are trained."""
+        """The index of the first character at which markers of a turn can begin. 0 if all assistant messages are
+        trained.
+        """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if turn == 0 or list(trained) == turns:
             return 0
@@ -148,13 +156,13 @@ class TurnCutter:
 
 
 def _common(one: str, other: str) -> str:
-    """The longest common prefix."""
+    """The longest common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
 def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans sorted and disjoint, without empty ones."""
+    """Sort the spans, merge those that overlap or touch, and drop empty ones."""
     found: list[Span] = []
     for start, end in sorted(set(spans)):
         if found and start <= found[-1][1]:

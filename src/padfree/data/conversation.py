@@ -1,4 +1,4 @@
-"""Read messages of several common spellings into one spelling.
+"""Read messages in several common formats into one format.
 
     {"from": "human", "value": "Hi"}                                     -> {"role": "user", "content": "Hi"}
     {"role": "user", "content": [{"type": "text", "text": "Hi"}]}        -> {"role": "user", "content": "Hi"}
@@ -6,14 +6,14 @@
         -> {"role": "assistant", "content": "",
             "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
 
-The result is OpenAI's spelling with JSON values only: content is a string, arguments are an object, and a tool is
+The result is OpenAI's format with JSON values only: content is a string, arguments are an object, and a tool is
 `{"type": "function", "function": ...}`. If a chat template needs another form (arguments as JSON text, null content
 next to tool calls), `ChatRenderer` converts the messages.
 
 Parquet and Arrow give every message the keys of all messages, with null for the missing ones. A key with null therefore
-counts as missing: in a message, in a tool, and in arguments given as an object. A null in arguments given as JSON text
-is deliberate and is kept, as is a null in a list. Empty lists, objects and strings are dropped as well, except empty
-content and empty reasoning.
+counts as missing: in a message, in a tool, and in arguments given as an object. A null in arguments given as JSON text,
+or in a list, is deliberate and is kept. Empty lists, objects and strings are dropped as well, except empty content and
+empty reasoning.
 """
 
 from __future__ import annotations
@@ -44,19 +44,24 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "tool": "tool",
 }
-"""Values of ShareGPT's `from`. `function_call` is a tool call as JSON text."""
+"""The roles for the values of ShareGPT's field `from`. A message from `function_call` is a tool call as JSON text."""
 
 METADATA = ("id", "message_id", "parent_id", "uuid", "index", "timestamp", "created", "created_at", "model")
 """Fields of a message that are metadata; they are dropped."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names of the field with the assistant's reasoning. Templates read the first name."""
+"""The names of the field with the assistant's reasoning. Templates read the first name, so the others are renamed to
+it.
+"""
 TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """Messages and tools. `untrained`: indices of assistant messages without a loss (OpenAI's `weight: 0`)."""
+    """The messages and tools of a conversation.
+
+    `untrained` holds the indices of assistant messages that are not trained (OpenAI's `weight: 0`).
+    """
 
     messages: tuple[Message, ...]
     tools: list[Any] | None = None
@@ -85,8 +90,9 @@ def read_conversation(
 ) -> Conversation:
     """Read a list of messages, or such a list as JSON text.
 
-    A message is spelled as OpenAI does (`role`, `content`) or as ShareGPT does (`from`, `value`). `system`: a system
-    prompt from another column or setting; it becomes the first message.
+    A message has the keys of OpenAI's format (`role`, `content`) or of ShareGPT's (`from`, `value`). `column` is the
+    column of the messages, for error messages. `system` is a system prompt from another column or setting, which
+    becomes the first message.
     """
     listed = _listed(messages, column, "a list of messages")
     if not listed:
@@ -169,7 +175,10 @@ def _thought(thoughts: dict[str, Any], name: str) -> str:
 
 
 def _trained(weight: object, role: str, name: str) -> bool:
-    """Whether OpenAI's `weight` trains a message: 1 does, 0 does not. Only assistant messages can have weight 1."""
+    """Whether a message with this `weight` (of OpenAI's format) is trained: 1 means yes, 0 means no.
+
+    Only assistant messages can have weight 1.
+    """
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight not in (0, 1):
         raise RowError(f"{name}.weight is {shown(weight)}; expected 1 to train on the message or 0 not to")
     if weight == 1 and role not in ("assistant", "gpt", "model", "bot", "ai", "chatgpt"):
@@ -198,7 +207,7 @@ def _from_sharegpt(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _text(content: object, name: str) -> str:
-    """The text of a message. Text parts are concatenated."""
+    """The text of a message's content. If the content is a list of text parts, they are concatenated."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -232,7 +241,7 @@ def _calls(calls: object, name: str) -> list[Message]:
 
 
 def _call(call: object, name: str) -> Message:
-    """A tool call as `{"id", "type", "function": {"name", "arguments"}}`, with the arguments as an object."""
+    """Convert a tool call to `{"id", "type", "function": {"name", "arguments"}}`, with the arguments as an object."""
     if not isinstance(call, dict):
         raise RowError(f"{name} is {shown(call)}; expected an object with function.name and function.arguments")
     given = {key: value for key, value in call.items() if value is not None}
@@ -272,13 +281,13 @@ def _call(call: object, name: str) -> Message:
 
 
 def _legacy_call(given: dict[str, Any], name: str) -> list[Message]:
-    """OpenAI's `function_call`, the predecessor of `tool_calls`."""
+    """Convert OpenAI's `function_call`, the predecessor of `tool_calls`, to a list with one tool call."""
     call = given.pop("function_call", None)
     return [] if call is None else [_call({"function": call}, f"{name}.function_call")]
 
 
 def _check_results(messages: list[Message], column: str) -> None:
-    """Check that each `tool_call_id` is the id of an earlier call without a result."""
+    """Check that the `tool_call_id` of each tool message is the id of an earlier call that has no result yet."""
     waiting: set[str] = set()
     for index, message in enumerate(messages):
         waiting |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
@@ -317,7 +326,7 @@ def _tools(tools: object, column: str) -> list[Any] | None:
 
 
 def _plain(value: Any, name: str, *, nulls: bool = False, depth: int = 0) -> Any:
-    """A checked copy of a JSON value. Keys with null are dropped unless `nulls`."""
+    """A checked copy of a JSON value. Keys whose value is null are dropped, unless `nulls` is True."""
     if depth > DEEPEST:
         raise RowError(f"{name[:100]}... is nested too deeply; expected at most {DEEPEST} levels")
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Settings that decide how rows become tokens."""
+"""The settings that decide how rows of a data file become tokens."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ def check_max_length(max_length: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSettings:
-    """How rows become tokens, for all tasks. In a recipe these are settings of `[data]`; errors name them accordingly
-    (`data.columns`).
+    """The settings of `[data]` that decide how rows become tokens, for all tasks.
 
-    `columns` maps a column of the file to a field: `{"question": "prompt", "answer": "response", "note": "unused"}`.
-    `prompt_format`: render a prompt with the chat template (`chat`) or use it as plain text (`plain`). `auto` is `chat`
-    if there is a template. `chat_template` replaces the tokenizer's template. `template_arguments` are passed to the
-    template (`{"enable_thinking": False}`). `day`: the current date as the template sees it.
-    `turns`: train the assistant turns of a conversation in one sample (`together`) or each in its own sample (`apart`).
-    `auto` is `together` if the template does not change earlier turns.
-    `system`: the system prompt of conversations that have none. `prompt_template`: a prompt composed of columns.
-    `append_eos`: append the end-of-sequence token to text that no chat template ends.
-    `split`, `subset`: the part of a Hub data set to read.
-    `overlong`: samples of more than `max_length` tokens raise an `error`, or are cut (`truncate`) or skipped (`drop`).
-    `on_bad_row`: a row that cannot be used raises an `error`, or is skipped (`skip`).
+    Error messages name them as in a recipe (`data.columns`).
+
+    - `columns` maps a column of the file to a field: `{"question": "prompt", "answer": "response", "note": "unused"}`.
+    - `prompt_format`: render a prompt with the chat template (`chat`) or use it as plain text (`plain`). `auto` is
+      `chat` if there is a template.
+    - `chat_template` replaces the tokenizer's template, and `template_arguments` are passed to the template, such as
+      `{"enable_thinking": False}`. `day` is the date that the template gets as the current date.
+    - `turns`: train the assistant turns of a conversation in one sample (`together`) or each in its own sample
+      (`apart`). `auto` is `together` if the template does not change earlier turns.
+    - `system`: the system prompt of conversations that have none.
+    - `prompt_template`: a text that composes the prompt from several columns.
+    - `append_eos`: append the end-of-sequence token to text that no chat template ends.
+    - `split`, `subset`: the part of a Hub data set to read.
+    - `overlong`: samples of more than `max_length` tokens raise an `error`, are cut (`truncate`) or skipped (`drop`).
+    - `on_bad_row`: a row that cannot be used raises an `error`, or is skipped (`skip`).
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -67,16 +70,24 @@ class TextSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTDataSettings(TextSettings):
-    """`loss_on`: train on every `assistant` turn, on the `last` assistant turn only, or on `all` tokens."""
+    """The settings for SFT data. `loss_on` says which tokens are trained.
+
+    The values are `assistant` for every assistant turn, `last` for the last assistant turn only, and `all` for all
+    tokens.
+    """
 
     loss_on: LossOn = "assistant"
 
     def __post_init__(self) -> None:
-        # With `slots=True` the class is created a second time, and `super()` without arguments refers to the first one.
+        # `super()` cannot be used here: with `slots=True` the class is created a second time, but `super()` without
+        # arguments refers to the first one.
         TextSettings.__post_init__(self)
         check_choice("loss_on", self.loss_on, LossOn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutDataSettings(TextSettings):
-    """Adds no settings: columns of a row (`response_length`, `loss_mask`) decide which tokens are trained."""
+    """The settings for rollout files. There are none besides `TextSettings`.
+
+    Columns of a row (`response_length`, `loss_mask`) decide which tokens are trained.
+    """

@@ -4,18 +4,19 @@
     len(data), data.lengths          no token is read
     data[17]                         Sample(tokens=..., loss_mask=..., uid="train.jsonl:18", source="train.jsonl")
 
-A data set is a folder and two settings, and only these are pickled. Any number of processes can open it; they share the
-memory-mapped tokens.
+A data set consists of a folder and two settings, and only these are pickled. Any number of processes can open a data
+set. They share the memory-mapped tokens.
 
-Consecutive samples of the same file and line belong to one row: a conversation whose template changes earlier turns
-becomes one sample per trained turn.
+Consecutive samples of the same file and line belong to one row. A row has several samples if the chat template changes
+earlier turns of a conversation: then each trained turn is one sample.
 
     samples      0 | 1 2 3 | 4          row_starts  0 1 4 5
     uid          train.jsonl:17 | train.jsonl:18 turn 1, turn 2, turn 3 | train.jsonl:19
     group        None | train.jsonl:18 for each of the three | None
 
 `max_length` is applied here and not when tokenising, so that changing it does not require tokenising again. Truncation
-keeps the first tokens. A sample without a trained token after truncation is dropped, and listed as dropped.
+keeps the first tokens. A sample that has no trained token after truncation is dropped, and listed as dropped in the
+report.
 """
 
 from __future__ import annotations
@@ -32,19 +33,22 @@ from typing import Any, ClassVar, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.choices import Overlong
 from padfree.data.data_settings import check_max_length
 from padfree.data.records import DataReport, SkippedRow, labelled
 from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
 from padfree.errors import UserError, check_choice
+from padfree.sample import Sample
 
 SCANNED_TOKENS = 1 << 22
-"""`first_token_from` compares this many tokens at a time."""
+"""The number of tokens that `first_token_from` compares at a time."""
 
 
 class StoredSamples(ABC):
-    """Samples whose lengths and rows are known without reading tokens. `report` counts the rows used and not used."""
+    """The interface of data sets whose lengths and rows are known without reading tokens.
+
+    `report` counts the rows that are used and the rows that are not used.
+    """
 
     lengths: NDArray[np.int64]  # [N] tokens of each sample
     row_starts: NDArray[np.int64]  # [R+1] row r has the samples [row_starts[r], row_starts[r + 1])
@@ -53,18 +57,24 @@ class StoredSamples(ABC):
     @property
     @abstractmethod
     def digest(self) -> str:
-        """A hash of the tokens and masks of all samples. Different files or settings can give the same samples."""
+        """A hash of the tokens and masks of all samples.
+
+        It is equal if different files or settings give the same samples.
+        """
 
     @abstractmethod
     def __getitem__(self, index: SupportsIndex) -> Sample: ...
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """The location of a sample: its file and line, and the turn if the row has several samples."""
+        """The location of a sample, for messages: its file and line, and the turn if the row has several samples."""
 
     @abstractmethod
     def first_token_from(self, least: int) -> tuple[int, int] | None:
-        """The first sample with a token id of `least` or more, and that id; None if there is none. Reads all tokens."""
+        """Find the first sample with a token id of `least` or more. Reads all tokens.
+
+        Returns the index of the sample and the token id, or None if there is none.
+        """
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -80,10 +90,11 @@ class StoredSamples(ABC):
 
 
 class TokenizedDataset(StoredSamples):
-    """The samples of one cache folder."""
+    """The samples of one folder of the token cache."""
 
     samples_per_row: ClassVar[int | None] = None  # None: rows may have any number of samples
-    drops_whole_rows: ClassVar[bool] = False  # if one sample of a row is dropped, drop the row, also with "truncate"
+    # if one sample of a row is dropped, the whole row is dropped, also with overlong="truncate"
+    drops_whole_rows: ClassVar[bool] = False
 
     def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
         check_max_length(max_length)
@@ -95,8 +106,8 @@ class TokenizedDataset(StoredSamples):
         num_samples, num_tokens = int(metadata["samples"]), int(metadata["tokens"])
         self._files: list[dict[str, Any]] = metadata["files"]
         self._digests: list[str] = metadata["digests"]
-        # Plain arrays over the mapped memory: slicing numpy's memmap takes ten times as long, and a pickled slice of it
-        # would contain its file.
+        # Use plain arrays over the mapped memory. Slicing numpy's memmap takes ten times as long, and a pickled slice
+        # of a memmap would contain the whole file.
         self._tokens = np.asarray(open_array(self.folder, "tokens", (num_tokens,)))
         self._mask = np.asarray(open_array(self.folder, "mask", (num_tokens,)))
         self._rows = np.asarray(open_array(self.folder, "rows", (num_samples, 2)))
@@ -185,7 +196,7 @@ class TokenizedDataset(StoredSamples):
         return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
 
     def _turn(self, stored: int) -> int | None:
-        """The number of a sample among the samples of its row, from 1; None if the row has only this sample."""
+        """The number of a sample among the samples of its row, counted from 1. None if the row has only this sample."""
         row = self._row_of[stored]
         first, end = self._first_of_row[row], self._first_of_row[row + 1]
         return None if self.samples_per_row is not None or end - first == 1 else int(stored - first) + 1
@@ -215,7 +226,7 @@ class TokenizedDataset(StoredSamples):
     @property
     def digest(self) -> str:
         kept = hashlib.sha256(self._kept.tobytes() + self.lengths.tobytes()).hexdigest()
-        # The hash also covers which samples form a row, unless each row is one sample.
+        # If some rows have several samples, the hash also covers which samples form a row.
         several = self.samples_per_row is None and len(self.row_starts) - 1 < len(self)
         rows = [hashlib.sha256(self.row_starts.tobytes()).hexdigest()] if several else []
         return hash_of([*self._digests, kept, *rows])
@@ -235,13 +246,13 @@ class TokenizedDataset(StoredSamples):
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64] | None:
-        """[N] the number stored for each sample of the folder; None if the rows have no numbers."""
+        """The number stored for each of the N samples of the folder, [N]. None if the rows have no numbers."""
         if not read_metadata(self.folder).get("numbers"):
             return None
         return np.asarray(open_array(self.folder, "numbers", (len(self._rows),)))
 
     def number(self, index: SupportsIndex) -> float | None:
-        """The number stored for a sample's row (a margin or a label); None if rows have none."""
+        """The number stored for a sample's row (a margin or a label). None if rows have no numbers."""
         numbers = self._numbers
         return None if numbers is None else float(numbers[self._kept[as_index(index)]])
 
@@ -252,8 +263,8 @@ class TokenizedDataset(StoredSamples):
 class PairDataset(TokenizedDataset):
     """Preference pairs: sample 2i is the chosen answer of pair i, sample 2i + 1 the rejected one.
 
-    `group` names the pair. `reward` is 1 for the chosen answer and 0 for the rejected one. `report` counts pairs. If
-    margins are read, the margin of a pair is `terms["margin"]` of its chosen answer.
+    Both samples of a pair have the same `group`. `reward` is 1 for the chosen answer and 0 for the rejected one.
+    `report` counts pairs. If rows have margins, the margin of a pair is `terms["margin"]` of its chosen answer.
     """
 
     samples_per_row: ClassVar[int | None] = 2
@@ -275,7 +286,8 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    `source` of a sample is the name of its source. `uid` and `group` begin with it, unless it is the name of the file.
+    The field `source` of a sample is the name of its source. The fields `uid` and `group` begin with this name, unless
+    it is the name of the file.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:
@@ -315,7 +327,7 @@ class MixedDataset(StoredSamples):
 
 
 def of_source(name: str, sample: Sample) -> Sample:
-    """The same sample, labelled as a sample of the source `name` of a mixture."""
+    """A copy of the sample, labelled as a sample of the source `name` of a mixture."""
     return replace(
         sample,
         uid=None if sample.uid is None else labelled(name, sample.uid),

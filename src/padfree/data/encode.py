@@ -1,4 +1,4 @@
-"""Text to tokens and exact loss masks.
+"""Turn text into tokens and exact loss masks.
 
     joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      one text in pieces (a rendered conversation)
                the whole text is tokenised; the loss mask changes at the borders between pieces
@@ -8,8 +8,8 @@
 A joined text is tokenised as a whole, as is usual for conversations. A token can then span a border, for example if a
 header ends with a newline and the reply begins with one. No mask is right for such a token, and the model never sees it
 at inference, because its prompt ends at the border. In this case the text is cut at its borders and each piece is
-tokenised on its own. The row is refused if the tokens of the pieces do not decode to the same text; this happens with
-tokenizers that add a space in front of every text.
+tokenised on its own. If the tokens of the pieces do not decode to the same text, the row raises an error. This happens
+with tokenizers that add a space in front of every text.
 
 Separate texts are never joined, so that no token can span their border. The mask is exact, and the prompt has the same
 tokens as at inference.
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 MOST_CHARACTERS = 1 << 23
-"""Maximum characters of a row's text. A tokenizer takes minutes for longer texts, and no model has such a context."""
+"""The maximum number of characters in a row's text. A tokenizer takes minutes for longer texts, and no model has such a
+long context.
+"""
 
 
 class Piece(NamedTuple):
@@ -44,8 +46,8 @@ class Piece(NamedTuple):
 class Passage:
     """The text of one sample in pieces.
 
-    `joined`: the pieces are one text, which already contains its special tokens. `begun`: the pieces are separate
-    texts, and the first one already has the special tokens that belong at the beginning.
+    `joined` says that the pieces are one text, which already contains its special tokens. `begun` says that the pieces
+    are separate texts, and that the first one already has the special tokens that belong at the beginning.
     """
 
     pieces: tuple[Piece, ...]
@@ -54,7 +56,10 @@ class Passage:
 
     @staticmethod
     def of_spans(text: str, spans: Sequence[tuple[int, int]]) -> Passage:
-        """A joined text that is trained inside these spans (sorted, disjoint, none empty)."""
+        """A joined text in which the characters inside these spans are trained.
+
+        Spans are sorted, disjoint and not empty.
+        """
         pieces: list[Piece] = []
         done = 0
         for start, end in spans:
@@ -85,7 +90,10 @@ class Encoder:
         self._eos: int | None = tokenizer.eos_token_id if append_eos else None
 
     def encode(self, passages: Sequence[Passage]) -> list[Encoded | RowError]:
-        """Encode all passages with one call of the tokenizer, which is several times as fast as one call each."""
+        """Encode all passages with one call of the tokenizer, which is several times as fast as one call per passage.
+
+        Returns, for each passage, its tokens and loss mask, or a `RowError`.
+        """
         texts: list[str] = []
         firsts: list[int | RowError] = []
         for passage in passages:
@@ -148,7 +156,7 @@ class Encoder:
         return _concatenated([(ids, piece.trained) for ids, piece in zip(cut, passage.pieces, strict=True)])
 
     def _borders(self, passage: Passage, batch: Any, index: int) -> list[int] | None:
-        """The index of the first token after each border between pieces; None if a border is inside a token."""
+        """The index of the first token after each border between pieces. None if a border is inside a token."""
         if len(passage.pieces) > 1 and not self._tokenizer.is_fast:
             return None
         found: list[int] = []
@@ -176,7 +184,7 @@ def _concatenated(parts: Sequence[tuple[list[int], bool]]) -> Encoded:
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the tokenizer adds before a text: `[bos]` for most tokenizers that have one, else nothing."""
+    """The tokens that the tokenizer adds before a text: `[bos]` for most tokenizers that have one, otherwise none."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer("a")["input_ids"]
     starts = [start for start in range(len(full)) if full[start : start + len(plain)] == plain]

@@ -10,7 +10,7 @@ A format is a set of fields that together make a sample. A field is recognised b
 read in several ways, an error lists them, each as a `data.columns` setting that works.
 
 Some columns change the meaning of a row, for example a `label` that marks the answer as bad. A row with a value in such
-a column is refused, unless its format uses the column or `data.columns` marks it as unused. Every row is checked,
+a column raises an error, unless its format uses the column or `data.columns` marks it as unused. Every row is checked,
 because rows of JSON Lines can have different columns.
 
 Rows keep their own column names, so that errors name the columns of the file.
@@ -35,7 +35,7 @@ MOST_CHOICES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """The required and optional fields of a format."""
+    """A format of rows: its required and its optional fields."""
 
     kind: str
     needs: tuple[str, ...]
@@ -49,9 +49,10 @@ class Format:
 class Schema:
     """The formats that a reader accepts. All column names are in lower case.
 
-    `names`: column names recognised as a field. `hints`: column names that an error suggests for a field. `guarded`:
-    columns that change the meaning of a row, each with the reason. `elsewhere`: columns of data for another command,
-    with the advice for the error message. `rest`: what happens to the other columns.
+    `names` are the column names that are recognised as a field. `hints` are the column names that an error message
+    suggests for a field. `guarded` maps columns that change the meaning of a row to the reason. `elsewhere` maps
+    columns of data for another command to the advice in the error message. `rest` says what happens to the other
+    columns.
     """
 
     formats: tuple[Format, ...]
@@ -59,7 +60,7 @@ class Schema:
     hints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     guarded: Mapping[str, str] = field(default_factory=dict)
     elsewhere: tuple[tuple[frozenset[str], str], ...] = ()
-    preferred: tuple[str, ...] = ()  # kinds of formats that take precedence if a row fits several
+    preferred: tuple[str, ...] = ()  # kinds of formats that take precedence if a row fits several formats
     rest: str = "not used"
     number: str | None = None  # the field that is stored as the number of a row, for example a margin
 
@@ -77,7 +78,7 @@ class Schema:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """How the rows of a file are read.
+    """How the rows of a file are read: the format, and the column of each field.
 
     `columns` maps every field of the format to a column. If the first row has no column for a field, the field maps to
     its own name.
@@ -87,7 +88,8 @@ class Fields:
     columns: Mapping[str, str]
     used: tuple[str, ...] = ()  # columns of the first row that are read
     unused: tuple[str, ...] = ()  # columns of the first row that are not read
-    watched: Mapping[str, str] = field(default_factory=dict)  # lower-case columns that must be empty -> the reason
+    # maps columns (in lower case) that must be empty to the reason
+    watched: Mapping[str, str] = field(default_factory=dict)
     resolved: frozenset[str] = frozenset()  # columns that `check` does not look at
 
     @property
@@ -99,7 +101,7 @@ class Fields:
         return self.columns[name]
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Refuse a row with a value in a column that would change the meaning of the row."""
+        """Raise a `RowError` if a row has a value in a column that would change the meaning of the row."""
         for column in row.keys() - self.resolved:
             why = self.watched.get(column.lower())
             if why is not None and has_value(row[column]):
@@ -108,10 +110,10 @@ class Fields:
 
 
 def has_value(value: object) -> bool:
-    """Whether a column of a row is not empty. False and 0 count as values."""
+    """Whether the value of a column is not empty. False and 0 count as values."""
     if isinstance(value, str):
         return bool(value.strip())
-    if isinstance(value, Mapping):  # from Parquet, a missing image is an object of nulls
+    if isinstance(value, Mapping):  # in rows from Parquet, a missing image is an object whose values are all null
         return any(inside not in (None, "", [], {}) for inside in value.values())
     return value is not None and value != []
 
@@ -137,7 +139,7 @@ def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
 
 
 def setting(mapping: Mapping[str, str]) -> str:
-    """A mapping as it is written on a command line: `data.columns.question=prompt data.columns.answer=response`."""
+    """Format a mapping as on a command line: `data.columns.question=prompt data.columns.answer=response`."""
     if all(re.fullmatch(r"[\w-]+", name, re.ASCII) for name in mapping):
         return " ".join(f"data.columns.{name}={target}" for name, target in mapping.items())
     pairs = ",".join(f"{json.dumps(name)}={json.dumps(target)}" for name, target in mapping.items())
@@ -145,9 +147,10 @@ def setting(mapping: Mapping[str, str]) -> str:
 
 
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
-    """The arguments that add `more` to a command line that already sets `mapping`.
+    """The arguments that add the mapping `more` to a command line that already sets `mapping`.
 
-    `data.columns={...}` replaces the earlier mapping, so that it must repeat it.
+    If the command line uses the form `data.columns={...}`, which replaces an earlier mapping, the result repeats the
+    earlier mapping.
     """
     words = setting(more)
     return setting({**mapping, **more}) if words.startswith("data.columns=") else words
@@ -156,9 +159,12 @@ def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
 def resolve(
     first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema, file: str, also: Sequence[str] = ()
 ) -> Fields:
-    """How to read a file with this first row. `also`: further columns to read, named in `data.prompt_template`."""
+    """Determine how to read a file, from its first row and the mapping in `data.columns`.
+
+    `also` are further columns to read, which `data.prompt_template` names.
+    """
     for column, name in mapping.items():
-        if column not in first and name != UNUSED:  # a later row may have a column that is not used
+        if column not in first and name != UNUSED:  # a column mapped to `unused` may occur in a later row only
             raise UserError(
                 "data.columns",
                 f"(mapped to {name!r}) is not a column of {file}, which has {sorted(first)}",
@@ -182,19 +188,23 @@ def resolve(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reading:
-    """A format, and the column of this file for each of its fields."""
+    """One way to read a file: a format, and the column of this file for each of its fields."""
 
     format: Format
     columns: Mapping[str, str]
 
 
 def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> list[_Reading]:
-    """All ways to read a file in this format: none if a field is missing, several if a field has several candidates."""
+    """All ways to read a file in this format.
+
+    The list is empty if a field is missing, and has several entries if a field has several candidate columns.
+    """
     mapped = {name: column for column, name in mapping.items() if name != UNUSED}
     if not format.takes(mapped):
         return []
     free = [column for column in first if column not in mapping]
-    # Columns named `prompt` and `response` are certain. `question`, `answer` and `response` together are ambiguous.
+    # Columns with the names of the fields, such as `prompt` and `response`, are certain. Other names can be ambiguous,
+    # such as `question`, `answer` and `response` together.
     certain = all(name in mapped or name in free for name in format.needs) and "messages" not in format.needs
     found: dict[str, list[str]] = {}
     for name in (*format.needs, *format.may):
@@ -220,9 +230,10 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
 
 
 def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
-    """The most specific readings, preferred formats first."""
+    """The most specific ways to read a file. Among these, preferred formats take precedence."""
     needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
-    # A row with prompt, chosen and rejected could also be read as chosen and rejected only.
+    # Drop readings that use fewer fields. A row with prompt, chosen and rejected could also be read as chosen and
+    # rejected only.
     found = [one for one in readings if not any(set(one.format.needs) < other for other in needs.values())]
     if len({one.format.kind for one in found}) > 1:
         preferred = [
@@ -266,7 +277,8 @@ def _fields(
             follow = follow if _may_follow(column, reading) else ""
             ignore = f"{added(mapping, {column: UNUSED})} to ignore it"
             raise UserError("data.columns", f"{file} has a column {column!r}, {why}", f"set {follow}{ignore}")
-    # Later rows can have the optional fields of the format. Other columns with a known meaning must stay empty.
+    # Later rows can have the optional fields of the format. Other columns with a known meaning must be empty in all
+    # rows.
     optional = {name for name in reading.format.may if name != "input" or _takes_input(reading)}
     taken = (*reading.format.needs, *(name for name in reading.format.may if name in optional))
     unforeseen = dict.fromkeys(_all_names(schema), "which the first row of the file does not have")
@@ -293,7 +305,9 @@ def _may_follow(column: str, reading: _Reading) -> bool:
 
 
 CONTEXT = ("input", "context", "passage")
-"""Columns that belong to a prompt. Only Alpaca's `input`, next to `instruction`, is appended without a setting."""
+"""Columns that may belong to a prompt. Only Alpaca's `input`, next to `instruction`, is appended to the prompt without
+a setting.
+"""
 
 
 def _all_names(schema: Schema) -> set[str]:
@@ -313,7 +327,7 @@ def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, s
 
 
 def _cure(first: Mapping[str, Any], schema: Schema) -> str:
-    """The advice for a file that matches none of the formats."""
+    """The fix in the error message for a file that matches none of the formats."""
     likely = _likely(first, schema)
     ways = [what for columns, what in schema.elsewhere if columns <= {name.lower() for name in first}]
     if likely is not None:
@@ -322,7 +336,7 @@ def _cure(first: Mapping[str, Any], schema: Schema) -> str:
 
 
 def _likely(first: Mapping[str, Any], schema: Schema) -> dict[str, str] | None:
-    """A mapping that may fit these columns, guessed by usual names, then by order; None if there is no guess."""
+    """Guess a mapping that may fit these columns, by usual names, then by order. None if there is no guess."""
     for format in schema.formats:
         found = {name: _hinted(name, first, schema) for name in format.needs}
         if all(found.values()) and len(set(found.values())) == len(found):
@@ -339,7 +353,7 @@ def _likely(first: Mapping[str, Any], schema: Schema) -> dict[str, str] | None:
 
 
 def _hinted(name: str, first: Mapping[str, Any], schema: Schema) -> str | None:
-    """The column that probably holds this field."""
+    """The column that probably holds the field `name`. None if there is no likely column."""
     names = (*schema.names_of(name), *schema.hints.get(name, ()))
     columns = {column.lower(): column for column in reversed(list(first))}
     found = (columns[each] for each in names if each in columns)

@@ -51,7 +51,7 @@ GUARDED = {
     "chat_template_kwargs": "which sets template arguments per row; padfree supports data.template_arguments only",
     **dict.fromkeys(("system", "system_prompt", "tools", "history"), _CHAT),
 }
-"""Columns that change the meaning of a row, each with the reason."""
+"""The columns that change the meaning of a row, each with the reason for the error message."""
 
 _PAIRS = frozenset(("chosen", "rejected")), "use padfree dpo or padfree reward for preference pairs"
 _UNPAIRED = (
@@ -155,7 +155,7 @@ TITLES = {
 
 
 def described(fields: Fields, first: Mapping[str, Any], schema: Schema, title: str | None = None) -> str:
-    """How a file is read: `Alpaca (instruction, input, output); not used: id`."""
+    """Describe how a file is read: `Alpaca (instruction, input, output); not used: id`."""
     title = title or TITLES[fields.kind]
     if fields.columns.get("prompt", "").lower() == "instruction":
         title = "Alpaca" if fields.kind == "pair" else f"Alpaca {title}"
@@ -170,7 +170,7 @@ def _is_sharegpt(messages: object) -> bool:
 
 
 def reading_notes(files: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """One note per way of reading, with the names of the files: `data: train.jsonl is read as ...`."""
+    """One note for each way in which files are read, with the file names: `data: train.jsonl is read as ...`."""
     names: dict[str, list[str]] = {}
     for file in files:
         if file.get("read_as"):

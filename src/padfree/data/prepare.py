@@ -1,9 +1,11 @@
-"""Text files to a `TokenizedDataset`: tokenised once by several processes, then opened from the cache.
+"""Turn text files into a `TokenizedDataset`.
+
+They are tokenised once, by several processes, and then opened from the cache.
 
     sources -> chunk 1, chunk 2, ... -> process i tokenises chunks i, i + k, i + 2k, ... -> results in order -> store
 
-Every process works on one chunk at a time and gets the next one after its result has been received. Results therefore
-come in the order of the rows for any number of processes, memory stays bounded, and no pipe can block.
+Every process works on one chunk at a time and gets the next chunk after its result has been received. Therefore results
+arrive in the order of the rows for any number of processes, memory stays bounded, and no pipe can block.
 
 `padfree.data.tokenize` turns rows into samples.
 """
@@ -46,13 +48,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes of the sources read so far and the total."""
+"""A function that is called with the number of bytes read so far, and the total number of bytes of the sources."""
 
 READING = 1
-"""Version of the code that turns rows into samples; part of the cache key."""
+"""The version of the code that turns rows into samples. It is part of the cache key."""
 
 BYTES_PER_PROCESS = 16 << 20
-"""Minimum bytes of text per tokenising process. A process takes seconds to start, so less text is not worth one."""
+"""The minimum number of bytes of text per tokenising process. A process takes seconds to start, so it is not worth
+starting one for less text.
+"""
 
 
 def load_pairs(
@@ -65,10 +69,10 @@ def load_pairs(
     progress: bool | Progress = False,
     margins: bool = False,
 ) -> PairDataset:
-    """Load preference pairs: `chosen` and `rejected` of each row, with the prompt. The arguments are those of
-    `load_sft`.
+    """Load preference pairs from the columns `chosen` and `rejected`, and the prompt.
 
-    With `margins` a row can have a `margin`, which becomes `terms["margin"]` of its chosen answer.
+    The arguments are those of `load_sft`. If `margins` is True, a row can have a `margin`, which becomes
+    `terms["margin"]` of its chosen answer.
     """
     kind, schema = (RewardTokenizer, REWARD_SCHEMA) if margins else (PairTokenizer, PAIR_SCHEMA)
     return load_rows(
@@ -87,10 +91,10 @@ def load_sft(
 ) -> TokenizedDataset:
     """Tokenise files, folders or Hub data sets, or open the result of an earlier call from the cache.
 
-    `cache`: a folder, by default `default_cache_folder()`. `num_workers`: the number of tokenising processes; 0
-    tokenises in this process. The default depends on the amount of text, up to 8 and the number of cores. `progress`:
-    True for a progress bar (needs rich), or a function. Worker processes import the main script, so put this call under
-    `if __name__ == "__main__":`.
+    `cache` is a folder, by default `default_cache_folder()`. `num_workers` is the number of tokenising processes; 0
+    tokenises in this process. The default depends on the amount of text and is at most 8 and at most the number of
+    cores. `progress` is True for a progress bar (needs rich), or a function that gets the bytes read and the total.
+    Worker processes import the main script, so put this call under `if __name__ == "__main__":`.
     """
     return load_rows(
         data,
@@ -120,7 +124,10 @@ def load_rows(
     num_workers: int | None = None,
     progress: bool | Progress = False,
 ) -> Dataset:
-    """Load rows of any `schema`. `kind` turns rows into samples; `dataset` is the class of the result."""
+    """Load rows with the formats of `schema`.
+
+    `kind` is the class that turns rows into samples, `dataset` that of the result.
+    """
     settings = settings or SFTDataSettings()
     found = _tokenised(data, kind, schema, tokenizer, settings, cache, num_workers, progress)
     return dataset(found, max_length=settings.max_length, overlong=settings.overlong)
@@ -146,7 +153,7 @@ def _tokenised(
     chat = chat_renderer(tokenizer, settings, day=settings.day)
     if chat is not None and chat.depends_on_day:
         identity["day"] = chat.day.isoformat()
-        settings = replace(settings, day=chat.day)  # fix the date, in case midnight passes while tokenising
+        settings = replace(settings, day=chat.day)  # fix the date now, in case midnight passes while tokenising
     if schema is not SFT_SCHEMA:
         identity["kinds"] = [format.kind for format in schema.formats]
     if schema.number is not None:
@@ -165,7 +172,7 @@ def _tokenised(
 def _identity(
     sources: list[RecordSource], tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings, cache: Path
 ) -> dict[str, Any]:
-    """Everything that the tokens depend on; its hash is the cache key."""
+    """Everything that the tokens depend on. The hash of the result is the cache key."""
     import tokenizers
     import transformers
 
@@ -247,7 +254,7 @@ def _build(
 def _reading_of(
     source: RecordSource, settings: SFTDataSettings, tokenize: RowTokenizer, schema: Schema
 ) -> tuple[Fields, str] | None:
-    """How a file is read, as `Fields` and as a text for the user; None if none of its rows can be read."""
+    """Determine how a file is read. Returns `Fields`, and a text for the user. None if none of its rows can be read."""
     first = source.first_row()
     if first is None:
         return None
@@ -301,7 +308,7 @@ def _in_order(
         for number, chunk, fields in tasks:
             yield number, chunk, tokenize(chunk, fields)
         return
-    # Spawn, because a process forked while another thread holds a lock can deadlock.
+    # Use spawn, because a process that is forked while another thread holds a lock can deadlock.
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         connections: list[Connection[Any, Any]] = []
@@ -311,7 +318,8 @@ def _in_order(
             process.start()
             theirs.close()
             stack.callback(process.join)
-            stack.callback(ours.close)  # runs before `process.join`: a process ends when its connection closes
+            # close connections before `process.join`, because a process ends when its connection closes
+            stack.callback(ours.close)
             connections.append(ours)
         waiting: list[_Task | None] = [None] * num_workers
         turn = 0
@@ -351,7 +359,7 @@ def _died() -> UserError:
 
 
 def _serve(connection: Connection[Any, Any], tokenize: RowTokenizer) -> None:
-    """Main loop of a worker process: receives chunks and sends tokens, until the connection closes."""
+    """The main loop of a worker process: receive chunks and send their tokens, until the connection closes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

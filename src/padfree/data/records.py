@@ -4,8 +4,8 @@
     ^^^^^^^^^^^ ^^^^^^^   ^^^^^^^^           ^^^^^^^^
     file        line       field             what was expected
 
-A `RowError` has the field and what was expected; the caller adds the file and the line. The setting `on_bad_row`
-decides what happens: the first bad row stops the run, or bad rows are skipped and listed.
+The message of a `RowError` names the field and what was expected. The caller adds the file and the line. The setting
+`on_bad_row` decides what happens next: the first bad row stops the run, or bad rows are skipped and listed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 def attempt(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
 ) -> _Result | RowError:
-    """The function's result, or the `RowError` that it raises; used to process many rows at once."""
+    """Call the function and return its result, or the `RowError` that it raises. Used to process many rows at once."""
     try:
         return function(*arguments, **keywords)
     except RowError as error:
@@ -57,9 +57,9 @@ class SkippedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataReport:
-    """The rows used and not used: `num_rows` = used + skipped + dropped. Truncated rows count as used.
+    """The numbers of rows used and not used: `num_rows` = used + skipped + dropped. Truncated rows count as used.
 
-    A used row gives one or more samples. `used`: the number of used rows, or None if each of them gives one sample.
+    A used row gives one or more samples. `used` is the number of used rows, or None if each of them gives one sample.
     """
 
     num_rows: int
@@ -77,12 +77,12 @@ class DataReport:
 
     @property
     def num_used(self) -> int:
-        """Rows that give at least one sample."""
+        """The number of rows that give at least one sample."""
         return self.num_samples if self.used is None else self.used
 
     @staticmethod
     def merged(reports: Mapping[str, DataReport]) -> DataReport:
-        """One report for several named sources. File names get the name of their source in front."""
+        """Merge the reports of several named sources into one. File names get the name of their source in front."""
         each = list(reports.items())
 
         def rows(field: str) -> tuple[SkippedRow, ...]:
@@ -142,7 +142,7 @@ def bad_row(row: SkippedRow, unit: str) -> UserError:
 
 
 def shown(value: object) -> str:
-    """A value as shown in an error message: short, on one line, as in JSON."""
+    """Format a value for an error message: short, on one line, as in JSON."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, (list, tuple)):
@@ -167,7 +167,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
         raise RowError(
             f"is not valid JSON at character {error.colno} ({error.msg}); expected one JSON object per line"
         ) from None
-    except ValueError:  # Python refuses to convert integers of more than a few thousand digits
+    except ValueError:  # by default, Python does not convert integers of more than a few thousand digits
         raise RowError("has an integer with thousands of digits; expected smaller numbers") from None
     return as_record(record)
 
@@ -195,7 +195,10 @@ def string(record: Mapping[str, Any], field: str) -> str:
 
 
 def check_encodable(text: str, field: str) -> str:
-    """Refuse lone surrogates: JSON can encode half of a surrogate pair, but no tokenizer accepts it."""
+    """Raise a `RowError` if a text has a lone surrogate, else return the text.
+
+    JSON can encode half of a surrogate pair, but no tokenizer accepts it.
+    """
     if not text.isascii():
         try:
             text.encode("utf-8")
@@ -208,7 +211,7 @@ def check_encodable(text: str, field: str) -> str:
 
 
 def number(record: Mapping[str, Any], field: str) -> float:
-    """A finite number; true and false count as 1 and 0."""
+    """The value of a field as a finite number. true and false count as 1 and 0."""
     value = present(record, field, "a number")
     if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
         raise RowError(f"{field!r} is {shown(value)}; expected a finite number")

@@ -1,10 +1,12 @@
-"""A worker process that computes rewards for `padfree.rollout.environment.reward_workers`. It talks through pipes.
+"""A worker process that computes rewards for `padfree.rollout.environment.reward_workers`.
+
+It communicates through pipes.
 
     request: length (8 bytes), (text, row, uid)   ->   response: length, (True, reward) or (False, the `UserError`)
 
-Standard output of the reward function is redirected to standard error and its standard input is empty, so that it
-cannot disturb the protocol. The process ends when its input ends. If the reward cannot be imported, every response is
-that error.
+The standard output of the reward function is redirected to standard error, and its standard input is empty, so that the
+function cannot disturb the protocol. The process ends when its input ends. If the reward function cannot be imported,
+every response is this import error.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ A reward function takes the response and the row that its prompt came from, with
 
     def length_penalty(response: str, row: Mapping[str, Any]) -> float: ...
 
-Its exceptions and return values are checked, and errors name the sample. `padfree.config.functions` imports it.
-`model:folder` names a reward model, which scores whole batches (`padfree.train.rl.reward_model`). `check_reward_name`
-checks a name without importing anything.
+The exceptions and return values of the function are checked, and error messages name the sample.
+`padfree.config.functions` imports the function. `model:folder` names a reward model, which scores whole batches
+(`padfree.train.rl.reward_model`). `check_reward_name` checks a name without importing anything.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _DIGITS = re.compile(r"(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?")
 
 
 def exact_match(response: str, row: Mapping[str, Any]) -> float:
-    """1 if the response equals the row's `answer`, ignoring white space at the ends; else 0."""
+    """Return 1 if the response equals the row's `answer`, ignoring white space at both ends, else 0."""
     return float(response.strip() == str(_answer(row)).strip())
 
 
 def number_after_hashes(response: str, row: Mapping[str, Any]) -> float:
-    """1 if the number after the last `####` equals the number in the row's `answer`; else 0.
+    """Return 1 if the number after the last `####` in the response equals the number in the row's `answer`, else 0.
 
-    `#### 1,234.50`, `####$1234.5` and `#### +1234.5.` are the same number. The number of `answer` is the one after its
-    last `####`, or else the one that it begins with.
+    `#### 1,234.50`, `####$1234.5` and `#### +1234.5.` are the same number. The number in `answer` is the one after its
+    last `####`. Without `####`, it is the number that `answer` begins with.
     """
     answer = str(_answer(row))
     expected = hashed_number(answer) if "####" in answer else leading_number(answer)
@@ -53,13 +53,13 @@ def number_after_hashes(response: str, row: Mapping[str, Any]) -> float:
 
 
 def hashed_number(text: str) -> Decimal | None:
-    """The number after the last `####`; None if there is none."""
+    """The number after the last `####` in a text. None if there is none."""
     _, found, after = text.rpartition("####")
     return leading_number(after) if found else None
 
 
 def leading_number(text: str) -> Decimal | None:
-    """The number that a text begins with; None if there is none.
+    """The number that a text begins with. None if there is none.
 
     It can have a sign, a currency sign, thousands separators, and a full stop after it.
     """
@@ -89,7 +89,7 @@ USER_REWARD = UserFunction(setting="reward", noun="reward", arguments=("response
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function and the name it was loaded by. Calling it checks the return value."""
+    """A reward function, and the name it was loaded by. Calling it runs the function and checks the return value."""
 
     name: str
     function: RewardFunction
@@ -98,8 +98,8 @@ class Reward:
         try:
             value: Any = self.function(response, row)
         except KeyboardInterrupt:
-            raise  # Ctrl-C, if the reward is called outside of a run
-        except BaseException as error:  # also SystemExit: a reward function must not end the run
+            raise  # let Ctrl-C through, if the reward is called outside of a run
+        except BaseException as error:  # BaseException includes SystemExit: a reward function must not end the run
             raise UserError(
                 "reward",
                 f"{self.name} raised {type(error).__name__}: {first_line(error)} for sample {uid!r}",
@@ -115,7 +115,7 @@ class Reward:
 
 
 def check_reward_name(name: str) -> None:
-    """Raise if the name cannot name a reward. Imports nothing and runs no user code."""
+    """Raise `UserError` if the name cannot be that of a reward. Imports nothing and runs no user code."""
     if name in BUILT_IN or model_of(name):
         return
     if not is_path(name):

@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.choices import ROLLOUT_ARRAYS
 from padfree.data.chat_renderer import ChatRenderer, chat_renderer
 from padfree.data.data_settings import RolloutDataSettings
@@ -65,6 +64,7 @@ from padfree.data.records import (
 from padfree.data.rows import RowReader
 from padfree.data.sources import Chunk, open_sources, record_of
 from padfree.errors import UserError
+from padfree.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 TITLES = {"tokens": "rollouts in tokens", "token pair": "rollouts in tokens", "text": "rollouts in text"}
 LOGPROBS = ("logprobs", "ref_logprobs")
 ROUNDING = 1e-3
-"""A log-probability may exceed 0 by this much, because samplers compute in low precision."""
+"""A log-probability in the data may exceed 0 by this much, because samplers compute in low precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,13 +80,13 @@ class RolloutData:
     """The samples of rollout files in the order of their rows, and a report about all rows."""
 
     samples: Sequence[Sample]
-    lines: Sequence[int]  # line of each sample in its file (`Sample.source`)
+    lines: Sequence[int]  # the line number of each sample in its file, which is `Sample.source`
     report: DataReport
     notes: tuple[str, ...] = ()  # how the files are read
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a rollout, the index of the first response token, and the loss mask."""
+    """The tokens of a rollout, the index of the first token of the response, and the loss mask."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
     response_start: int
@@ -94,14 +94,14 @@ class _Tokens(NamedTuple):
 
 
 class _RolloutRead(NamedTuple):
-    """The sample of a row, and whether the row has a group column."""
+    """The sample that was read from a row, and whether the row has a group column."""
 
     sample: Sample
     named: bool
 
 
 class _RolloutReader:
-    """Turns rows into samples."""
+    """Turns rows of rollout files into samples."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, settings: RolloutDataSettings) -> None:
         self._encoder = Encoder(tokenizer, append_eos=settings.append_eos) if tokenizer is not None else None
@@ -115,7 +115,7 @@ class _RolloutReader:
         return () if self._rows is None else self._rows.template_names
 
     def read(self, chunk: Chunk, fields: Fields) -> list[_RolloutRead | RowError]:
-        """The sample or the error of each row of the chunk, in order."""
+        """For each row of the chunk, in order: its sample, or its error."""
         rows = [attempt(record_of, record) for record in chunk.records]
         if fields.kind == "text":
             tokens = self._encoded(rows, fields)
@@ -205,7 +205,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
 
 
 def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: int) -> NDArray[np.bool_]:
-    """[length] the loss mask: the row's own mask, or the whole response."""
+    """The loss mask [length] of a row: the one in `column`, or 1 for the whole response if there is none."""
     mask = np.zeros(length, dtype=np.bool_)
     if row.get(column) is None:
         mask[response_start:] = True
@@ -225,7 +225,10 @@ def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: in
 def _token_array(
     row: dict[str, Any], column: str, response_start: int, mask: NDArray[np.bool_], is_logprob: bool
 ) -> NDArray[np.float32] | None:
-    """[n] one number per token, 0 for tokens without one; None if the row does not have the column."""
+    """Read a column with one number per token, as [n]. Tokens without a number get 0.
+
+    Returns None if the row does not have the column.
+    """
     if row.get(column) is None:
         return None
     values = items(row, column, "a list of numbers")
@@ -243,7 +246,10 @@ def _token_array(
 
 
 def _aligned(entries: int, column: str, length: int, response_start: int) -> int:
-    """The index of the token that the first of `entries` entries belongs to."""
+    """The index of the token that the first entry of a per-token array belongs to.
+
+    The array has `entries` entries: one per token of the sample, or one per token of the response.
+    """
     if entries == length:
         return 0
     if entries == length - response_start:
@@ -275,7 +281,7 @@ class _CollectedRollouts:
         self.truncated: list[SkippedRow] = []
         self.rows_per_file: dict[str, int] = {}
         self._first_named: str | None = None  # the first row that names its group
-        self._unnamed: list[tuple[Sample, str, int, str]] = []  # samples without a group: sample, file, line, unit
+        self._unnamed: list[tuple[Sample, str, int, str]] = []  # samples without a group, as (sample, file, line, unit)
 
     def add(self, read: _RolloutRead, file: str, line: int, unit: str) -> None:
         sample = read.sample
@@ -287,7 +293,7 @@ class _CollectedRollouts:
             self._unnamed.append((self.samples[-1], file, line, unit))
 
     def _refuse_unnamed(self) -> None:
-        """Refuse rows without a group if other rows have one: their advantages would be wrong."""
+        """Skip rows without a group if other rows have one, because their advantages would be wrong."""
         if self._first_named is None or not self._unnamed:
             return
         error = RowError(f"has no group, but {self._first_named} has one; give every row a group, or none")
@@ -354,7 +360,7 @@ def read_rollouts(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> RolloutData:
-    """Read rollout files, or folders of them. Rollouts given as text need the tokenizer."""
+    """Read rollout files, or folders of them. A tokenizer is needed if rollouts are given as text."""
     settings = settings or RolloutDataSettings()
     check_mapping(settings.columns, ROLLOUT_SCHEMA)
     reader = _RolloutReader(tokenizer, settings)
@@ -377,7 +383,7 @@ def read_rollouts(
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(fields.needed if fields else ()):
             collected.rows_per_file[source.name] += len(chunk.numbers)
-            # If no row can be read, there are no fields. The errors of the rows do not need them.
+            # If no row can be read, `fields` is None. Any `Fields` will do then, because every row gives an error.
             results = reader.read(chunk, fields or Fields(kind="tokens", columns={}))
             for line, result in zip(chunk.numbers, results, strict=True):
                 if isinstance(result, RowError):

@@ -8,8 +8,9 @@
         pair         u1 a1 u2 | a2          u1 a1 u2 | b2        the common messages are the context of both answers
 
 A prompt or an answer is a text, a list of messages, or such a list as JSON text. An answer can also be a whole
-conversation that includes the prompt. The prompt must then be its first messages or its last user turn; white space
-around messages is ignored in this comparison. The first message after the context is always from the assistant.
+conversation that includes the prompt. Then the prompt must be the first messages of this conversation, or its last user
+turn. White space around messages is ignored in this comparison. The first message after the context is always from the
+assistant.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SYSTEM = ("system", "developer")
 
 
 class PlainPair(NamedTuple):
-    """A prompt and two answers that are not conversations."""
+    """A prompt and two answers as plain texts, not as conversations."""
 
     prompt: str
     chosen: str
@@ -54,21 +55,24 @@ class RowReader:
 
     @property
     def template_names(self) -> tuple[str, ...]:
-        """Columns that `data.prompt_template` names."""
+        """The names of the columns that `data.prompt_template` contains."""
         return tuple(name for _, name in self._template or () if name is not None)
 
     # Conversations
 
     def conversation(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """The `messages` of a row."""
+        """The conversation in the field `messages` of a row."""
         return self._with_default(self._own_conversation(row, fields))
 
     def prompt(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """The `prompt` of a row, with its `input`, `history` and system prompt."""
+        """The field `prompt` of a row as a conversation, with the fields `input`, `history` and the system prompt."""
         return self._with_default(self._own_prompt(row, fields))
 
     def completed(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """`prompt` and `response` as one conversation. Only the assistant messages of the response are trained."""
+        """The fields `prompt` and `response` as one conversation.
+
+        Only the assistant messages of the response are trained.
+        """
         context = self._own_prompt(row, fields)
         answer = _answer(row, fields["response"])
         messages, start = _joined(context, answer, fields["prompt"], fields["response"])
@@ -76,7 +80,9 @@ class RowReader:
         return self._with_default(found)
 
     def pair(self, row: Mapping[str, Any], fields: Fields) -> tuple[Conversation, Conversation] | PlainPair:
-        """The conversations of `chosen` and of `rejected`: the context that they share, followed by the answer."""
+        """The two conversations of a preference pair: the context that they share, followed by the chosen or rejected
+        answer.
+        """
         columns = fields["chosen"], fields["rejected"]
         if not self._renders_chat or (fields.kind == "implicit" and _are_texts(row, columns)):
             return self._plain_pair(row, fields)
@@ -219,7 +225,7 @@ def _are_texts(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
 
 
 def _answer(row: Mapping[str, Any], column: str) -> Conversation:
-    """An answer as a conversation: from a text, one message, or a list of messages."""
+    """Read an answer as a conversation. It is a text, one message, or a list of messages."""
     value = row.get(column)
     if not is_messages(value):
         return Conversation(messages=({"role": "assistant", "content": string(row, column)},))
@@ -240,7 +246,10 @@ def _read_tools(row: Mapping[str, Any], fields: Fields) -> list[Any] | None:
 
 
 def _history(row: Mapping[str, Any], fields: Fields) -> list[Message]:
-    """Alpaca's `history`: earlier turns, as a list of [prompt, response] or as messages."""
+    """The earlier turns in Alpaca's field `history`, as messages.
+
+    The field is a list of [prompt, response] or of messages.
+    """
     column = fields.columns.get("history")
     if column is None or not has_value(row.get(column)):
         return []
@@ -283,7 +292,7 @@ def _with_system(found: Conversation, system: str | None, system_column: str, co
 def _joined(
     context: Conversation, answer: Conversation, prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """The messages of prompt and answer, and the index of the first message of the answer."""
+    """Join a prompt and an answer. Returns all messages, and the index of the first message of the answer."""
     asked, said = context.messages, answer.messages
     if said[0]["role"] in ("assistant", "tool"):
         messages, start = (*asked, *said), len(asked)
@@ -305,7 +314,10 @@ def _joined(
 def _whole(
     asked: Sequence[Message], said: Sequence[Message], prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """The result of `_joined` for an answer that is a whole conversation and includes the prompt."""
+    """Like `_joined`, for an answer that is a whole conversation and includes the prompt.
+
+    `asked` are the messages of the prompt, and `said` those of the answer.
+    """
     own, rest = _split(asked)
     system, turns = _split(said)
     if own and system and not _alike(own, system):
@@ -323,7 +335,7 @@ def _whole(
 
 
 def _split(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
-    """The system message, if there is one, and the turns."""
+    """Split messages into the system message, if there is one, and the turns."""
     first = 1 if messages[0]["role"] in SYSTEM else 0
     return messages[:first], messages[first:]
 
@@ -331,7 +343,7 @@ def _split(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Mes
 def _conversation(
     messages: tuple[Message, ...], start: int, context: Conversation, answer: Conversation | None = None
 ) -> Conversation:
-    """A conversation in which only messages from `start` on are trained."""
+    """A conversation in which only the messages from index `start` on are trained."""
     untrained = {index for index in range(start) if messages[index]["role"] == "assistant"}
     if answer is not None:
         before = len(messages) - len(answer.messages)
@@ -343,7 +355,7 @@ def _conversation(
 
 
 def _context_length(chosen: Sequence[Message], rejected: Sequence[Message], columns: tuple[str, str]) -> int:
-    """The number of messages that two conversations share before their answers."""
+    """The number of messages that the two conversations of a pair share before their answers."""
     start = 0
     while start < min(len(chosen), len(rejected)) and _alike([chosen[start]], [rejected[start]]):
         start += 1
@@ -384,7 +396,7 @@ def _same_answers(chosen: str, rejected: str) -> RowError:
 
 
 def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
-    """Whether messages are equal, ignoring white space around their content."""
+    """Whether two lists of messages are equal, ignoring white space around their content."""
     return len(some) == len(others) and all(
         one == other or {**one, "content": one["content"].strip()} == {**other, "content": other["content"].strip()}
         for one, other in zip(some, others, strict=True)
@@ -392,12 +404,16 @@ def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
 
 
 def _common_words(one: str, other: str) -> int:
-    """The length of the common prefix of two texts that ends at a word. Both texts keep at least one character."""
+    """The length of the common prefix of two texts, cut at the end of a word.
+
+    Both texts keep at least one character after the prefix.
+    """
     most = min(len(one), len(other)) - 1
     end = next((index for index in range(most) if one[index] != other[index]), most)
-    if end > 0 and not one[end - 1].isascii():  # e.g. Chinese, which has no spaces between words
+    if end > 0 and not one[end - 1].isascii():  # cut at any character of a script such as Chinese, which has no spaces
         return end
-    # The white space belongs to the answers, because tokenizers put the space before a word into the token of the word.
+    # The white space after the prefix belongs to the answers, because tokenizers put the space before a word into the
+    # token of the word.
     while end > 0 and not (one[end].isspace() and other[end].isspace() and not one[end - 1].isspace()):
         end -= 1
     return end

@@ -2,10 +2,10 @@
 
     "data/"                                     every .jsonl, .json and .parquet file below it, sorted by path
     ["a/train.jsonl", "b/train.jsonl"]          named a/train.jsonl and b/train.jsonl from their common folder
-    "openai/gsm8k"                              not on this disk: a Hub id, through the datasets package
+    "openai/gsm8k"                              not a local path: a Hub id, read with the datasets package
     -> RecordSource ... -> Chunk(rows 1 to 512), Chunk(rows 513 to 1024), ...
 
-A sample is named by its file and line (`train.jsonl:17`), in whatever folder the file is. Lines, records and rows count
+A sample is named by its file and line (`train.jsonl:17`), whatever folder the file is in. Lines, records and rows count
 from 1. Blank lines are skipped but counted. A byte order mark at the start of a file is ignored. A `.json` file holds
 one list of records; a `.json` file that begins with `{` is read as JSON Lines, because most such files are JSON Lines.
 Hidden files and folders, and files with other suffixes, are ignored.
@@ -35,17 +35,19 @@ from padfree.errors import UserError, first_line
 CHUNK_ROWS = 512
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 28
-"""Maximum bytes of a line of a JSON Lines file. If a line is longer, the file probably has no line breaks."""
+"""The maximum number of bytes in a line of a JSON Lines file. If a line is longer, the file probably has no line
+breaks.
+"""
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 Record = bytes | Any
-"""An unparsed line, or a record."""
+"""One row: an unparsed line of JSON Lines, or a parsed record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Consecutive rows of one source. `size`: their share of the source's size in bytes."""
+    """Consecutive rows of one source. `size` is their share of the source's size in bytes."""
 
     source: str
     unit: str
@@ -55,7 +57,10 @@ class Chunk:
 
 
 class RecordSource(ABC):
-    """One file, or one data set of the Hub. `size`: bytes, for the progress bar and the number of processes."""
+    """One data file, or one data set of the Hub. `size` is its size in bytes.
+
+    The size is used for the progress bar and for the number of tokenising processes.
+    """
 
     name: str
     unit: str = "row"
@@ -63,30 +68,30 @@ class RecordSource(ABC):
 
     @abstractmethod
     def digest(self) -> str:
-        """A hash of the content."""
+        """A hash of the content of the source."""
 
     @abstractmethod
     def check_unchanged(self) -> None:
-        """Raise if the content has changed since the source was opened."""
+        """Raise `UserError` if the content has changed since the source was opened."""
 
     @abstractmethod
     def first_row(self) -> dict[str, Any] | None:
-        """The first row that can be read; None if there is none."""
+        """The first row that can be read. None if there is none."""
 
     def columns(self) -> list[str] | None:
-        """The names of the columns; None if no row can be read."""
+        """The names of the columns. None if no row can be read."""
         first = self.first_row()
         return None if first is None else list(first)
 
     @abstractmethod
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
-        """All rows in order. A source may leave out columns that are not in `columns`."""
+        """Yield all rows in order, in chunks. A source may leave out columns that are not in `columns`."""
 
     def _chunk(self, numbers: list[int], records: list[Record], size: int) -> Chunk:
         return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size)
 
     def _numbered(self, parts: Iterable[list[Any]], num_rows: int) -> Iterator[Chunk]:
-        """Convert lists of rows to chunks with row numbers and sizes. `num_rows`: the number of rows in all lists."""
+        """Convert lists of rows to chunks with row numbers and sizes. `num_rows` is the number of rows in all lists."""
         first = 0
         for records in parts:
             end = first + len(records)
@@ -178,7 +183,11 @@ class JsonFile(FileSource):
                 self.name, f"is not valid JSON in UTF-8 ({error})", "give one list of objects, or use JSON Lines"
             ) from None
         if not isinstance(records, list):
-            raise UserError(self.name, f"holds {shown(records)}", "give one list of objects, or use JSON Lines")
+            raise UserError(
+                self.name,
+                f"holds {shown(records)}, not a list of objects",
+                "give one list of objects, or use JSON Lines",
+            )
         return records
 
     def first_row(self) -> dict[str, Any] | None:
@@ -213,7 +222,7 @@ class ParquetFile(FileSource):
 
 
 class HubSource(RecordSource):
-    """A `datasets.Dataset`. Rows are read from its memory-mapped files."""
+    """A data set of the Hub, loaded as a `datasets.Dataset`. Rows are read from its memory-mapped files."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset = dataset
@@ -221,7 +230,8 @@ class HubSource(RecordSource):
         self.size = int(dataset.data.nbytes)
 
     def digest(self) -> str:
-        # The cache key of the datasets package. It changes with the content and with every transformation.
+        # The fingerprint is the cache key of the datasets package. It changes with the content and with every
+        # transformation.
         return str(self.dataset._fingerprint)
 
     def check_unchanged(self) -> None:
@@ -255,7 +265,7 @@ def record_of(record: Record) -> dict[str, Any]:
 def open_sources(
     data: str | Path | Iterable[str | Path], *, split: str = "train", subset: str | None = None
 ) -> list[RecordSource]:
-    """The sources of paths, folders and Hub ids, in the given order. The files of a folder are sorted by path."""
+    """Open files, folders and Hub ids, in the given order. The files of a folder are sorted by path."""
     entries = [data] if isinstance(data, (str, Path)) else list(data)
     if not entries:
         raise UserError("data", "is empty", "give a file, a folder or a Hub id")
@@ -274,7 +284,8 @@ def open_sources(
                 found.append(path)
             else:
                 found.append(_hub_dataset(str(entry), split, subset))
-        except (OSError, RuntimeError) as error:  # a name too long, no permission, no such user
+        # for example, the name is too long, permission is denied, or the user of `~user` does not exist
+        except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
                 "data", f"{shortened(str(entry))} cannot be read ({reason})", "give a file, a folder or a Hub id"
@@ -311,7 +322,7 @@ def _file_source(path: Path, name: str) -> FileSource:
         )
     if path.suffix == ".parquet":
         return ParquetFile(path, name)
-    lines = JsonLinesFile(path, name)  # also checks that the path is a readable regular file
+    lines = JsonLinesFile(path, name)  # the constructor also checks that the path is a readable regular file
     if path.suffix == ".json":
         with open(path, "rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()

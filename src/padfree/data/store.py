@@ -14,9 +14,9 @@ temporary name and then renamed, so that other processes only ever see complete 
 missing or too short) is rebuilt. A lock makes other processes that need the same folder wait while one process builds
 it.
 
-Hashing a large file takes long, because the file must be read. The hash is therefore cached under the file's path,
-size, inode and times of change. The hash of a file that changed less than two seconds before hashing is not cached,
-because another change could have the same time stamp.
+Hashing a large file takes a long time, because the whole file must be read. The hash is therefore cached under the
+file's path, size, inode and times of change. The hash of a file that changed less than two seconds before hashing is
+not cached, because another change could have the same time stamp.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from padfree.data.sources import FileSource, RecordSource
 from padfree.errors import UserError
 
 FORMAT = 2
-_MINIMUM_AGE = 2_000_000_000  # nanoseconds; the hash of a file that changed more recently is not cached
+_MINIMUM_AGE = 2_000_000_000  # nanoseconds; the hash of a file that changed less than this before hashing is not cached
 
 
 def default_cache_folder() -> Path:
-    """`$PADFREE_CACHE`, or `padfree` in the user's cache folder."""
+    """The folder `$PADFREE_CACHE` if this variable is set, else `padfree` in the user's cache folder."""
     if folder := os.environ.get("PADFREE_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "padfree"
 
 
 def content_digest(source: RecordSource, cache: Path) -> str:
-    """The hash of a source's content, from the cache if the file has not changed."""
+    """The hash of a source's content. If the file has not changed, the hash is read from the cache."""
     if not isinstance(source, FileSource):
         return source.digest()
     now = time.time_ns()
@@ -84,7 +84,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
         "template": tokenizer.chat_template,
     }
     if tokenizer.is_fast:
-        # Leave out padding and truncation, which change when the tokenizer is used; they come before the added tokens.
+        # Leave out padding and truncation, which change when the tokenizer is used. They come before the added tokens
+        # in this JSON text.
         _, name, backend = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')
         assert name
         identity["backend"] = hashlib.sha256(backend.encode()).hexdigest()
@@ -102,7 +103,7 @@ def hash_of(value: Any) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` while writing into a `UserError`."""
+    """A block that turns an `OSError` while writing into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -147,7 +148,8 @@ class ArrayWriter:
         """Write the final header and sync the file to disk, so that a later rename cannot expose incomplete content."""
         self._file.seek(0)
         length = self._write_header()
-        assert length == self._header_length  # numpy reserves room for a first dimension of any size
+        # the header keeps its size, because numpy reserves space in it for a first dimension of any size
+        assert length == self._header_length
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -156,7 +158,7 @@ class ArrayWriter:
 
 
 class Writer(contextlib.ExitStack):
-    """Writes the files of one folder. The folder is complete after `finish`."""
+    """Writes the files of one cache folder. The folder is complete after `finish`."""
 
     def __init__(self, folder: Path, *, numbers: bool = False) -> None:
         super().__init__()
@@ -196,7 +198,10 @@ class Writer(contextlib.ExitStack):
         lines: NDArray[np.int64],
         numbers: NDArray[np.float64] | None = None,
     ) -> None:
-        """Append samples of one file: tokens and masks end to end; length, line and number of each sample."""
+        """Append several samples of one file.
+
+        `tokens` and `mask` hold the samples end to end. `lengths`, `lines` and `numbers` hold one entry per sample.
+        """
         assert len(tokens) == len(mask) == lengths.sum()
         with writing(self._folder):
             self._offsets.append(self._tokens.length + np.cumsum(lengths, dtype=np.int64))
@@ -234,15 +239,15 @@ def _write_text(path: Path, text: str) -> None:
 def find_or_build(
     cache: Path, key: str, build: Callable[[Path], None], *, intact: Callable[[Path], bool] = Path.exists
 ) -> Path:
-    """The folder of this key. If it is missing or not `intact`, `build` creates it.
+    """The cache folder of this key. If it is missing or not `intact`, `build` creates it.
 
-    If several processes call this, one builds and the others wait.
+    If several processes call this function, one builds the folder and the others wait.
     """
     folder = cache / key
     if intact(folder):
         return folder
-    # A spawned process imports the main script. If that import leads here, the process would wait for the lock of its
-    # parent, which waits for the process. multiprocessing sets this attribute during the import.
+    # A spawned process imports the main script. If that import calls this function, the process would wait for the lock
+    # of its parent, which waits for the process. multiprocessing sets the attribute `_inheriting` during the import.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             "num_workers",
@@ -274,7 +279,7 @@ def find_or_build(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock. On a file system without locks, do not wait."""
+    """A block in which this process holds the lock. On a file system without locks, it does not wait."""
     from filelock import FileLock
 
     lock = FileLock(path)
@@ -287,7 +292,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files exist with their full length."""
+    """Whether all files of a cache folder exist with their full length."""
     if not folder.exists():
         return False
     try:
@@ -338,7 +343,7 @@ def read_skipped(folder: Path) -> list[SkippedRow]:
 
 
 def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """One array of the folder, memory-mapped."""
+    """Open one array of a cache folder, memory-mapped. Raises `UserError` if it does not have this shape."""
     path = folder / f"{name}.npy"
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)

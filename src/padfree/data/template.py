@@ -9,9 +9,9 @@ Here every Jinja operation that can make a large value from small ones is checke
     [a, b]  (a, b)  {k: v}       the number of values inside; a shared value counts each time it occurs
     loops, calls                 the CPU time since rendering began
 
-The text equals that of `apply_chat_template`, with two exceptions. `strftime_now` formats a given day (at 00:00)
-instead of the current time. Printing a list, an object, null or a boolean is an error: Jinja would write Python's repr,
-which is almost certainly a mistake.
+The rendered text equals that of `apply_chat_template` in transformers, with two exceptions. `strftime_now` formats a
+given day (at 00:00) instead of the current time. Printing a list, an object, null or a boolean raises an error, because
+Jinja would write Python's repr, which is almost certainly a mistake.
 """
 
 from __future__ import annotations
@@ -72,22 +72,25 @@ _SHRINKING = frozenset(
         "removesuffix",
     )
 )
-"""Methods of str, list, dict and numbers whose result is not larger than their operands."""
+"""The methods of str, list, dict and numbers whose result is never larger than their operands."""
 _WIDTH = re.compile(r"\d{5,}|\*")
 _UNUSABLE_FILTERS = ("random",)
 _UNUSABLE_GLOBALS = ("lipsum",)
 
 
 class TemplateBoundError(TemplateError):
-    """A template exceeds a limit on memory or time."""
+    """Raised if a template exceeds a limit on memory or time."""
 
 
 class TemplateReprError(TemplateError):
-    """A template prints a value that is not text."""
+    """Raised if a template prints a value that is not text."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The environment with limits. `strftime_now` formats `day`; `clock_reads` counts its calls in one rendering."""
+    """A Jinja environment with limits on memory and time.
+
+    `strftime_now` formats `day`, and `clock_reads` counts the calls of `strftime_now` in one rendering.
+    """
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -133,7 +136,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateBoundError(f"rendering takes more than {MAX_SECONDS:.0f} seconds")
 
     def _steps(self, iterable: Iterable[Any]) -> Iterable[Any]:
-        """The iterable of a loop, with time checks."""
+        """Iterate over the iterable of a loop, and check the time in each step."""
         self._check_time()
         if isinstance(iterable, (Undefined, str)) or (isinstance(iterable, Sized) and len(iterable) < 256):
             return iterable
@@ -173,7 +176,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_checks(template: nodes.Template) -> nodes.Template:
-    """Wrap loops, list and dict literals, and `~` in filters that check them."""
+    """Change a template's syntax tree: loops, list and dict literals, and `~` then pass through filters that check
+    them.
+    """
 
     def checked(node: Any, name: str) -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
@@ -224,7 +229,10 @@ def _sized(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Refuse a value with too many values inside. Shared lists count each time, although they take no extra memory."""
+    """Return a value, or raise an error if it has too many values inside.
+
+    A shared list counts each time it occurs, although it takes no extra memory.
+    """
     if isinstance(value, (list, tuple, dict)):
         waiting: list[Any] = [value]
         count = 0
@@ -242,7 +250,7 @@ def _check_product(name: str, values: Iterable[Any]) -> None:
     product = 1
     for value in values:
         product *= max(_size(value), 1)
-        if isinstance(value, dict):  # `translate` can replace each character with a text
+        if isinstance(value, dict):  # `str.translate` can replace each character with a whole text
             product *= max((_size(one) for one in value.values()), default=1)
         if product > MAX_VALUE:
             raise TemplateBoundError(f"{name} can make a text of more than {MAX_VALUE} characters")
@@ -269,7 +277,7 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter with checks of its arguments and its result."""
+    """Wrap a Jinja filter so that its arguments and its result are checked."""
 
     @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -291,7 +299,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 @lru_cache(maxsize=64)
 def compiled(source: str, day: datetime.date) -> Any:
-    """The compiled Jinja template. Raises a `UserError` if its text is not a valid template."""
+    """Compile a Jinja template. Raises a `UserError` if its text is not a valid template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     if len(source) > MAX_SOURCE:
@@ -323,8 +331,8 @@ def compared_texts(source: str) -> frozenset[str]:
 def _constants(side: nodes.Node) -> Iterator[nodes.Const]:
     """The constants of one operand of a comparison.
 
-    An operand is a constant (`role == 'user'`), or a list or tuple of constants (`role in ['user', 'tool']`).
-    Other operands, such as the subscript in `tool['function']`, have none.
+    An operand is a constant (`role == 'user'`), or a list or tuple of constants (`role in ['user', 'tool']`). Other
+    operands, such as the subscript in `tool['function']`, have no constants.
     """
     if isinstance(side, nodes.Operand):
         yield from _constants(side.expr)
@@ -340,7 +348,7 @@ def rendered(
 ) -> tuple[str, list[Span]]:
     """Render a template: return the text and the spans inside `{% generation %}` markers.
 
-    Without `spans`, the list of spans is empty. Errors that the template raises are not caught.
+    If `spans` is False, the list of spans is empty. Errors that the template raises are not caught.
     """
     blocks: list[str] = []
     found: list[Span] = []

@@ -41,7 +41,7 @@ class TokenizedChunk(NamedTuple):
     mask: NDArray[np.bool_]  # [T]
     lengths: NDArray[np.int64]  # [N]
     lines: NDArray[np.int64]  # [N] consecutive samples with the same line belong to one row
-    numbers: NDArray[np.float64]  # [N] the number of the sample's row; 0 if the row has none
+    numbers: NDArray[np.float64]  # [N] the number stored for the sample's row (a margin or a label); 0 if there is none
     skipped: list[SkippedRow]
 
 
@@ -59,7 +59,7 @@ class RowTokenizer:
         return self._chat is not None
 
     def __call__(self, chunk: Chunk, fields: Fields | None) -> TokenizedChunk:
-        """Tokenise a chunk. `fields` is None for a file without a single readable row."""
+        """Tokenise a chunk of rows. `fields` is None for a file in which no row can be read."""
         rows: list[tuple[int, float, Sequence[Passage | Encoded]]] = []
         skipped: list[SkippedRow] = []
         for line, record in zip(chunk.numbers, chunk.records, strict=True):
@@ -91,7 +91,7 @@ class RowTokenizer:
         )
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
-        """The number stored with a row, if its schema has a `number`."""
+        """The number that is stored with a row (a margin or a label), if the schema defines one."""
         return 0.0
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
@@ -106,7 +106,10 @@ class RowTokenizer:
         return [Passage(pieces=(Piece(prompt, self._settings.loss_on == "all"), Piece(response, True)))]
 
     def rendered(self, row: Mapping[str, Any], fields: Fields) -> list[tuple[Conversation, RenderedSample]]:
-        """The samples that the chat template renders from a row, each with its conversation; [] for a plain row."""
+        """The samples that the chat template renders from a row, each with its conversation.
+
+        Empty for a row of plain text.
+        """
         if self._chat is None or fields.kind in ("text", "tokens"):
             return []
         read = self.reader.conversation if fields.kind == "messages" else self.reader.completed
@@ -118,7 +121,8 @@ class RowTokenizer:
 def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = False) -> Encoded:
     """The token ids of a row, without the padding that `attention_mask` marks.
 
-    `labels` or `loss_mask` decides which tokens are trained. Without them, or with `everything`, all tokens are.
+    The column `labels` or `loss_mask` decides which tokens are trained. Without these columns, or if `everything` is
+    True, all tokens are trained.
     """
     tokens = np.array(token_ids(row, fields["input_ids"]), dtype=np.int32)
     trained = np.ones(len(tokens), dtype=np.bool_)
@@ -144,7 +148,7 @@ def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = F
 
 
 def _labelled(row: Mapping[str, Any], column: str, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """[n] whether each token has a label. Labels are not shifted: the label of a token is its own id."""
+    """For each of n tokens, whether it has a label, [n]. Labels are not shifted: the label of a token is its own id."""
     labels = items(row, column, "a list of labels")
     if len(labels) != len(tokens):
         raise RowError(f"{column!r} has {len(labels)} entries; expected {len(tokens)}, one per token")
@@ -168,7 +172,7 @@ def _zeros_and_ones(row: Mapping[str, Any], column: str, length: int) -> NDArray
 
 
 def _problem(encoded: Encoded | RowError) -> str | None:
-    """The reason why a row cannot be used; None if it can."""
+    """The reason why a row cannot be used. None if it can."""
     if isinstance(encoded, RowError):
         return str(encoded)
     if not encoded.loss_mask[1:].any():
@@ -177,7 +181,9 @@ def _problem(encoded: Encoded | RowError) -> str | None:
 
 
 class PairTokenizer(RowTokenizer):
-    """Turns each row of two answers into two samples: the shared context with the chosen and the rejected answer."""
+    """Turns each row with two answers into two samples: the shared context with the chosen and with the rejected
+    answer.
+    """
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
         found = self.reader.pair(row, fields)
@@ -204,7 +210,9 @@ class PairTokenizer(RowTokenizer):
         return Passage.of_spans(samples[0].text, samples[0].spans)
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
-        """Encode prompts (texts, messages or conversations) with one answer each, as `__call__` encodes pairs."""
+        """Encode prompts (texts, messages or conversations) with one answer each, in the same way as `__call__` encodes
+        pairs.
+        """
         passages = [attempt(self._answer_to, prompt, answer) for prompt, answer in rows]
         encoded = iter(self._encoder.encode([one for one in passages if isinstance(one, Passage)]))
         return [next(encoded) if isinstance(one, Passage) else one for one in passages]
@@ -221,7 +229,10 @@ class PairTokenizer(RowTokenizer):
 
 
 class RewardTokenizer(PairTokenizer):
-    """Like `PairTokenizer`, for rows with an optional `margin`: how much higher the chosen answer should score."""
+    """Like `PairTokenizer`, for rows with an optional `margin`.
+
+    It says how much higher the chosen answer should score.
+    """
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
         column = fields["margin"]

@@ -1,4 +1,4 @@
-"""Process groups, collectives on tensors, and what the processes do when a peer is lost."""
+"""Process groups, collectives on tensors, and the handling of lost peers."""
 
 from padfree.distributed.collectives import Ring, all_gather_rows, exchange_rows, gather_objects, reduce_scatter_rows
 from padfree.distributed.mesh import Axis, Mesh, distributed, init_distributed, make_mesh

@@ -28,7 +28,10 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def all_gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """[n, ...] -> [world * n, ...]. n must be the same on every rank."""
+    """Concatenate the tensors [n, ...] of all ranks in rank order: [world * n, ...].
+
+    n must be the same on every rank.
+    """
     gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     with watching("all_gather_rows", group):
         _all_gather(gathered, tensor.contiguous(), group=group)
@@ -36,7 +39,10 @@ def all_gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """[world * n, ...] -> [n, ...], summed over ranks in the dtype of the input."""
+    """Sum the tensors [world * n, ...] of all ranks, and return this rank's n elements of the sum: [n, ...].
+
+    The sum has the dtype of the input.
+    """
     assert tensor.shape[0] % group.size() == 0
     own = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
     with watching("reduce_scatter_rows", group):
@@ -45,7 +51,10 @@ def reduce_scatter_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchange_rows(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
-    """[sum(send), ...] -> [sum(receive), ...]; both ordered by rank."""
+    """Send the first `send[0]` elements of the tensor to rank 0, the next `send[1]` to rank 1, and so on.
+
+    Returns the elements received from all ranks in rank order, `receive[r]` of them from rank r.
+    """
     assert tensor.shape[0] == sum(send), (tuple(tensor.shape), send)
     received = tensor.new_empty(sum(receive), *tensor.shape[1:])
     with watching("exchange_rows", group):
@@ -54,7 +63,7 @@ def exchange_rows(tensor: Tensor, send: Sequence[int], receive: Sequence[int], g
 
 
 def gather_objects(own: Any, group: ProcessGroup, what: str) -> list[Any]:
-    """The objects of all ranks, in rank order; `what` names the collective in error messages."""
+    """Return the Python objects of all ranks, in rank order. `what` names the collective in error messages."""
     everybody: list[Any] = [None] * group.size()
     with watching(what, group):
         dist.all_gather_object(everybody, own, group=group)
@@ -62,7 +71,7 @@ def gather_objects(own: Any, group: ProcessGroup, what: str) -> list[Any]:
 
 
 class Ring:
-    """Sends tensors to the next rank while tensors from the previous rank arrive.
+    """Sends tensors to the next rank of a group while tensors from the previous rank arrive.
 
         ring.post(block)          # starts both transfers and returns
         ...                       # compute with `block`, which must not change meanwhile

@@ -1,4 +1,4 @@
-"""Start the processes of a run and make their process groups.
+"""Initialise the process group of a run, and make the groups for its parallelism.
 
     8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
 
@@ -10,6 +10,13 @@ spans some of these dimensions.
     fsdp       ranks that shard one set of       0 1 2 3 | 4 5 6 7        shard, context   (and `replicate` as a second
                weights                                                                     dimension, if it is > 1)
     loss       ranks that sum one loss           0 1 2 3 4 5 6 7          replicate, shard, context
+
+With `expert` 2, the same processes also form a mesh for the weights of experts. It divides the ranks of a replica, data
+and context together, into groups of neighbours: [replicate, fsdp, expert] = [2, 2, 2].
+
+    expert     ranks with different experts      0 1 | 2 3 | 4 5 | 6 7
+    fsdp       ranks that shard the same         0 2 | 1 3 | 4 6 | 5 7
+               experts
 
 Code asks for a group by purpose: `mesh.context.group`, `mesh.data.rank`, `fully_shard(model, mesh=mesh.fsdp)`. Sharding
 rules ask by dimension: `mesh.over(shard=("shard",), replicate=("context",))`.
@@ -48,18 +55,23 @@ from padfree.distributed.peers import PeerLostError, failing_together
 from padfree.errors import UserError
 
 DEFAULT_TIMEOUT = 600.0
-"""The default time limit of one collective, in seconds."""
+"""The default time limit of one collective operation, in seconds."""
 LONGEST_TIMEOUT = 1e8
-"""The longest time limit, in seconds (about three years). The backends count in nanoseconds and overflow beyond it."""
+"""The longest allowed time limit, in seconds (about three years). With a longer limit, the backends, which count in
+nanoseconds, would overflow.
+"""
 
 
 DIMENSIONS = ("replicate", "shard", "context")
-"""Dimensions of the mesh of all processes, slowest first: neighbouring ranks differ in the last one."""
+"""The dimensions of the mesh of all processes.
+
+The last dimension varies fastest, so neighbouring ranks differ in it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Axis:
-    """One process group, and the rank of this process in it."""
+    """One process group, and this process's rank in it."""
 
     rank: int
     size: int
@@ -68,10 +80,10 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mesh:
-    """The groups of this process, by purpose."""
+    """The process groups that this process belongs to, by purpose (`context`, `data`, `fsdp`, `loss`)."""
 
     device: torch.device
-    devices: DeviceMesh  # all processes, with the dimensions DIMENSIONS
+    devices: DeviceMesh  # the mesh of all processes, with the dimensions in `DIMENSIONS`
     data: Axis
     context: Axis
     loss: Axis
@@ -79,14 +91,20 @@ class Mesh:
     contexts: Mapping[int, Axis] = field(default_factory=dict)
     """By number of ranks: the group of this many ranks in which this process shares a pack. Empty if the plan does not
     choose this number per pack; packs are then always shared by the group `context`."""
+    experts: DeviceMesh | None = None
+    """All processes, with the dimensions `fsdp` and `expert`, and `replicate` before them if there are replicas. The
+    weights of experts are divided over `expert`. None: experts are sharded like all other weights."""
     groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
-        """The ranks that share a pack with this one. `width` is their number if the plan decides it, else None."""
+        """The group of ranks that share a pack with this one.
+
+        `width` is the number of these ranks, if the plan chooses it for each pack, else None.
+        """
         return self.context if width is None else self.contexts[width]
 
     def over(self, *, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh for `fully_shard` over these dimensions of `devices`. Collective.
+        """A mesh for `fully_shard` over some of the dimensions in `DIMENSIONS`. Collective.
 
         The dimensions in `shard` are flattened into one dimension. If `replicate` is not empty, its dimensions are
         flattened into another one, which comes first.
@@ -97,8 +115,8 @@ class Mesh:
 def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> torch.device:
     """Initialise the default process group, and return the device of this process.
 
-    `timeout` is the limit for one collective, in seconds: a lost peer may go unnoticed for this long. `device` is
-    "cpu", "cuda" or "auto". If the process group is already initialised, this only chooses the device.
+    `timeout` is the time limit of one collective, in seconds; a lost peer may go unnoticed for this long. `device` is
+    "cpu", "cuda" or "auto". If the process group is already initialised, this function only chooses the device.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError("device", "is not a device type", "choose auto, cpu or cuda", value=device)
@@ -122,7 +140,7 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
         torch.cuda.set_device(chosen)
     if dist.is_initialized():
         return chosen
-    # gloo is always included, because host tensors are communicated too (metrics, checkpoints).
+    # gloo is always included, because tensors in host memory are communicated too (metrics, checkpoints).
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     limit = timedelta(seconds=timeout)
     if processes.address is not None:
@@ -140,12 +158,12 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
 
 @contextmanager
 def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
-    """Turn a failed rendezvous into a one-line error that names the environment variable to correct."""
+    """A block that turns a failed rendezvous into a one-line error, which names the environment variable to correct."""
     assert processes.address is not None
     host, _, port = processes.address.rpartition(":")
     try:
         socket.getaddrinfo(host, None)
-    except OSError as error:  # checked first, because the store would retry until the timeout
+    except OSError as error:  # check the host name first, because the rendezvous store would retry until the timeout
         raise UserError(
             "MASTER_ADDR", f"cannot be resolved on this host ({error.strerror})", "give the host of rank 0", value=host
         ) from None
@@ -153,7 +171,7 @@ def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
         yield
     except PeerLostError:
         raise
-    except RuntimeError as error:  # raised by the store or the backend; its class differs between versions
+    except RuntimeError as error:  # raised by the store or the backend; the class differs between PyTorch versions
         reason = " ".join(str(error).split())
         lowered = reason.lower()
         if "address already in use" in lowered or "eaddrinuse" in lowered:
@@ -176,7 +194,7 @@ def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
-    """A view of the rendezvous store under a new key prefix, so that it holds no keys of an earlier start. Collective.
+    """A view of the rendezvous store with a new key prefix, so that keys of an earlier start are not seen. Collective.
 
     torchrun keeps its store when it restarts the processes (PyTorch issue 135712), and the new processes would use the
     addresses of processes that no longer exist. So each start uses a fresh nonce:
@@ -204,15 +222,17 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
 
 
 class RankGroups(NamedTuple):
-    """The ranks of each group."""
+    """The ranks of each process group, as index arrays."""
 
     context: NDArray[np.int64]  # [packs, context]
-    shards: NDArray[np.int64]  # [replicate, shards]; its columns are the replicas of a shard
+    shards: NDArray[np.int64]  # [replicas, shards]; each column holds the ranks with replicas of one shard
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """The ranks of each group. Neighbouring ranks share a pack and a set of weights, because they are on the same
-    machine."""
+    """Compute the ranks of each process group for `world` processes.
+
+    Neighbouring ranks share a pack and a set of weights, because they are on the same machine.
+    """
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
 
@@ -224,16 +244,18 @@ class Groups:
     """
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
-        """`ranks` [replicate, shard, context]."""
+        """`ranks` is an array [replicate, shard, context] of all ranks."""
         self.ranks, self._timeout = ranks, timedelta(seconds=timeout)
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """The processes that differ from this one only in these dimensions."""
+        """The group of the processes that differ from this one only in these dimensions of the mesh."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """The group among `groups` [number, size] that contains this process."""
+        """Create the process groups with the ranks `groups` [number, size], and return the one that contains this
+        process.
+        """
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:
@@ -248,7 +270,7 @@ class Groups:
         return self._made[key]
 
     def mesh(self, device_type: str, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh with the dimension `fsdp`, or with `replicate` and `fsdp`."""
+        """A mesh for FSDP2 with the dimension `fsdp`, or with `replicate` and `fsdp` if `replicate` is not empty."""
         sharded = self.axis(*shard)
         if not replicate:
             return DeviceMesh.from_group(sharded.group, device_type, mesh_dim_names=("fsdp",))
@@ -258,17 +280,38 @@ class Groups:
         return DeviceMesh.from_group(groups, device_type, mesh=own.tolist(), mesh_dim_names=("replicate", "fsdp"))
 
     def devices(self, device_type: str) -> DeviceMesh:
-        """A mesh of all processes."""
+        """A mesh of all processes with the dimensions in `DIMENSIONS`."""
         groups = [self.axis(name).group for name in DIMENSIONS]
         return DeviceMesh.from_group(groups, device_type, mesh=self.ranks.tolist(), mesh_dim_names=DIMENSIONS)
+
+    def experts(self, device_type: str, expert: int) -> DeviceMesh:
+        """A mesh of all processes for the weights of experts, in which `expert` neighbours hold different experts."""
+        table = self.ranks.reshape(len(self.ranks), -1, expert)
+        groups = [
+            self.among(np.moveaxis(table, dim, -1).reshape(-1, size)).group for dim, size in enumerate(table.shape)
+        ]
+        names = ("replicate", "fsdp", "expert")
+        if len(table) == 1:
+            return DeviceMesh.from_group(groups[1:], device_type, mesh=table[0].tolist(), mesh_dim_names=names[1:])
+        return DeviceMesh.from_group(groups, device_type, mesh=table.tolist(), mesh_dim_names=names)
 
     def _size(self, dimensions: Sequence[str]) -> int:
         return math.prod(self.ranks.shape[DIMENSIONS.index(name)] for name in dimensions)
 
     def _moved(self, dimensions: Sequence[str]) -> NDArray[np.int64]:
-        """The ranks with these dimensions last."""
+        """The array of ranks, transposed so that these dimensions come last."""
         chosen = [DIMENSIONS.index(name) for name in dimensions]
         return self.ranks.transpose(*(each for each in range(3) if each not in chosen), *chosen)
+
+
+def check_expert_ranks(expert: int, shards: int) -> None:
+    """Refuse a size of expert groups that does not divide the `shards` processes that share one set of weights."""
+    if shards % expert:
+        raise UserError(
+            "parallel.expert",
+            f"{expert} does not divide the {shards} processes that share one set of weights",
+            "give a divisor of this number",
+        )
 
 
 def make_mesh(
@@ -276,17 +319,20 @@ def make_mesh(
     *,
     context: int = 1,
     replicate: int = 1,
+    expert: int = 1,
     contexts: Sequence[int] = (),
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Mesh:
-    """The groups of a run with data × context processes, in which `replicate` sets of processes each hold all weights.
+    """Make the process groups of a run.
+
+    If `expert` is above 1, groups of this many neighbouring processes divide the experts of a model among them.
 
     `contexts` are group sizes, each a divisor of the number of processes; neighbouring ranks form groups of each size.
 
-    `timeout` is the limit for one collective of these groups, as in `init_distributed`.
+    `timeout` is the time limit of one collective in these groups, in seconds.
     """
     world = dist.get_world_size()
-    for name, size in (("context", context), ("replicate", replicate)):
+    for name, size in (("context", context), ("replicate", replicate), ("expert", expert)):
         if size < 1:
             raise UserError(name, "", "give 1 or more", value=size)
     if world % (context * replicate):
@@ -295,6 +341,7 @@ def make_mesh(
             f"{context} times parallel.replicate {replicate} does not divide {world} processes",
             f"start a multiple of {context * replicate} processes, or lower one of the two settings",
         )
+    check_expert_ranks(expert, world // replicate)
     device = torch.device(device)
     groups = Groups(np.arange(world).reshape(replicate, -1, context), timeout)
     return Mesh(
@@ -305,15 +352,17 @@ def make_mesh(
         fsdp=groups.mesh(device.type, ("shard", "context"), ("replicate",) if replicate > 1 else ()),
         devices=groups.devices(device.type),
         contexts={width: groups.among(np.arange(world).reshape(-1, width)) for width in contexts},
+        experts=groups.experts(device.type, expert) if expert > 1 else None,
         groups=groups,
     )
 
 
 @contextmanager
 def distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> Iterator[torch.device]:
-    """A block with an initialised process group (`init_distributed`), which is destroyed at the end.
+    """A block with an initialised process group, which is destroyed at the end. Yields the device of this process.
 
-    If one rank fails inside the block, all ranks fail (`failing_together`).
+    The arguments are those of `init_distributed`. If one rank fails inside the block, all ranks fail
+    (`failing_together`).
     """
     already = dist.is_initialized()
     chosen = init_distributed(device=device, timeout=timeout)

@@ -1,4 +1,4 @@
-"""What the processes of a run do when one of them fails, exits or stops responding.
+"""End all processes of a run, with a clear message, when one of them fails, exits or stops responding.
 
     watching             around one collective: a backend error about a lost peer becomes a one-line `PeerLostError`
     raise_together       if any rank has found an error, raise it on all ranks
@@ -36,25 +36,28 @@ from torch.distributed.distributed_c10d import _get_default_store
 from padfree.errors import UserError
 
 POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
-"""Times in seconds; the module docstring explains them. A process increments its counter every POLL seconds, or less
-often with very many ranks: see `_Listener`."""
-_BLOCKS = itertools.count()  # the store outlives a block, and the next block must not read the keys of the last one
-_LEFT = "left"  # replaces the counter of a rank that has left the block normally
+"""Times in seconds, which the module docstring explains. A process increments its counter every POLL seconds. With very
+many ranks it does so less often (see `_Listener`).
+"""
+_BLOCKS = itertools.count()  # number of blocks so far: part of the keys, because the store outlives a block
+_LEFT = "left"  # the value that replaces the counter of a rank that has left the block normally
 
 _SIGNS_OF_LOSS = ("by peer", "timed out", "timeout", "broken pipe", "connection refused", "remote process", "aborted")
 
 
 class PeerLostError(RuntimeError):
-    """Another process of the group exited, or did not respond within the timeout of the group."""
+    """Raised if another process of the group exited, or did not respond within the timeout of the group."""
 
     searched = False
-    """Whether the lost ranks have been searched for. The message then names them, if they were found."""
+    """Whether the lost ranks have already been searched for. If they were found, the message names them."""
 
 
 @contextmanager
 def watching(what: str, group: ProcessGroup) -> Iterator[None]:
-    """A block around one collective. If the backend gives up waiting for a peer, it raises a one-line error that names
-    the collective, `what`, and the group."""
+    """A block around one collective. If the backend gives up waiting for a peer, `PeerLostError` is raised.
+
+    Its one-line message names the collective, `what`, and the ranks of the group.
+    """
     begin = time.monotonic()
     try:
         yield
@@ -70,17 +73,17 @@ def watching(what: str, group: ProcessGroup) -> Iterator[None]:
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Whether this error of a backend means that a peer is gone."""
+    """Whether this error of a communication backend means that a peer is gone."""
     known = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)
     return isinstance(error, PeerLostError) or known
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """An error that ends the block on one rank ends it on all; the other ranks raise the message of this error.
+    """A block in which an error on one rank ends all ranks. The other ranks raise an error with the same message.
 
-    Every rank must enter the block the same number of times. A killed rank cannot report anything; the others then name
-    the ranks that no longer respond.
+    Every rank must enter the block the same number of times. A killed rank cannot report anything. In this case the
+    other ranks raise an error that names the ranks that no longer respond.
     """
     if dist.get_world_size() == 1:
         yield
@@ -95,7 +98,8 @@ def failing_together() -> Iterator[None]:
     listener.start()
     try:
         yield
-    except BaseException as error:  # also sys.exit in user code and signals, so that other ranks do not wait
+    # BaseException includes sys.exit in user code and signals: the other ranks must not wait for this one
+    except BaseException as error:
         listener.left.set()
         if isinstance(error, PeerLostError) and error.searched:
             raise  # raised by a nested block
@@ -104,7 +108,8 @@ def failing_together() -> Iterator[None]:
             if not _is_loss(error):
                 name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 listener.publish_cause(f"stopped, because {_rank_names([rank], hosts)} failed: {name}{line}")
-                time.sleep(LINGER)  # this process may host the store; other ranks must read the message before it exits
+                # other ranks must read the message before this process exits, because it may host the store
+                time.sleep(LINGER)
                 raise
             listener.cause_seen.wait(LINGER)
             lost = None if listener.cause else _describe_loss(listener.silent_ranks(), hosts)
@@ -116,7 +121,10 @@ def failing_together() -> Iterator[None]:
 
 
 def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
-    """Describe the loss from the silent ranks; `silent` is None if the store does not answer."""
+    """Describe the loss of the ranks in `silent`, which no longer respond.
+
+    `silent` is None if the store does not answer.
+    """
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
         return f"{_rank_names(theirs, hosts)}, where the store of the run is, cannot be reached; read the logs there"
@@ -127,7 +135,10 @@ def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
 
 
 def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """`ranks 0 and 1 on a, rank 2 on b`; without host names if there is only one host."""
+    """Format ranks with their hosts, as in `ranks 0 and 1 on a, rank 2 on b`.
+
+    With a single host, its name is left out.
+    """
     several = len(set(hosts)) > 1
     parts = []
     for host in dict.fromkeys(hosts[rank] for rank in ranks):
@@ -139,7 +150,10 @@ def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @contextmanager
 def sigterm_ignored() -> Iterator[None]:
-    """Ignore SIGTERM, which a launcher sends when another rank has exited, while this rank reports its own error."""
+    """A block that ignores SIGTERM, so that this rank can report its own error.
+
+    A launcher sends SIGTERM when another rank has exited.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -151,9 +165,9 @@ def sigterm_ignored() -> Iterator[None]:
 
 
 class _Listener(threading.Thread):
-    """Heartbeat thread: increments this rank's counter in the store and polls for the message of a failed rank.
+    """A heartbeat thread. It increments this rank's counter in the store and polls for the message of a failed rank.
 
-    Exits the process if the block has not ended PATIENCE after this message.
+    It exits the process if the block has not ended within PATIENCE seconds after this message.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -163,22 +177,23 @@ class _Listener(threading.Thread):
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._key, self._count = key, 0
         self._main = store
-        self._store = store.clone()  # its own connection, because the main thread's may be blocked
-        self._polls_per_count = 1 + self._world // 512  # limits the load on the store with very many ranks
+        self._store = store.clone()  # a separate connection, because that of the main thread may be blocked
+        # with very many ranks, count less often, to limit the load on the store
+        self._polls_per_count = 1 + self._world // 512
         self._publish_count(0)
 
     def _publish_count(self, count: int | str) -> None:
         self._store.set(f"{self._key}/count/{self._rank}", str(count))
 
     def publish_cause(self, line: str) -> None:
-        """Write the message that ends all ranks, unless there is one already."""
+        """Write the error message that ends all ranks into the store, unless there is one already."""
         with suppress(RuntimeError):  # the store is gone
             self._main.compare_set(f"{self._key}/cause", "", line)
 
     def leave(self) -> None:
         self.left.set()
         self.closed.set()
-        self.join(LINGER)  # an unreachable store answers late, or never
+        self.join(LINGER)  # do not wait longer, because a store that cannot be reached never answers
 
     def run(self) -> None:
         try:
@@ -200,7 +215,7 @@ class _Listener(threading.Thread):
             os._exit(1)
 
     def silent_ranks(self) -> list[int] | None:
-        """Ranks whose counter does not change; None if the store does not answer."""
+        """The ranks whose counter no longer changes. None if the store does not answer."""
         found: list[list[int]] = []
         asking = threading.Thread(target=self._find_silent, args=(found,), name="padfree silent ranks", daemon=True)
         asking.start()
@@ -226,7 +241,11 @@ class _Listener(threading.Thread):
 
 
 def raise_together(error: UserError | str | None, group: ProcessGroup | None = None) -> None:
-    """Raise a `UserError` on every rank if any rank passes an `error` (a `UserError` or its message). Collective."""
+    """Raise a `UserError` on every rank if any rank has an error. Collective.
+
+    `error` is this rank's error, a `UserError` or its message, or None. `group` is the process group; None means all
+    ranks.
+    """
     errors: list[UserError | str | None] = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size(group)

@@ -1,7 +1,7 @@
-"""Estimates of what a run needs and does, computed before any weight is loaded.
+"""Estimate the memory and the FLOPs of a run, before any weight is loaded.
 
 memory        bytes on each device and on its host
-activations   the part of them that forward keeps for backward
+activations   bytes of the activations that the forward pass keeps for the backward pass
 flops         floating-point operations of a step, and the fraction of the device's peak that they reach
 cost_file     cost models that were measured on a device and saved in a file
 

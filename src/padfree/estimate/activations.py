@@ -1,13 +1,16 @@
-"""The activations that forward keeps for backward, counted per token from the sizes of a typical decoder layer.
+"""Count the bytes per token of the activations that the forward pass keeps for the backward pass, from the model's
+sizes.
 
-Elements have e bytes (4 or 2), D is the hidden size, q k v o are the widths of all heads together, I is the width of
-the MLP. Per token, a layer keeps:
+Elements have e bytes (4 or 2). D is the hidden size, I is the width of the MLP, and q, k, v and o are the widths of
+queries, keys, values and attention outputs, summed over the heads. Per token, a typical decoder layer keeps this many
+bytes:
 
     each norm of width w        (4 + e) w                          float32 input, and scaled result; LayerNorm e w
     inputs of projections       2 e D
     attention                   e (q + k + v + o) + 4 heads        with the log-sum-exp; a gate adds e (g + o)
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
     experts, k per token        k e (2 D + 4 I)                    input and output of each expert, and its MLP
+    adapters of experts         k e rank                           for each adapted weight
     mixer                       e s                                instead of attention; s depends on its kind
     compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are recomputed; q and k before and after RoPE;
                                                                    gate, up and their product
@@ -24,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from padfree.choices import Checkpointing
 from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
 from padfree.layers.offload import OFFLOADED_FRACTION
+from padfree.model.expert_adapters import ExpertMatrices
 from padfree.model.mixers import kind_of
 from padfree.model.structure import layers_of
 from padfree.sizes import AttentionSizes, ModelSizes, attends, mixers_of
@@ -32,10 +36,11 @@ FLOAT32 = 4
 
 
 def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
-    """Bytes that forward keeps for backward per token, including embeddings and the last norm.
+    """The bytes per token that the forward pass keeps for the backward pass, including embeddings and the last norm.
 
-    Selective checkpointing keeps the results of matmuls; in a compiled layer it keeps attention's output and
-    log-sum-exp. Under `host` only the layers whose tensors stay on the device are counted.
+    `size` is the number of bytes per element. Selective checkpointing keeps the results of matmuls; in a compiled layer
+    it keeps attention's output and log-sum-exp. With `host`, only the layers whose tensors stay on the device are
+    counted.
     """
     sizes = ModelSizes.of(model.config)
     outside = _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
@@ -55,7 +60,10 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
 
 
 def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
-    """Bytes per token that are kept in host memory under `host`."""
+    """The bytes per token that are kept in host memory if `parallel.checkpointing` is "host".
+
+    `size` is the number of bytes per element.
+    """
     num_layers, sizes = len(layers_of(model)), ModelSizes.of(model.config)
     input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers)
     offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
@@ -63,13 +71,19 @@ def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _host_layer(sizes: ModelSizes, size: int) -> int:
-    """Bytes of a layer's input, the matmuls around attention, and attention's output."""
+    """The bytes per token that a layer keeps if `parallel.checkpointing` is "host".
+
+    It keeps its input, the results of the matmuls around attention, and attention's output.
+    """
     matmuls = sizes.query + sizes.key + sizes.value + sizes.hidden
     return size * (sizes.hidden + matmuls + sizes.output) + FLOAT32 * sizes.heads
 
 
 def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """Bytes per token in one layer whose activations are all kept."""
+    """The bytes per token that one layer keeps if all its activations are kept.
+
+    `size` is the number of bytes per element.
+    """
     sizes, text = ModelSizes.of(config), config.get_text_config()
     heads = _attention_of(sizes, layer)
     modules = dict(layer.named_modules())
@@ -82,16 +96,25 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
     )
     attention = _sequence_bytes(sizes, layer, size)
     if any("experts" in name for name in modules):
-        routed = sizes.experts_per_token * (2 * sizes.hidden + 4 * sizes.expert_mlp)
+        ranks = sum(
+            matrix.shape[1]
+            for name, module in modules.items()
+            if isinstance(module, ExpertMatrices) and name.endswith("lora_A")
+            for matrix in module.parameters()
+        )
+        routed = sizes.experts_per_token * (2 * sizes.hidden + 4 * sizes.expert_mlp + ranks)
         return norms + attention + size * (2 * sizes.hidden + routed + 4 * sizes.shared_mlp)
     copies = 4 if any("gate" in name for name in modules) else 2
     if "gelu_new" in (getattr(text, "hidden_act", None), getattr(text, "activation_function", None)):
-        copies += 3  # the activation function consists of elementary operations
+        copies += 3  # the activation function consists of elementary operations, each of which keeps its input
     return norms + attention + size * (2 * sizes.hidden + copies * sizes.mlp)
 
 
 def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """Like `layer_bytes`, for a compiled layer: the compiler keeps the inputs of matmuls and recomputes the rest."""
+    """Like `layer_bytes`, for a compiled layer.
+
+    The compiler keeps the inputs of matmuls and recomputes everything else.
+    """
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
     if any("experts" in name for name, _ in layer.named_modules()) or mixers_of(layer):
@@ -103,7 +126,7 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
 
 
 def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
-    """The attention sizes of this layer, by its `layer_idx` if layers differ."""
+    """The attention sizes of this layer. If layers differ, its `layer_idx` says which sizes apply."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     number = next((each for each in numbers if isinstance(each, int)), None)
     if number is not None and sizes.layer_types and sizes.layer_types[number] == "sliding_attention":
@@ -112,7 +135,7 @@ def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
 
 
 def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
-    """Bytes per token of attention and mixers; a layer may have either, both or neither."""
+    """The bytes per token that attention and mixers keep. A layer may have either, both or neither."""
     kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in mixers_of(layer))
     if attends(layer):
         heads = _attention_of(sizes, layer)
@@ -122,7 +145,7 @@ def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, size: int) -> int:
-    """Keys and values of one token in all layers."""
+    """The bytes of the keys and values of one token in all layers: the size of the KV cache per token."""
     sizes = ModelSizes.of(model.config)
     full, windowed = sizes.attention, sizes.windowed_attention
     widths = sizes.full_layers * (full.key + full.value) + sizes.windowed_layers * (windowed.key + windowed.value)
@@ -130,7 +153,7 @@ def cache_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
-    """The width that a norm with a weight of `width` is applied to: q and k norms cover all heads."""
+    """The width of the input of a norm whose weight has `width` elements. Norms of q and k are applied to all heads."""
     last = name.rpartition(".")[2]
     if width == heads.head and last.startswith("q"):
         return heads.query
@@ -144,7 +167,9 @@ def _norm_bytes(width: int, size: int) -> int:
 
 
 def _matmul_width(layer: nn.Module) -> int:
-    """Number of elements per token that selective checkpointing keeps: outputs of matmuls, except those of experts."""
+    """The number of elements per token that selective checkpointing keeps: the outputs of matmuls, except those of
+    experts.
+    """
     return sum(
         module.out_features if isinstance(module, nn.Linear) else int(module.nf)
         for name, module in layer.named_modules()

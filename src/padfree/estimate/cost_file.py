@@ -1,4 +1,4 @@
-"""Cost models that were measured on a device and saved in a file (`padfree plan --calibrate`, `batch.cost`)."""
+"""Read cost models from files: `padfree plan --calibrate` writes such a file, and the setting `batch.cost` names it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def read_cost(path: str | Path) -> CostModel:
 
 
 def check_grows(cost: CostModel, setting: str, path: object = None) -> None:
-    """Refuse a cost that does not depend on tokens, as measurement noise may produce: it cannot balance anything."""
+    """Raise `UserError` if the cost does not depend on the number of tokens, because such a cost cannot balance
+    anything.
+
+    Noise in the measurements may produce such a cost.
+    """
     if not cost.linear and not cost.quadratic:
         subject = "the measured cost" if path is None else f"the cost in {path}"
         raise UserError(setting, f"{subject} does not grow with tokens", "measure again on an idle device")

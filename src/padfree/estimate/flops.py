@@ -4,9 +4,9 @@
     tflops_per_device = FLOPs / seconds / devices / 1e12
     mfu = tflops_per_device / peak of the device        only if the peak is known and the model computes in bfloat16
 
-Work that is done a second time (activation checkpointing, old and reference log-probabilities) is not counted, nor are
-pads: these are the FLOPs that training requires, not those that were executed. A prefix that samples share counts once.
-With adapters the model's own weights are frozen. A matmul with a frozen weight needs two thirds of the FLOPs, because
+Only the FLOPs that training requires are counted, not all FLOPs that are executed. Recomputation (activation
+checkpointing), old and reference log-probabilities, and padding do not count. A prefix that samples share counts once.
+With adapters, the model's own weights are frozen. A matmul with a frozen weight needs two thirds of the FLOPs, because
 there is no weight gradient.
 """
 
@@ -57,7 +57,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bfloat16 TFLOP/s of a device by its driver name; None if unknown."""
+    """The peak of a device in dense bfloat16 TFLOP/s, found by its driver name. None if the device is unknown."""
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     if "mig" in words:  # a slice of a device
         return None
@@ -68,19 +68,25 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
-    """FLOPs of forward and backward from an HF config; with `adapters` the model's own weights are frozen."""
+    """A cost model in FLOPs of forward and backward, from a Hugging Face config.
+
+    If `adapters` is True, the model's own weights are frozen.
+    """
     cost = CostModel.from_config(model_config)
     return replace(cost, linear=frozen_flops(cost.linear)) if adapters else cost
 
 
 def frozen_flops(flops: float) -> float:
-    """The FLOPs of a matmul whose weight needs no gradient, given its FLOPs with this gradient."""
+    """The FLOPs of a matmul, forward and backward, if its weight needs no gradient.
+
+    `flops` is the number of FLOPs with the gradient of the weight.
+    """
     return flops * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """The savings from shared prefixes: the reduction in tokens, and in Σ n² over the samples."""
+    """What shared prefixes save: the reduction in tokens, and in the sum of squared sample lengths."""
 
     tokens: float
     pairs: float
@@ -88,7 +94,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flops:
-    """The cost of a model's steps, and the peak of the devices that share them."""
+    """Computes the FLOPs of a step, and the fraction of the peak of the devices that this step reaches."""
 
     cost: CostModel  # of forward and backward, in FLOPs
     head: float  # FLOPs of one token in the output head, part of `cost`
@@ -99,7 +105,7 @@ class Flops:
     def of(
         model_config: Any, *, devices: int, device: torch.device, dtype: torch.dtype, adapters: bool = False
     ) -> Flops:
-        """Make a `Flops` from an HF config, the number of processes, their device and their dtype."""
+        """Make a `Flops` from a Hugging Face config, the number of devices, the kind of device and the dtype."""
         sizes = ModelSizes.of(model_config)
         head = FORWARD_AND_BACKWARD * 2.0 * sizes.hidden * sizes.vocabulary
         peak = None
@@ -113,18 +119,18 @@ class Flops:
         )
 
     def step(self, lengths: ArrayLike, num_labels: int, shared: Shared | None = None) -> float:
-        """FLOPs of a step over samples of these lengths with `num_labels` scored tokens."""
+        """The FLOPs of a step over samples with these lengths, of which `num_labels` tokens are scored."""
         costs = self.cost(lengths)
         tokens = self.cost.tokens()(lengths).sum()
         saved = 0.0
-        if shared is not None:  # sharing does not reduce the number of scored tokens
+        if shared is not None:  # sharing prefixes does not reduce the number of scored tokens
             saved = (self.cost.linear - self.head) * shared.tokens + self.cost.quadratic * shared.pairs
         return float(costs.sum() - self.head * (tokens - num_labels) - saved)
 
     def metrics(
         self, lengths: ArrayLike, num_labels: int, seconds: float, shared: Shared | None = None
     ) -> dict[str, float]:
-        """`tflops_per_device`, and `mfu` if the peak is known."""
+        """The metric `tflops_per_device` of a step that took `seconds`, and `mfu` if the device's peak is known."""
         if seconds <= 0:
             return {}
         reached = self.step(lengths, num_labels, shared) / seconds / self.devices / 1e12

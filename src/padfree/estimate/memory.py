@@ -2,8 +2,9 @@
 
     weights, gradients, optimizer   counted exactly: the contents of the largest shard (float32; frozen weights of a
                                     bfloat16 run in bfloat16); on the CPU with parallel.offload
+                                    With parallel.expert, experts are divided evenly over all shards
     gathered                        the unsharded root unit and two layers (all layers without parallel.reshard), and
-                                    their gradients, while FSDP2 computes
+                                    their gradients, while FSDP2 computes; of the experts only this rank's part
     activations                     what forward keeps for backward, for one micro-batch
     working                         the larger of: the head's logits and gradients; one layer's gradients, and its
                                     activations if they are recomputed
@@ -12,7 +13,8 @@
 
 `padfree.estimate.activations` counts the activations.
 
-Not included: memory fragmentation, buffers of collectives, and the CUDA context.
+Not included: memory fragmentation, buffers of collectives, and the CUDA context. With parallel.expert, a rank whose
+experts are chosen more often than the mean needs more activations than this.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from padfree.config.functions import model_of
 from padfree.estimate.activations import FLOAT32, cache_bytes, layer_bytes, offloaded_bytes, token_bytes
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.model.lora import add_adapters
+from padfree.model.stacked_experts import stacked_experts, undivided
 from padfree.model.structure import layers_of, skeleton
 from padfree.optim.optimizer import RULES, make_groups, state_bytes
 from padfree.sizes import ModelSizes
@@ -38,7 +41,7 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one device, and of its process on the CPU."""
+    """An estimate of the bytes that a run needs on one device, and in the host memory of the device's process."""
 
     weights: int
     gradients: int
@@ -52,9 +55,9 @@ class MemoryEstimate:
     working: int
     reference: int
     reference_offloaded: bool
-    sampler: int  # weights of the sampler's copy; 0 if it shares the trained weights
+    sampler: int  # weights of the sampler's copy of the model; 0 if it shares the trained weights
     cache: int  # KV cache
-    cache_stays: bool  # False: the cache exists only while the sampler generates
+    cache_stays: bool  # if False, the KV cache exists only while the sampler generates
     parameters: int
     trained: int
 
@@ -64,7 +67,7 @@ class MemoryEstimate:
 
     @property
     def device(self) -> int:
-        """The peak: in a training step, or while the sampler generates."""
+        """The peak of the device memory in bytes, either in a training step or while the sampler generates."""
         standing = self.sampler
         standing += 0 if self.offloaded else self.states
         standing += 0 if self.reference_offloaded else self.reference
@@ -87,16 +90,18 @@ def estimate_memory(
     prompt_tokens: int = 0,
     copied_keys: float = 0.0,
 ) -> MemoryEstimate:
-    """Estimate a run with these settings. `model` is a `skeleton` of `model.path`; adapters are added to it if needed.
+    """Estimate the memory of a run with these settings.
 
-    `longest`: tokens on a device in its longest micro-batch, if that may exceed `batch.max_tokens`.
-    `prompt_tokens`: length of the longest prompt that responses are generated for. `copied_keys`: keys per token that
-    attention copies if rows of the data have several samples that share prefixes.
+    `model` is the model on the meta device (a `skeleton` of `model.path`); adapters are added to it if needed.
+    `longest` is the number of tokens on a device in its longest micro-batch, if that may exceed `batch.max_tokens`.
+    `prompt_tokens` is the length of the longest prompt that responses are generated for. `copied_keys` is the number of
+    keys per token that attention copies, if data rows have several samples that share prefixes.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
     assert reshard != "auto", "resolved earlier, see padfree.train.resolve_auto"
-    shards, size = processes // config.parallel.replicate, NUMBER_BYTES[config.model.dtype]
+    size, expert = NUMBER_BYTES[config.model.dtype], config.parallel.expert
+    shards = Shards(processes // config.parallel.replicate, expert)
     if config.lora.rank:
         add_adapters(model, config.lora)
     sharded = processes > 1 or size < FLOAT32 or config.parallel.offload
@@ -115,13 +120,14 @@ def estimate_memory(
         code = config.model.trust_remote_code
         other = skeleton(judge, trust_remote_code=code, setting="rollout.reward", head="scalar")
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
-    groups = make_groups(model, config.optimizer)
+    groups, divided = make_groups(model, config.optimizer), shards.divided(model)
     critic = 0
     if config.loss.advantage == "gae":
         code, path = config.model.trust_remote_code, config.critic.path or config.model.path
         other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
         critic = _counts(other, shards).all * FLOAT32
         groups += make_groups(other, config.optimizer)
+        divided |= shards.divided(other)
     sampler = cache = 0
     if config.rollout.source is not None and config.rollout.engine == "in_process":
         alone = processes == 1 and not config.parallel.offload and not counts.frozen
@@ -129,15 +135,16 @@ def estimate_memory(
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
     tokens = max(config.batch.max_tokens, longest)
     # With several context ranks attention breaks the graph of a compiled layer, which keeps more: count it as eager.
+    # Divided experts break the graph, too.
     context = config.parallel.most_context(processes)
-    compiled = config.parallel.compile != "none" and context == 1
+    compiled = config.parallel.compile != "none" and context == 1 and expert == 1
     return MemoryEstimate(
         weights=weights + critic,
         gradients=counts.trained * FLOAT32 + critic,
-        optimizer=state_bytes(groups, partial(_share, shards=shards)),
+        optimizer=state_bytes(groups, partial(shards.share, divided=divided)),
         optimizer_state=", ".join(dict.fromkeys(RULES[group["rule"]].remembers for group in groups)),
         offloaded=config.parallel.offload,
-        gathered=_gathered(model, size, reshard) if sharded else 0,
+        gathered=_gathered(model, size, reshard, shards) if sharded else 0,
         tokens=tokens,
         activations=tokens * token_bytes(model, size, checkpointing, compiled=compiled),
         offloaded_activations=tokens * offloaded_bytes(model, size) if checkpointing == "host" else 0,
@@ -157,7 +164,7 @@ def estimate_memory(
 def _cache(
     config: Config, model: PreTrainedModel, size: int, *, processes: int, device_type: str, prompt_tokens: int
 ) -> int:
-    """The KV cache of the in-process sampler. On a GPU a prompt is stored once for all its responses."""
+    """The bytes of the KV cache of the in-process sampler. On a GPU, a prompt is stored once for all its responses."""
     if config.rollout.engine != "in_process":
         return 0
     rollout, samples = config.rollout, -(-(config.batch.samples or 1) // processes)
@@ -184,10 +191,34 @@ class _Counts:
         return self.trained + self.frozen
 
 
-def _counts(model: nn.Module, shards: int) -> _Counts:
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The number of ranks that shard one set of weights, and the number of them that divide the experts."""
+
+    ranks: int
+    expert: int = 1
+
+    def divided(self, model: nn.Module) -> set[nn.Parameter]:
+        """The weights of experts that are divided over `expert` ranks."""
+        if self.expert == 1 or undivided(model, self.expert, self.ranks // self.expert) is not None:
+            return set()
+        return {parameter for module in stacked_experts(model) for parameter in module.parameters(recurse=False)}
+
+    def share(self, parameter: nn.Parameter, divided: set[nn.Parameter]) -> int:
+        """Elements in the largest shard: FSDP2 shards a parameter along its first dimension, and the first shards are
+        the largest. Divided experts are sharded evenly."""
+        if not parameter.ndim:
+            return parameter.numel()
+        if parameter in divided:
+            return parameter.numel() // self.ranks
+        return -(-parameter.shape[0] // self.ranks) * (parameter.numel() // max(1, parameter.shape[0]))
+
+
+def _counts(model: nn.Module, shards: Shards) -> _Counts:
     trained = frozen = parameters = trained_parameters = 0
+    divided = shards.divided(model)
     for name, parameter in model.named_parameters():
-        share = _share(parameter, shards)
+        share = shards.share(parameter, divided)
         if parameter.requires_grad:
             trained += share
             trained_parameters += parameter.numel()
@@ -197,24 +228,22 @@ def _counts(model: nn.Module, shards: int) -> _Counts:
     return _Counts(parameters=parameters, trained_parameters=trained_parameters, trained=trained, frozen=frozen)
 
 
-def _share(parameter: nn.Parameter, shards: int) -> int:
-    """Elements in the largest shard: FSDP2 shards a parameter along its first dimension, and the first shards are the
-    largest."""
-    if not parameter.ndim:
-        return parameter.numel()
-    return -(-parameter.shape[0] // shards) * (parameter.numel() // max(1, parameter.shape[0]))
-
-
-def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
+def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards) -> int:
     """Bytes of unsharded weights and gradients while FSDP2 computes.
 
-    The weights are those of the root unit and of two layers (the current one and the next), or of all layers without
-    `reshard`. The gradients are those of the embeddings and of one layer, in float32 for the reduction.
+    The weights are those of the root unit and of two layers: the current one and the next. Without `reshard`, they are
+    those of the root unit and of all layers. The gradients are those of the embeddings and of one layer, in float32 for
+    the reduction.
     """
-    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
-    root = sum(parameter.numel() for parameter in model.parameters()) - sum(layers)
+    divided = shards.divided(model)
+
+    def numbers(parameter: nn.Parameter) -> int:
+        return parameter.numel() // (shards.expert if parameter in divided else 1)
+
+    layers = [sum(map(numbers, layer.parameters())) for layer in layers_of(model)]
+    root = sum(map(numbers, model.parameters())) - sum(layers)
     trained = max(
-        sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
+        sum(numbers(parameter) for parameter in layer.parameters() if parameter.requires_grad)
         for layer in layers_of(model)
     )
     gradients = trained * (size if size == FLOAT32 else size + FLOAT32)
@@ -231,9 +260,10 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
     """The number of keys that a pack copies per token if its samples share prefixes of `prompt_tokens` tokens.
 
     If the run generates the responses, a group of G responses of R tokens to a prompt of P tokens has P + G (P + R)
-    keys for P + G R tokens. For other data the prefixes are unknown before samples are compared; the estimate assumes
-    that eight samples share half of each sample. The result is 0 for SFT unless `batch.share_prefixes` is true: SFT
-    compares only samples from one row of the data, which are counted elsewhere.
+    keys for P + G R tokens. For other data, the prefixes are unknown before samples are compared. The estimate then
+    assumes groups of eight samples in which the first half of each sample is shared. For SFT the result is 0 unless
+    `batch.share_prefixes` is true, because SFT compares only samples from one row of the data, which are counted
+    elsewhere.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
@@ -253,11 +283,13 @@ def _working(
     backward = size * (4 * inner + 2 * sizes.hidden)
     if parallel.checkpointing != "none":
         backward += layer
-    if context > 1:  # add the keys and values of the whole pack, and their gradients
+    if context > 1:  # each rank also holds the keys and values of the whole pack, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * context
+    if parallel.expert > 1:  # add the rows of a layer that are sent and received
+        backward += 2 * size * sizes.experts_per_token * sizes.hidden
     copied = 2 * size * (sizes.key + sizes.value) * copies  # copied keys and values, and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None:  # a scalar head computes one number per token
+    if head is None:  # a scalar head computes one number per token and needs no memory for logits
         return tokens * backward + int(tokens * copied)
     return max(
         tokens * backward + int(tokens * copied),
@@ -276,7 +308,9 @@ def _working(
 def head_bytes(
     tokens: int, hidden: int, vocabulary: int, *, size: int, device_type: str, budget: int, weight_gradient: bool
 ) -> int:
-    """Bytes of the fused head if all tokens are scored, including the gradients of hidden states and of its weight."""
+    """The bytes that the fused head needs if all tokens are scored, including the gradients of hidden states and
+    weight.
+    """
     operand = size if device_type == "cuda" else FLOAT32
     budget = usable_budget(budget, tokens, hidden, sum_bytes=FLOAT32)
     tile = choose_tile(tokens, vocabulary, itemsize=FLOAT32, device_type=device_type, budget=budget)

@@ -1,4 +1,4 @@
-"""Scores of labels from hidden states: log-probabilities, entropies and divergences, without storing the logits."""
+"""Scores from hidden states: log-probabilities of labels, entropies and divergences, without storing all logits."""
 
 from padfree.head.distillation import DistillationLoss, distillation_loss
 from padfree.head.fused import FusedLoss, TokenLoss, fused_loss

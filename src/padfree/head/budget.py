@@ -9,10 +9,11 @@ one matmul over all tokens.
     logits of a chunk [C, V]    16 bits each in bfloat16 training
     weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's dtype once, at the end
 
-The more tokens a chunk has, the fewer times the sums are rewritten. Half of the sums fit into the memory of the
-bfloat16 gradient that is returned anyway; the other half needs extra memory. If the budget is too small for all sums,
-the gradients of columns [kept, V) are computed as in `score` after all chunks: their logits are computed a second time,
-and their weight gradient is one matmul. For (M, D, V) = (16384, 4096, 151936), by budget:
+Each chunk reads and rewrites the sums, so larger chunks mean less memory traffic. Half of the sums fit into the memory
+of the bfloat16 gradient that is returned anyway; the other half needs extra memory. If the budget is too small for all
+sums, only the columns [0, kept) of the vocabulary are treated this way. The gradients of columns [kept, V) are computed
+as in `score` after all chunks: their logits are computed a second time, and their weight gradient is one matmul. For
+(M, D, V) = (16384, 4096, 151936), by budget:
 
     4 GiB    C = 8192    kept = 151936    2 chunks, no logits computed twice
     1 GiB    C = 4096    kept =  86016    4 chunks, 43% of the logits computed twice
@@ -31,27 +32,32 @@ Memory = HeadMemory | int
 GIBIBYTE = 1 << 30
 BUDGETS = {"speed": 4 * GIBIBYTE, "low": GIBIBYTE}
 
-# Bytes of a tile of logits: large enough to occupy a GPU several times over, small enough for the caches of a CPU.
+# The size of a tile of logits in bytes. On a GPU, a tile has enough work for all multiprocessors several times over. On
+# a CPU, a tile fits into the caches.
 TILE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 MAX_BLOCK = 4096
 
-# A matmul processes this many tokens at a time, and pads their number to a multiple of it.
+# A matmul processes this many tokens at a time. It pads the number of tokens to a multiple of this.
 TILE_ROWS = 128
-# Matmul operations that take as long as one byte of memory traffic; 790e12 / 4.3e12 on an H200.
+# The number of matmul operations that take as long as one byte of memory traffic. On an H200 this is 790e12 operations
+# per second / 4.3e12 bytes per second.
 OPERATIONS_PER_BYTE = 180
-# Extra memory traffic, besides the matmul, of a logit that is computed twice instead of kept: it is written and read,
-# and its gradient is written. If the matmul is fused with the elementwise work, only the gradient is written, which is
-# less traffic than for a kept logit, which is written, read, and overwritten by its gradient.
+# The extra memory traffic in bytes, besides the matmul, of a logit that is computed twice instead of kept. The logit is
+# written and read, and its gradient is written. If the matmul is fused with the elementwise work, only the gradient is
+# written. This is even less traffic than a kept logit causes.
 TWICE_BYTES = 10
 FUSED_TWICE_BYTES = -4
 
 
 def budget_bytes(memory: Memory) -> int:
-    """The number of bytes that a setting stands for."""
+    """The number of bytes for a `memory` setting: "low", "speed" or a number of bytes."""
     if isinstance(memory, str):
         if memory not in BUDGETS:
             raise UserError(
-                "memory", "is unknown", "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes", value=memory
+                "memory",
+                "is not a known choice",
+                "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes",
+                value=memory,
             )
         return BUDGETS[memory]
     need_whole("memory", memory, 1, "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes above 0")
@@ -59,28 +65,35 @@ def budget_bytes(memory: Memory) -> int:
 
 
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
-    """The budget, raised if necessary to the bytes of the sums of the gradient of hidden [M, D].
+    """The budget in bytes, raised if it is too small to hold the sums of the gradient of the hidden states.
 
-    With less, tiles and chunks would be too small to be fast.
+    These are `num_rows` x `hidden` elements of `sum_bytes` each. With a smaller budget, tiles and chunks would be too
+    small to be fast.
     """
     return max(budget, num_rows * hidden * sum_bytes)
 
 
 def block_columns(vocabulary: int) -> int:
-    """Columns per block: a power of two, at most 4096, small enough that the vocabulary has about eight blocks."""
+    """The number of vocabulary columns per block: a power of two, at most 4096, that gives about eight blocks."""
     return min(MAX_BLOCK, max(64, _power_of_two(-(-vocabulary // 8))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The largest tile of logits stored in full precision; `columns` is a multiple of the block size."""
+    """The size of the largest tile of logits that is stored in full precision.
+
+    `columns` is a multiple of the block size.
+    """
 
     rows: int
     columns: int
 
 
 def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: str, budget: int) -> Tile:
-    """A tile that is as square as possible and takes at most an eighth of the budget, but has at least one block."""
+    """A tile of [tokens, columns] that is as square as possible and takes at most an eighth of the budget.
+
+    It has at least one block of columns, whatever the budget.
+    """
     elements = max(1, min(TILE_BYTES.get(device_type, TILE_BYTES["cuda"]), budget // 8) // itemsize)
     block = block_columns(vocabulary)
     columns = elements / min(max(1, num_rows), elements**0.5)
@@ -89,7 +102,10 @@ def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: s
 
 
 def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) -> int:
-    """The number of columns that are processed at a time for all tokens: at least one block, whatever the budget."""
+    """The number of vocabulary columns that are processed at a time for all `num_rows` tokens.
+
+    It is at least one block, whatever the budget.
+    """
     block = block_columns(vocabulary)
     widest = max(block, budget // max(1, num_rows * itemsize))
     return min(vocabulary, even_part(vocabulary, widest, multiple=64))
@@ -97,11 +113,11 @@ def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedPlan:
-    """How `fused_loss` uses its budget."""
+    """How `fused_loss` uses its memory budget: the chunk size, and the vocabulary columns whose logits are kept."""
 
     chunk_rows: int  # C
-    kept: int  # the logits of columns [0, kept) are kept; those of [kept, V) are computed a second time
-    shared: int  # sums of columns [0, shared) use the memory of the returned gradient; other sums need extra memory
+    kept: int  # the logits of columns [0, kept) are kept, the logits of columns [kept, V) are computed twice
+    shared: int  # the sums of columns [0, shared) use the memory of the returned gradient, other sums need their own
 
 
 def plan_fused(
@@ -118,12 +134,13 @@ def plan_fused(
     twice_bytes: int = TWICE_BYTES,
     keep_all: bool = False,
 ) -> FusedPlan:
-    """The cheapest plan within the budget. If no plan fits, chunks have one token.
+    """The cheapest plan for `fused_loss` within the memory budget. If no plan fits, chunks have one token.
 
-    `logit_bytes`: bytes of a kept logit. `row_bytes`: other bytes per token of a chunk. `sum_bytes`, `gradient_bytes`:
-    bytes of one element of a gradient while it is summed, and when it is returned. If they are equal, the sums are the
-    gradient. `twice_bytes`: extra memory traffic, besides the matmul, of a logit that is computed twice.
-    `keep_all`: compute no logit twice; make chunks smaller instead.
+    `num_rows` tokens with hidden size `hidden` are scored. `logit_bytes` is the size of a kept logit, and `row_bytes`
+    all other bytes per token of a chunk. `sum_bytes` is the size of one element of a gradient while it is summed, and
+    `gradient_bytes` its size in the returned gradient. If these two are equal, the sums are the gradient. `twice_bytes`
+    is the extra memory traffic, besides the matmul, of a logit that is computed twice. If `keep_all` is True, no logit
+    is computed twice, and chunks are made smaller instead.
     """
     own_sums = weight_gradient and sum_bytes != gradient_bytes
     fitting = vocabulary * gradient_bytes // sum_bytes // 64 * 64
@@ -131,7 +148,8 @@ def plan_fused(
     def plan(kept: int) -> tuple[float, FusedPlan]:
         shared = min(kept, fitting) if own_sums else kept
         again = vocabulary - kept
-        # The gradient of hidden is then a sum over chunks and recomputed columns.
+        # If columns are recomputed, the gradient of hidden is a sum over chunks and recomputed columns. The sum needs
+        # more bytes than the returned gradient.
         held = num_rows * hidden * (sum_bytes - gradient_bytes) if again else 0
         chunk_rows = max(1, (budget - held) // (kept * logit_bytes + row_bytes))
         if chunk_rows < num_rows:
@@ -139,7 +157,7 @@ def plan_fused(
             chunk_rows = max(1, (budget - held) // (kept * logit_bytes + row_bytes))
         chunk_rows = min(num_rows, even_part(num_rows, chunk_rows, multiple=TILE_ROWS))
         num_chunks = -(-num_rows // chunk_rows)
-        # The first chunk writes the sums, the others read and write them, and rounding reads them.
+        # The first chunk writes the sums, every other chunk reads and writes them, and rounding at the end reads them.
         rewritten = kept * hidden * sum_bytes * 2 * num_chunks if num_chunks > 1 and weight_gradient else 0
         multiplied = 2 * hidden / OPERATIONS_PER_BYTE  # cost of one logit's matmul
         idle = num_chunks * rounded_up(chunk_rows, TILE_ROWS) - num_rows
@@ -153,7 +171,10 @@ def plan_fused(
 
 
 def even_part(whole: int, largest: int, *, multiple: int) -> int:
-    """The size of equal parts of `whole`, at most `largest`, rounded up to `multiple` if that stays within it."""
+    """The part size if `whole` is divided into equal parts of at most `largest`.
+
+    It is rounded up to a multiple of `multiple`, unless it would then exceed `largest`.
+    """
     number = -(-whole // largest)
     part = -(-whole // number)
     rounded = rounded_up(part, multiple)

@@ -1,10 +1,11 @@
-"""The loop over chunks of tokens that `fused_loss` consists of. It records no autograd graph.
+"""The loop over chunks of tokens in `fused_loss`. It records no autograd graph.
 
     logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss with respect to its scores  ->  gradient of
     the logits, in the same memory  ->  gradient of hidden [C, D], and one more term of the weight gradient [kept, D]
 
-Columns [kept, V), if any, only contribute to the softmax here. `tiles.tiled_gradients` computes their gradients after
-all chunks. `budget` chooses the sizes.
+A chunk has C of the M labelled tokens. D is the hidden size and V the size of the vocabulary. `budget` chooses C and
+`kept`. Columns [kept, V) of the vocabulary, if any, only contribute to the softmax here; `tiles.tiled_gradients`
+computes their gradients after all chunks.
 """
 
 from __future__ import annotations
@@ -27,16 +28,21 @@ from padfree.head.tiles import (
 )
 
 ScoreGradient = Callable[[Softmax, int], Upstream]
-"""(softmax of a chunk, index of its first token among the M) -> gradient of the loss w.r.t. the chunk's scores."""
+"""A function that returns the gradient of the loss with respect to the scores of a chunk of tokens. Its arguments are
+the softmax of the chunk, and the index of the chunk's first token among the M labelled tokens.
+"""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The gradients with respect to hidden [N, D], weight [V, D] and bias [V]; None for a gradient that is not wanted."""
+"""The gradients with respect to hidden [N, D], weight [V, D] and bias [V]. A gradient that is not wanted is None."""
 
 
 def chunked_gradients(
     task: ScoringTask, score_gradient: ScoreGradient, wanted: tuple[bool, bool, bool]
 ) -> tuple[Softmax, Gradients]:
-    """The softmax of all M tokens, M > 0, and the wanted gradients with respect to hidden, weight and bias."""
+    """Compute the softmax of all M labelled tokens and the gradients with respect to hidden, weight and bias.
+
+    `wanted` says which of the three gradients to compute. M must be greater than 0.
+    """
     wants_hidden, wants_weight, wants_bias = wanted
     weight, operand = task.head.weight, task.operand_dtype
     plan = _plan(task, wants_weight)
@@ -45,7 +51,8 @@ def chunked_gradients(
     grad_bias = weight.new_empty(len(weight)) if wants_bias else None
     weight_sums = None if grad_weight is None else WeightSums(grad_weight, plan, task)
     bias_sums = task.new_sums(plan.kept).zero_()
-    # The gradient has full precision if recomputed columns are added later; otherwise it is rounded at once.
+    # If the gradients of recomputed columns are added later, this gradient has full precision. Otherwise it is rounded
+    # now.
     exact = task.sum_dtype if not is_whole or operand != weight.dtype else operand
     grad_hidden = task.hidden.new_empty(task.num_rows, weight.shape[1], dtype=exact) if wants_hidden else None
 
@@ -81,7 +88,7 @@ def chunked_gradients(
             bias_sums += gradient.sum(0, dtype=task.sum_dtype)
         softmaxes.append(softmax)
         upstreams.append(upstream)
-        del sums  # free their memory before the sums of the next chunk are allocated
+        del sums  # free these sums before the sums of the next chunk are allocated
     del store, stored, gradients, gradient, matmuls
     softmax = Softmax.join(softmaxes)
     if weight_sums is not None:
@@ -118,16 +125,16 @@ def _plan(task: ScoringTask, weight_gradient: bool) -> FusedPlan:
 
 
 def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
-    """out [C, D] = gradient [C, kept] @ weight [kept, D]."""
+    """Write gradient [C, kept] @ weight [kept, D] into `out` [C, D]."""
     kept = gradient.shape[1]
-    # One matmul, unless the weight must be converted to float32.
+    # This is one matmul, unless the weight must be converted to float32, which is done for 4096 columns at a time.
     width = kept if gradient.dtype == task.head.weight.dtype else 4096
     for start, end in parts_of(kept, width):
         matmul(gradient[:, start:end], task.weight_block(start, end), out, accumulate=start > 0)
 
 
 class WeightSums:
-    """The weight gradient of columns [0, kept) while it is a sum over chunks."""
+    """The weight gradient of the vocabulary columns [0, kept), while it is summed over the chunks."""
 
     def __init__(self, grad_weight: Tensor, plan: FusedPlan, task: ScoringTask) -> None:
         self.grad_weight = grad_weight[: plan.kept]
@@ -145,7 +152,7 @@ class WeightSums:
             self.parts = [part for part in self.parts if len(part[2])]
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add the contribution of a chunk: `gradient` [C, kept], `hidden` [C, D]."""
+        """Add the contribution of one chunk of C tokens: `gradient` [C, kept] of the logits, and `hidden` [C, D]."""
         if self.is_single:
             rounded_matmul(gradient.T, hidden, self.grad_weight)
             return
@@ -154,7 +161,7 @@ class WeightSums:
         self.is_first = False
 
     def finish(self) -> None:
-        """Round the sums into the gradient, piece by piece.
+        """Round the float32 sums into the 16-bit gradient, piece by piece, in the same memory.
 
             bytes of the gradient   | 16-bit gradient of columns 0 1 2 3 ...          |
             shared sums, in them    | 32-bit sum 0 | 32-bit sum 1 | 32-bit sum 2 ...

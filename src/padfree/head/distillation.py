@@ -6,8 +6,9 @@
                                 -> gradient of the student's logits, in the same memory
                                 -> gradients of the student's hidden states and weight
 
-This needs four matmuls, the minimum: the logits of both models, and two for the student's gradients. Logits are never
-stored for more tokens than one chunk. Teacher and student may differ in hidden size but share one vocabulary.
+V is the size of the vocabulary. The loop needs four matmuls, the minimum: one for the logits of each model, and two for
+the student's gradients. Logits are never stored for more tokens than one chunk. Teacher and student may differ in
+hidden size but share one vocabulary.
 
 As in `fused_loss`, the gradients are ready when the function returns, and `backward()` returns them.
 """
@@ -39,7 +40,7 @@ from padfree.head.tiles import ROW_NUMBERS, ScoringTask, parts_of, restore_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DistillationLoss:
-    """The differentiable loss, and values without gradient, which are 0 for tokens without a label."""
+    """The differentiable loss, and values per token [N] without gradient, which are 0 for tokens without a label."""
 
     loss: Tensor  # [] Σ weight · divergence
     divergences: Tensor  # [N] float32
@@ -63,16 +64,18 @@ def distillation_loss(
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> DistillationLoss:
-    """The weighted sum of divergences over all labelled tokens; differentiable in the student's hidden and head.
+    """The weighted sum, over all labelled tokens, of the divergence between student and teacher.
 
-    hidden [N, D], teacher_hidden [N, E] and the heads with weights [V, D] and [V, E] have one dtype. Tokens with label
-    -100 do not count. For the other tokens, the log-probability of the label is returned with the loss.
+    The loss is differentiable in the student's `hidden` and `head`. There are N tokens, and the vocabulary has V
+    entries. hidden [N, D] and teacher_hidden [N, E] are the hidden states, and the heads have the weights [V, D] and
+    [V, E]; all have one dtype. Tokens with label -100 do not count. For the other tokens, the log-probability of the
+    label is returned with the loss.
 
     divergence: "forward-kl" is KL(teacher | student), "reverse-kl" is KL(student | teacher), "jsd" is the generalised
-    Jensen-Shannon divergence, with `beta` the teacher's share of the mixture. top_k: compare only the teacher's k most
-    probable tokens, and merge all others into one outcome; if None, compare all tokens. weights [N]: one weight per
-    token; if None, all weights are 1. temperature divides the logits of both models; the gradients, which become
-    smaller at a higher temperature, are not rescaled.
+    Jensen-Shannon divergence, in which `beta` is the teacher's share of the mixture. top_k: compare only the teacher's
+    k most probable vocabulary entries, and merge all others into one outcome; if None, compare all entries. weights
+    [N]: one weight per token; if None, all weights are 1. temperature divides the logits of both models. A higher
+    temperature makes the gradients smaller; they are not rescaled.
 
     memory: as for `fused_loss`; chunks are as large as it allows. The other arguments are the same as in `score`.
     """
@@ -104,7 +107,7 @@ def distillation_loss(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Pair:
-    """The checked arguments, except the differentiated ones."""
+    """The checked arguments of `distillation_loss`, except the tensors that are differentiated."""
 
     call: Call
     teacher_hidden: Tensor  # [N, E]
@@ -118,7 +121,10 @@ class _Pair:
         return call.task(self.teacher_hidden, head.weight, head.bias)
 
     def results(self, divergences: Tensor, logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, ...]:
-        """(the loss, and the per-token values as [N]) from the values of the M labelled tokens."""
+        """Return the loss, and the three per-token values scattered to all N tokens.
+
+        The arguments are the values [M] of the M labelled tokens.
+        """
         call, loss = self.call, (self.weights * divergences).sum()
         if call.poison is not None:
             loss = loss + call.poison
@@ -126,13 +132,19 @@ class _Pair:
 
 
 TokenResults = tuple[Tensor, Tensor, Tensor]
-"""[M] each: divergence, log-probability of the label under the student, and under the teacher."""
+"""Three tensors [M] for the M labelled tokens: the divergence, and the log-probability of the label under the student
+and under the teacher.
+"""
 
 
 def chunked_distillation(
     pair: _Pair, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: tuple[bool, bool, bool]
 ) -> tuple[TokenResults, Gradients]:
-    """The loop over chunks of tokens, without an autograd graph; returns the wanted gradients."""
+    """The loop over chunks of tokens, without an autograd graph.
+
+    Returns the values of each labelled token, and the gradients with respect to hidden, weight and bias that `wanted`
+    asks for.
+    """
     student, teacher = pair.call.task(hidden, weight, bias), pair.teacher_task()
     wants_hidden, wants_weight, wants_bias = wanted
     operand, vocabulary = student.operand_dtype, len(weight)
@@ -197,7 +209,7 @@ def chunked_distillation(
 
 
 class _Store:
-    """Memory for the logits of one chunk of one of the two models."""
+    """Memory for the logits of one chunk of tokens, for either the student or the teacher."""
 
     def __init__(self, task: ScoringTask, num_rows: int) -> None:
         operand, columns = task.operand_dtype, rounded_up(len(task.head.weight), ROW_NUMBERS)
@@ -207,7 +219,7 @@ class _Store:
         self.memory = task.hidden.new_empty(num_rows, columns, dtype=dtype)
 
     def fill(self, start: int, end: int) -> StoredLogits:
-        """Compute the logits of tokens [start, end), overwriting the previous chunk."""
+        """Compute the logits of the tokens [start, end) and store them, overwriting the previous chunk."""
         task, head = self.task, self.task.head
         rows = task.rows.part(start, end)
         stored = self.memory[: end - start, : len(head.weight)]
@@ -243,7 +255,9 @@ class _Distillation(torch.autograd.Function):
 
 
 def _reference(hidden: Tensor, head: LmHead, pair: _Pair) -> DistillationLoss:
-    """The reference: all logits of both models at once, differentiated by autograd."""
+    """The reference implementation of `distillation_loss`: all logits of both models at once, differentiated by
+    autograd.
+    """
     call, scale = pair.call, pair.call.rows.inverse_temperature
     student = full_log_softmax(picked(hidden, call.index), head, scale)
     teacher = full_log_softmax(picked(pair.teacher_hidden, call.index), pair.teacher, scale)
@@ -282,7 +296,7 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
     if rows != (len(hidden), *width):
         raise UserError(
             "teacher_hidden",
-            f"shape {tuple(teacher_hidden.shape)} for {len(hidden)} tokens and weight {tuple(teacher.weight.shape)}",
+            f"has shape {tuple(teacher_hidden.shape)} for {len(hidden)} tokens, weight {tuple(teacher.weight.shape)}",
             "give shapes [N, E] and [V, E]",
         )
     if len(teacher.weight) != len(student.weight):
@@ -297,7 +311,7 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
 
 
 def _weights_of_labelled(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
-    """[M] weights of the labelled tokens."""
+    """The weights [M] of the M labelled tokens. If `weights` is None, all weights are 1."""
     scale = call.rows.inverse_temperature
     if weights is None:
         return torch.ones_like(scale)
@@ -305,7 +319,7 @@ def _weights_of_labelled(weights: Tensor | None, call: Call, hidden: Tensor) -> 
     if weights.shape != hidden.shape[:1] or weights.device != hidden.device:
         raise UserError(
             "weights",
-            f"shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} tokens on {hidden.device}",
+            f"has shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} tokens on {hidden.device}",
             "give one number per token on this device",
         )
     return picked(weights.detach().to(scale.dtype), call.index)

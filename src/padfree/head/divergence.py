@@ -1,4 +1,4 @@
-"""The divergence of a student's and a teacher's softmax for each token, and its gradient, in plain torch.
+"""The divergence between a student's and a teacher's softmax for each token, and its gradient, in plain torch.
 
     student   s = softmax(x)  [R, V]        x and y are logits with bias, scale, cap and temperature applied, stored by
     teacher   t = softmax(y)  [R, V]        `elementwise.reduce_tile` as x - peak of their block; R tokens
@@ -7,15 +7,16 @@
     reverse-kl   KL(s | t) = Σ s log(s/t)                                  s_j (log(s_j/t_j) − KL)
     jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s            (1−β) s_j (log(s_j/m_j) − KL(s | m))
 
-With top-k, the k tokens that are most probable under the teacher keep their probabilities, and all others are merged
-into one outcome, "the rest". The two distributions then have k + 1 outcomes. Their divergence is 0 only if these agree,
-never exceeds the divergence over all tokens, and accounts for probability that the student assigns to the rest.
+The sums are over the V entries of the vocabulary. With top-k, the k entries that are most probable under the teacher
+keep their probabilities, and all others are merged into one outcome, "the rest". The two distributions then have k + 1
+outcomes. Their divergence is 0 only if the two distributions agree, it never exceeds the divergence over all entries,
+and it accounts for probability that the student assigns to the rest.
 
     teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         a token of the rest has the gradient s_j · c, with c
     student   .4 .2 | .3 .1                    .4 .2 .4         the same for all of them
 
-Tokens that are exactly as probable as the k-th also keep their probabilities, so that the result does not depend on the
-order of the vocabulary. Therefore a threshold on the logit decides which tokens belong to the rest.
+Entries that are exactly as probable as the k-th also keep their probabilities, so that the result does not depend on
+the order of the vocabulary. Therefore a threshold on the logit decides which entries belong to the rest.
 
 `triton_divergence` has the same functions as Triton kernels.
 """
@@ -34,7 +35,7 @@ from padfree.head.elementwise import FLOAT16_FLOOR, BlockedHead, Softmax
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """The kind of divergence, and the number of the teacher's tokens that it compares."""
+    """The kind of divergence, and the number of the teacher's most probable vocabulary entries that it compares."""
 
     kind: DivergenceKind
     beta: float  # the teacher's share in the mixture of jsd
@@ -43,7 +44,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredLogits:
-    """The stored logits of R tokens, and what turns them into log-probabilities."""
+    """The stored logits of R tokens of one model, and the numbers that turn them into log-probabilities."""
 
     below: Tensor  # [R, V] x - peak of the block
     block_peak: Tensor  # [R, K]
@@ -59,7 +60,10 @@ class StoredLogits:
         )
 
     def below_peak(self, start: int, end: int) -> Tensor:
-        """[R, W] logits minus the largest logit of each token, for the columns [start, end), which are in one block."""
+        """The logits of the vocabulary columns [start, end) minus the largest logit of each token, as [R, W].
+
+        W is the number of these columns, which must lie in one block.
+        """
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
         if self.below.dtype == torch.float16:
@@ -72,16 +76,16 @@ class StoredLogits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenDivergence:
-    """What the gradient of a token's logits needs to know about all its columns."""
+    """For each of R tokens: its divergence, and the numbers over all columns that the gradient of its logits needs."""
 
     value: Tensor  # [R] the divergence
-    mean: Tensor  # [R] subtracted from every log-ratio, so that the gradient sums to 0
-    rest: Tensor | None  # [R] the factor c in the gradient s_j · c of the rest's tokens
-    threshold: Tensor | None  # [R] vocabulary entries with teacher y - peak below it belong to the rest
+    mean: Tensor  # [R] number that is subtracted from every log-ratio, so that the gradient sums to 0
+    rest: Tensor | None  # [R] the factor c in the gradient s_j · c of an entry j of the rest
+    threshold: Tensor | None  # [R] an entry belongs to the rest if the teacher's y - peak is below this threshold
 
 
 class DivergenceWork(Protocol):
-    """The interface of the elementwise work, which this module and `triton_divergence` implement."""
+    """The interface of the functions that compute divergences. This module and `triton_divergence` implement it."""
 
     def divergence_sums(
         self, student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
@@ -101,7 +105,7 @@ class DivergenceWork(Protocol):
 
 
 def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
-    """[R] for each token, y - peak of the vocabulary entry that is k-th most probable under the teacher."""
+    """For each of R tokens, the teacher's k-th largest logit minus the teacher's largest logit, as [R]."""
     vocabulary = teacher.below.shape[1]
     whole = teacher.block_peak.new_empty(teacher.below.shape)
     for start, end in _columns(vocabulary, teacher.block):
@@ -110,12 +114,12 @@ def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
 
 
 def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None) -> TokenDivergence:
-    """The divergence from `sums` [4, R], the result of `divergence_sums`."""
+    """The divergence of each token, computed from `sums` [4, R], the result of `divergence_sums`."""
     first, second, student_rest, teacher_rest = sums
     rest = None
     beta = settings.beta
     if threshold is not None:
-        tiny = torch.finfo(sums.dtype).tiny  # so that an empty rest adds 0 and does not divide by 0
+        tiny = torch.finfo(sums.dtype).tiny  # a lower bound, so that an empty rest adds 0 and causes no division by 0
         s, t = student_rest.clamp(min=tiny), teacher_rest.clamp(min=tiny)
         if settings.kind == "forward-kl":
             first = first + t * (t / s).log()
@@ -136,10 +140,11 @@ def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | Non
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """[4, R] sums over the vocabulary, for each token.
+    """Sums over the vocabulary for each of R tokens, as [4, R].
 
-    Sum 0 is the divergence. For jsd, sums 0 and 1 are KL(s | m) and KL(t | m). Sums 2 and 3 are the probability of the
-    rest under student and teacher. With a threshold, sums 0 and 1 cover only the teacher's k most probable tokens.
+    Sum 0 is the divergence of the student s and the teacher t. For jsd, with the mixture m, sums 0 and 1 are KL(s | m)
+    and KL(t | m). Sums 2 and 3 are the probability of the rest under student and teacher. With a threshold, sums 0 and
+    1 cover only the teacher's k most probable entries.
     """
     vocabulary = student.below.shape[1]
     sums = student.block_peak.new_zeros(4, len(student.below))
@@ -173,7 +178,8 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Write `factor` [R] times the gradient with respect to the student's raw logits into `out` [R, V].
+    """Write the gradient of the divergences with respect to the student's raw logits, times `factor` [R], into `out`
+    [R, V].
 
     `out` may be the memory of the student's stored logits. `head` is the student's head.
     """
@@ -201,7 +207,7 @@ def divergence_gradient(
 
 
 def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """log(βt + (1−β)s), finite even if t and s both underflow."""
+    """log(βt + (1−β)s), computed from log_s and log_t. It is finite even if t and s both underflow."""
     tiny = torch.finfo(log_s.dtype).tiny
     return (beta * log_t.exp() + (1 - beta) * log_s.exp()).clamp(min=tiny).log()
 

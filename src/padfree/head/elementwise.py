@@ -1,14 +1,15 @@
-"""The elementwise work on a tile of logits, in plain torch; `triton_elementwise` runs each function in one kernel.
+"""The elementwise work on a tile of logits, in plain torch. `triton_elementwise` has the same functions as kernels.
 
-    raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from `first` on
+    raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from column `first` on
     logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
 
-The vocabulary is divided into K blocks of `block` columns. Each token has three numbers per block. They merge exactly,
-in any order, whatever the size of the logits, because all exponents are relative to a maximum:
+The vocabulary is divided into K blocks of `block` columns. Each token has three numbers per block. The numbers of
+different blocks can be merged exactly, in any order and for logits of any size, because all exponents are relative to a
+maximum:
 
     peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
 
-If the gradient is computed later from the same logits, they are stored as x − peak. In bfloat16 training they are
+If the gradient is computed later from the same logits, the logits are stored as x − peak. In bfloat16 training they are
 stored as float16: values that carry probability are near 0, so this is more precise than bfloat16 logits of equal size.
 """
 
@@ -24,15 +25,17 @@ from torch import Tensor
 from padfree.batch import LmHead
 
 FLOOR = -1e30
-"""Lower bound of logits, so that a bias of -inf (a vocabulary entry that does not exist) gives 0, not NaN."""
+"""The lower bound of logits. With it, a bias of -inf (a vocabulary entry that does not exist) gives probability 0, not
+NaN.
+"""
 
 FLOAT16_FLOOR = -65504.0
-"""The lowest float16 number. exp() of any number near it is 0."""
+"""The lowest finite float16 number. exp() of any number near it is 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockedHead(LmHead):
-    """A head whose vocabulary is divided into blocks."""
+    """An `LmHead` whose vocabulary is divided into blocks of columns."""
 
     block: int  # columns per block, a power of two
 
@@ -41,13 +44,13 @@ class BlockedHead(LmHead):
         return -(-len(self.weight) // self.block)
 
     def sums_bytes(self, *, entropy: bool, itemsize: int) -> int:
-        """Bytes of the `BlockSums` of one token."""
+        """The size in bytes of the `BlockSums` of one token."""
         return self.num_blocks * (3 if entropy else 2) * itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledRows:
-    """What the elementwise work needs to know about each scored token."""
+    """The label and the inverse temperature of each of R scored tokens."""
 
     labels: Tensor  # [R] int64
     inverse_temperature: Tensor  # [R]
@@ -58,16 +61,19 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """The sums of every block of every token, and the logit of its label. Columns of [R, K] are contiguous."""
+    """The three sums of each of K blocks for each of R tokens, and the logit of each token's label.
+
+    The columns of [R, K] are contiguous in memory.
+    """
 
     peak: Tensor  # [R, K]
     total: Tensor  # [R, K]
     moment: Tensor | None  # [R, K]; None if no entropy is wanted
-    target: Tensor  # [R], NaN until the label's column is computed: a label outside the vocabulary stays NaN
+    target: Tensor  # [R] logit of the label, NaN until its column is computed; a label outside the vocabulary stays NaN
 
     @staticmethod
     def empty(num_rows: int, num_blocks: int, like: Tensor, *, entropy: bool) -> BlockSums:
-        # All tokens of a block are adjacent in memory, because tiles write them this way.
+        # The numbers of all tokens for one block are adjacent in memory, because a tile writes them together.
         peak = like.new_empty(num_blocks, num_rows).T
         return BlockSums(
             peak=peak,
@@ -87,9 +93,9 @@ class BlockSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Softmax:
-    """The softmax of each token: log p = (x − peak) − log_total.
+    """The softmax of each of R tokens. The log-probability of an entry with logit x is (x − peak) − log_total.
 
-    `peak` and `log_total` are separate, because their sum would lose digits if logits are large.
+    `peak` and `log_total` are separate, because their sum would lose digits if the logits are large.
     """
 
     peak: Tensor  # [R]
@@ -117,7 +123,7 @@ class Softmax:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Upstream:
-    """The gradient of the loss with respect to each token's log-probability and entropy."""
+    """The gradient of the loss with respect to the log-probability and the entropy of each of R tokens."""
 
     logprobs: Tensor  # [R]
     entropy: Tensor | None  # [R]
@@ -141,7 +147,7 @@ def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class Elementwise(Protocol):
-    """The interface of the elementwise work, which this module and `triton_elementwise` implement."""
+    """The interface of the elementwise work on logits. This module and `triton_elementwise` implement it."""
 
     def reduce_tile(
         self,
@@ -181,7 +187,10 @@ class Elementwise(Protocol):
 
 
 class LogitMatmuls(Protocol):
-    """The interface of a matmul with its elementwise work. `tiles.TiledMatmuls` and module `matmuls` implement it."""
+    """The interface of a matmul with the elementwise work on its result.
+
+    `tiles.TiledMatmuls` and the module `matmuls` implement it.
+    """
 
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
@@ -203,9 +212,10 @@ class LogitMatmuls(Protocol):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Write the sums of the tile's blocks, and x - peak into `stored` [R, W] if given. Overwrites `raw_logits`.
+    """Reduce a tile of raw logits [R, W] to the sums of its blocks, which are written into `sums`.
 
-    `first` is a multiple of the block size.
+    Column 0 of the tile is column `first` of the vocabulary, a multiple of the block size. If `stored` [R, W] is given,
+    x - peak is written into it. Overwrites `raw_logits`.
     """
     num_columns = raw_logits.shape[1]
     logits = _logits_(raw_logits, first, head, rows)
@@ -227,7 +237,7 @@ def reduce_tile(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """Merge the sums over the blocks."""
+    """Merge the sums of all blocks into the softmax of each token."""
     peak = sums.peak.amax(1)
     shift = sums.peak - peak[:, None]
     share = shift.exp()
@@ -248,7 +258,10 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient with respect to the raw logits of a tile into `out` [R, W]. Overwrites `raw_logits`."""
+    """Write the gradient with respect to the raw logits of a tile into `out` [R, W].
+
+    Column 0 of the tile is column `first` of the vocabulary. Overwrites `raw_logits` [R, W].
+    """
     logits = _logits_(raw_logits, first, head, rows)
     log_p = (logits - softmax.peak[:, None]).sub_(softmax.log_total[:, None])
     _gradient(log_p, logits, first, head, rows, softmax, upstream, out)
@@ -263,9 +276,9 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Like `gradient_from_raw_logits`, but from the columns [R, V] that `reduce_tile` stored, with `peak` [R, K].
+    """Write the gradient with respect to the raw logits into `out` [R, V], computed from stored logits [R, V].
 
-    `out` may be the memory of `stored`.
+    `stored` and `peak` [R, K] were written by `reduce_tile`. `out` may be the memory of `stored`.
     """
     for index, start in enumerate(range(0, stored.shape[1], head.block)):
         end = min(start + head.block, stored.shape[1])
@@ -276,7 +289,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """Multiply contiguous `values` by `factor` [] in place."""
+    """Multiply the contiguous tensor `values` by `factor`, a tensor [], in place."""
     values.mul_(factor)
 
 
@@ -292,8 +305,9 @@ def _gradient(
 ) -> None:
     """Write the gradient with respect to the raw logits into `out`.
 
-    d loss / d x_j = g·[j = label] − p_j·(g + h·(log p_j + entropy)), where g and h are the upstream gradients of
-    log-probability and entropy. This is then multiplied by the derivative of x with respect to the raw logit.
+    d loss / d x_j = g·[j = label] − p_j·(g + h·(log p_j + entropy)), where x_j is the logit of entry j, p_j its
+    probability, and g and h are the gradients of the loss with respect to the log-probability and the entropy. The
+    result is then multiplied by the derivative of x_j with respect to the raw logit.
     """
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:
@@ -312,7 +326,7 @@ def _gradient(
 
 
 def _logits_(raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows) -> Tensor:
-    """The logits [R, W], written over `raw_logits`."""
+    """Compute the logits [R, W] from `raw_logits` [R, W] in place, and return them."""
     if head.bias is not None:
         raw_logits.add_(head.bias[first : first + raw_logits.shape[1]])
     if head.softcap is None:

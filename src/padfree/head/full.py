@@ -3,7 +3,8 @@
     hidden [M, D], weight [V, D] -> logits [M, V] -> log-probability of the label [M], entropy [M]
     the same of two models                        -> divergence [M] between them
 
-Everything else in this folder computes the same numbers without storing [M, V].
+There are M labelled tokens, the hidden size is D and the vocabulary has V entries. Everything else in this folder
+computes the same numbers without storing [M, V].
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from padfree.head.divergence import Divergence
 def full_scores(
     hidden: Tensor, head: LmHead, labels: Tensor, inverse_temperature: Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [M] and entropies [M] of labelled tokens; float32, or float64 for float64."""
+    """The log-probability of the label and the entropy of each of M labelled tokens, [M] each.
+
+    They are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True.
+    """
     log_p = full_log_softmax(hidden, head, inverse_temperature)
     logprobs = log_p.gather(1, labels[:, None])[:, 0]
     if not entropy:
         return logprobs, None
-    # as in xlogy, a vocabulary entry that does not exist (bias -inf) adds 0, not NaN
+    # As in xlogy, a vocabulary entry with probability 0 (bias -inf) adds 0 and not NaN.
     return logprobs, -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(1)
 
 
 def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Tensor:
-    """[M, V] log-probabilities of all vocabulary entries."""
+    """The log-probabilities [M, V] of all vocabulary entries for the hidden states [M, D]."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logits = hidden.to(dtype) @ head.weight.to(dtype).T
     if head.bias is not None:
@@ -42,7 +46,7 @@ def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) 
 
 
 def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> Tensor:
-    """[M] the divergence of each token, from the log-probabilities [M, V] of both models."""
+    """The divergence [M] of each token, computed from the log-probabilities [M, V] of student and teacher."""
     if settings.top_k is not None and settings.top_k < student.shape[1]:
         least = teacher.topk(settings.top_k, dim=1).values[:, -1:]
         student, teacher = (_with_rest(log_p, teacher < least) for log_p in (student, teacher))
@@ -56,12 +60,15 @@ def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> T
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """[M] Σ p (log p − log q); an entry with p = 0 adds 0."""
+    """KL(p | q) = Σ p (log p − log q) for each token, [M]. An entry with p = 0 adds 0."""
     there = log_p > -torch.inf
     return (log_p.exp() * (log_p.masked_fill(~there, 0.0) - log_q.masked_fill(~there, 0.0))).sum(1)
 
 
 def _with_rest(log_p: Tensor, is_rest: Tensor) -> Tensor:
-    """[M, V + 1]: entries of the rest become -inf, and one more entry holds their total."""
+    """Merge the vocabulary entries marked in `is_rest` into one: log-probabilities [M, V] -> [M, V + 1].
+
+    The merged entries become -inf, and the last entry holds their total probability.
+    """
     rest = log_p.masked_fill(~is_rest, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_p.masked_fill(is_rest, -torch.inf), rest], dim=1)

@@ -1,16 +1,17 @@
-"""Loss and gradient in one pass with three matmuls, the minimum.
+"""Compute a loss and its gradient in one pass over the logits, with three matmuls, the minimum.
 
     for each chunk of C tokens    logits [C, V]  ->  logprobs, entropy [C]
                                                  ->  token_loss  ->  its gradient w.r.t. logprobs and entropy [C]
                                   gradient of the logits, in the same memory  ->  gradients of hidden and weight
 
-This works for losses in which each token's term depends only on its own log-probability and entropy: SFT and every
-policy loss with a ratio per token. The gradient with respect to a token's logits is known as soon as its logits are
-known, so the logits need not be computed again as in `score`. A loss over whole sequences (GSPO) must use `score`.
+A chunk has C tokens, and V is the size of the vocabulary. This works for losses in which each token's term depends only
+on its own log-probability and entropy: SFT and every policy loss with a ratio per token. The gradient with respect to a
+token's logits is known as soon as its logits are known, so the logits need not be computed again as in `score`. A loss
+over whole sequences (GSPO) must use `score`.
 
 The gradients are ready when `fused_loss` returns. `backward()` returns them, multiplied by the incoming gradient of the
 loss. The product is exact if this factor is a power of two. Any other factor rounds a bfloat16 gradient a second time,
-so apply such factors inside `token_loss`.
+so apply other factors inside `token_loss`.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from padfree.head.scores import Backend, Call, as_head, full_logits_scores, prep
 from padfree.head.tiles import tiled_softmax
 
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-"""(logprobs [c], entropy [c] or None, positions [c]) -> loss [c]."""
+"""A function of (logprobs [c], entropy [c] or None, positions [c]) that returns the loss [c] of each of c tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FusedLoss:
-    """The differentiable loss, and the scores it was computed from, without gradient."""
+    """The differentiable loss, and the log-probabilities and entropies that it was computed from, without gradient."""
 
     loss: Tensor  # [] the sum of all tokens' losses
     logprobs: Tensor  # [N] float32, 0 for tokens without a label
-    entropy: Tensor | None  # [N] float32, 0 for tokens without a label; None if not requested
+    entropy: Tensor | None  # [N] float32, 0 for tokens without a label; None if the entropy was not requested
 
 
 def fused_loss(
@@ -59,15 +60,15 @@ def fused_loss(
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> FusedLoss:
-    """The sum of `token_loss` over all labelled tokens; differentiable in hidden, weight and bias.
+    """The sum of `token_loss` over all labelled tokens, differentiable in hidden, weight and bias.
 
-    token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the losses [c] of the c tokens of a chunk;
-    `positions` are their indices among the N tokens, for example to select advantages[positions]. Element t of the
-    result may depend only on element t of the arguments. `token_loss` is called once per chunk, in order, and never for
-    tokens without a label. Tensors that it captures get no gradient.
+    token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the losses [c] of the c tokens of a chunk.
+    `positions` are the indices of these tokens among the N tokens of `hidden`, for example to select
+    advantages[positions]. Element t of the losses may depend only on element t of the arguments. `token_loss` is called
+    once per chunk, in order, and never for tokens without a label. Tensors that it captures get no gradient.
 
-    memory: as for `score`. With a small budget a part of the logits is computed twice.
-    The other arguments are the same as in `score`.
+    memory: as for `score`. With a small budget, a part of the logits is computed twice. The other arguments are the
+    same as in `score`.
     """
     if not callable(token_loss):
         raise UserError(
@@ -93,7 +94,7 @@ def fused_loss(
 
 
 class _Terms:
-    """Calls `token_loss` chunk by chunk and collects its results."""
+    """Calls the user's `token_loss` chunk by chunk and collects the losses of all tokens."""
 
     def __init__(self, call: Call, token_loss: TokenLoss) -> None:
         self.call = call
@@ -101,9 +102,10 @@ class _Terms:
         self.losses: list[Tensor] = []
 
     def evaluate(self, logprobs: Tensor, entropy: Tensor | None, start: int) -> Tensor:
-        """Return the checked losses of the chunk whose first token has index `start` among the M labelled tokens.
+        """Call `token_loss` for one chunk and return its losses, after checking their type and shape.
 
-        The losses are also stored, without their graph.
+        `start` is the index of the chunk's first token among the M labelled tokens. The losses are also stored, without
+        their autograd graph.
         """
         end = start + len(logprobs)
         index = self.call.index
@@ -116,14 +118,17 @@ class _Terms:
         if losses.shape != logprobs.shape:
             raise UserError(
                 "token_loss",
-                f"returned shape {tuple(losses.shape)} for {len(logprobs)} tokens",
+                f"returned a tensor of shape {tuple(losses.shape)} for {len(logprobs)} tokens",
                 "return one loss per token",
             )
         self.losses.append(losses.detach())
         return losses
 
     def score_gradient(self, softmax: Softmax, start: int) -> Upstream:
-        """The gradient of the losses with respect to the scores of a chunk."""
+        """The gradient of the losses of a chunk with respect to its log-probabilities and entropies.
+
+        `start` is the index of the chunk's first token among the M labelled tokens.
+        """
         with torch.enable_grad():
             leaves = [softmax.logprobs.detach().requires_grad_()]
             if softmax.entropy is not None:
@@ -136,12 +141,15 @@ class _Terms:
                     "compute the loss from logprobs without detaching",
                 )
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
-        # The gradient of a sum is one expanded number; kernels need one number per token in memory.
+        # The gradient of a sum is a single number expanded to all tokens, but kernels need one number per token in
+        # memory.
         logprobs, *entropy = (gradient.contiguous() for gradient in gradients)
         return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
 
     def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the loss [], and the log-probabilities and entropies scattered to all tokens [N]."""
+        """Return the loss as a scalar, and the log-probabilities and entropies of the labelled tokens, scattered to
+        [N].
+        """
         call = self.call
         loss = torch.cat(self.losses).sum()
         if call.poison is not None:
@@ -190,7 +198,10 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
-    """The gradients that forward stored in `ctx`, times `grad_loss` []. `name`: the public function, for messages."""
+    """Return the gradients that forward stored in `ctx`, multiplied by `grad_loss` [].
+
+    `name` is the public function, for error messages.
+    """
     if ctx.gradients is None:
         raise RuntimeError(f"{name}: backward was called a second time; set retain_graph=True in the first call")
     grad_hidden, grad_weight, grad_bias = ctx.gradients
@@ -199,7 +210,8 @@ def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
             None if gradient is None else gradient.clone() for gradient in ctx.gradients
         )
     else:
-        ctx.gradients = None  # returned without a copy, because they can be larger than everything else
+        # return the stored gradients without a copy, because they can be larger than all other tensors
+        ctx.gradients = None
     for gradient in (grad_hidden, grad_weight, grad_bias):
         if gradient is not None:
             ctx.elementwise.scale_(gradient, grad_loss)

@@ -6,14 +6,14 @@
                                             x - peak as float16                 -> 2 bytes per logit, if it is kept
                                             or: gradient of the raw logits      -> 2 bytes per logit
 
-A separate matmul would write 4 bytes per logit, which the elementwise work would read again. Here the elementwise work
-uses a tile while it is in registers. The block of `elementwise.py` is the number of columns that a program reduces at
-once: 256 or 128, not 4096.
+There are R tokens, the hidden size is D and the vocabulary has V entries. A separate matmul would write 4 bytes per
+logit, which the elementwise work would read again. Here the elementwise work uses a tile while it is in registers. A
+program reduces 256 or 128 columns at once, so this is the block size for `elementwise.py`, instead of up to 4096.
 
-There are as many programs as the GPU can hold, and they take tiles in turn. Tensor descriptors (TMA) load `hidden` and
-`weight`, and the loads of a program's next tile are in flight while it finishes this one. Tiles are taken in bands of
-`band` row tiles: within a band, all row tiles of one column tile come first, so that a band of `hidden` and the weights
-in use stay in the L2 cache.
+There are as many programs as the GPU can run at once, and they process tiles in turn. Tensor descriptors (TMA) load
+`hidden` and `weight`. The loads of a program's next tile are in flight while the program finishes the current tile.
+Tiles are taken in bands of `band` row tiles: within a band, all row tiles of one column tile come first, so that a band
+of `hidden` and the weights in use stay in the L2 cache.
 
     band of 2 row tiles       0  2  4  6
                               1  3  5  7
@@ -31,35 +31,39 @@ from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softm
 
 
 class MatmulConfiguration(NamedTuple):
-    """The tile sizes of a matmul, found by measurement (`bench/head_matmuls.py`)."""
+    """The tile sizes and the parallelism of a fused matmul, found by measurement (`bench/head_matmuls.py`)."""
 
     rows: int = 128  # of a tile
     columns: int = 256  # of a tile
-    depth: int = 64  # elements of the hidden dimension per step of the loop
-    stages: int = 3  # steps whose operands are in shared memory at a time
+    depth: int = 64  # elements of the hidden dimension per step of the matmul loop
+    stages: int = 3  # loop steps whose operands are in shared memory at the same time
     warps: int = 8
     band: int = 16  # row tiles that share the weights in use
-    parts: int = 1  # 1: reduce all columns at once; 2: in two halves, which takes fewer registers
-    resident: int = 1  # programs per multiprocessor: one finishes its tile while another multiplies
+    parts: int = 1  # 1: reduce all columns of a tile at once; 2: in two halves, which needs fewer registers
+    resident: int = 1  # programs per multiprocessor: one finishes its tile while another runs its matmul
 
     @property
     def block(self) -> int:
-        """Number of columns that are reduced at once."""
+        """The number of columns that are reduced at once."""
         return self.columns // self.parts
 
 
 PLAIN = MatmulConfiguration()
-# With a bias or a soft cap, a tile that is reduced in one part needs more shared memory or registers than there are.
+# For heads with a bias or a soft cap. Reducing their tiles in one part would need more shared memory or registers than
+# the GPU has.
 OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
 def choose(head: BlockedHead) -> MatmulConfiguration:
-    """The configuration that was fastest on an H200, or the fastest that fits if the head has a bias or a cap."""
+    """The configuration for this head that was fastest on an H200.
+
+    A head with a bias or a soft cap needs a smaller one.
+    """
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
 
 def unsupported_reason(hidden: Tensor, weight: Tensor, operand_dtype: torch.dtype) -> str | None:
-    """Why these matmuls cannot be used, or None if they can."""
+    """The reason why the fused matmuls cannot be used for these tensors. None if they can be used."""
     if operand_dtype != torch.bfloat16:
         return f"{operand_dtype}: only bfloat16 matmuls accumulate in float32 at full speed"
     if hidden.device.type == "cuda" and torch.cuda.get_device_capability(hidden.device)[0] != 9:
@@ -82,9 +86,10 @@ def reduce_rows(
     stored: Tensor | None,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Write the sums of all blocks of `hidden` [R, D] @ weight.T, and x - peak of columns [0, K) into `stored` [R, K].
+    """Compute the logits of `hidden` [R, D] block by block, and write the sums of each block into `sums`.
 
-    Values below the range of float16 are stored as -inf. The matrix rows of `stored` must be aligned to 16 bytes.
+    If `stored` [R, K] is given, x - peak of the vocabulary columns [0, K) is written into it. Values below the range of
+    float16 are stored as -inf. The matrix rows of `stored` must be aligned to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -93,7 +98,7 @@ def reduce_rows(
     configuration = configuration or _fitting(choose(head), stored)
     assert head.block == configuration.block, f"blocks of {head.block} and {configuration.block} columns"
     num_rows, width = hidden.shape
-    absent = rows.labels  # a placeholder for absent arguments, which are not read
+    absent = rows.labels  # a placeholder for arguments that are absent and never read
     kernels.reduce_kernel[_grid(num_rows, len(head.weight), hidden.device, configuration)](
         TensorDescriptor.from_tensor(hidden, [configuration.rows, configuration.depth]),
         TensorDescriptor.from_tensor(head.weight, [configuration.columns, configuration.depth]),
@@ -136,9 +141,8 @@ def gradient_columns(
 ) -> None:
     """Write the gradient with respect to the raw logits `hidden` [R, D] @ `weight` [W, D].T to `out` [R, W].
 
-    `weight` holds W columns of the vocabulary, beginning with column `first`.
-
-    The matrix rows of `out` must be aligned to 16 bytes.
+    There are R tokens. `weight` holds W columns of the vocabulary, beginning with column `first`. The matrix rows of
+    `out` must be aligned to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -177,8 +181,10 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """The configuration, with one stage less if `_store` writes `written` element by element, because these writes need
-    shared memory that all stages together would use up."""
+    """The configuration, with one stage less if `written` must be written element by element.
+
+    These writes need shared memory, which would otherwise be used up by the stages.
+    """
     return (
         configuration
         if written is None or not _is_cut(written)
@@ -187,7 +193,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Whether matrix rows end inside the 16 bytes that a descriptor writes at a time."""
+    """Whether the matrix rows of `written` do not end at a multiple of 16 bytes, as a descriptor needs."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

@@ -5,15 +5,16 @@
             v
     tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 for tokens without a label
 
-Training needs two numbers per token, but there are V logits per token: with autograd's intermediate results they take
-37 GiB for 16,384 tokens and V = 151,936. Here a tile is computed, reduced and discarded. `score` computes each tile
-again for the gradient, which makes four matmuls in total. If a token's loss depends only on its own scores,
-`fused_loss` can be used, which needs three.
+There are N tokens, the hidden size is D and the vocabulary has V entries. Training needs two numbers per token, but
+there are V logits per token. With autograd's intermediate results, these logits take 37 GiB for 16,384 tokens and V =
+151,936. Here a tile of logits is computed, reduced and discarded. `score` computes each tile again for the gradient,
+which makes four matmuls in total. If a token's loss depends only on its own scores, `fused_loss` can be used, which
+needs only three matmuls.
 
     logits = cap(logit_scale · (hidden @ weight.T + bias)) / temperature        cap(y) = softcap · tanh(y / softcap)
 
-Log-probabilities and entropy are float32, computed from float32 logits, even if hidden and weight are bfloat16
-(and float64 if these are float64).
+Log-probabilities and entropy are float32, computed from float32 logits, even if hidden and weight are bfloat16 . They
+are float64 if hidden and weight are float64.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Backend = Literal["auto", "reference", "chunked", "triton"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scores:
-    """Log-probability and entropy of each token; 0 for tokens without a label."""
+    """The log-probability and the entropy of each token, [N] each. They are 0 for tokens without a label."""
 
     logprobs: Tensor  # [N] float32
     entropy: Tensor | None = None  # [N] float32, of the whole distribution
@@ -65,14 +66,15 @@ def score(
 ) -> Scores:
     """Log-probability of each label, and the entropy if requested; differentiable in hidden, weight and bias.
 
-    weight: the weight of the head, or the whole head of a model, `lm_head_of(model)`, which has its own bias, softcap
-    and logit_scale. hidden [N, D], weight [V, D] and bias [V] have one dtype: bfloat16, float32 or float64 (autocast
-    has no effect here). labels [N] are integers, -100 for tokens that are not scored: they take no part in any matmul,
-    have scores of exactly 0 and get exactly zero gradient. temperature: one number, or [N], not differentiated.
+    hidden [N, D] holds the hidden states of N tokens. weight: the weight [V, D] of the head, or the whole head of a
+    model, `lm_head_of(model)`, which has its own bias, softcap and logit_scale. hidden, weight and bias [V] have one
+    dtype: bfloat16, float32 or float64 (autocast has no effect here). labels [N] are integers, -100 for tokens that are
+    not scored. These tokens take no part in any matmul, have scores of exactly 0 and get exactly zero gradient.
+    temperature: one number, or one per token [N]; it gets no gradient.
 
-    num_labels: the number of labelled tokens, if the host knows it. Without it the host must synchronise with the GPU.
-    A wrong number is refused on the CPU; on a GPU, where a check would synchronise, it makes all scores NaN.
-    A label outside the vocabulary is refused on the CPU; on a GPU its log-probability is NaN.
+    num_labels: the number of labelled tokens, if the host knows it. Without it, the host must synchronise with the GPU.
+    A wrong number raises an error on the CPU. On a GPU, where a check would synchronise, it makes all scores NaN. A
+    label outside the vocabulary raises an error on the CPU; on a GPU its log-probability is NaN.
 
     memory: the maximum memory in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a number of
     bytes. The limit is raised if it is less than a float32 copy of the hidden states of the scored tokens.
@@ -94,7 +96,10 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """The head as an `LmHead`. The caller gives an `LmHead`, or a weight and the other parts separately."""
+    """Return an `LmHead`.
+
+    `weight` is already an `LmHead`, or the weight alone; then the other arguments complete the head.
+    """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     given = {"bias": bias is not None, "softcap": softcap is not None, "logit_scale": logit_scale != 1.0}
@@ -106,7 +111,7 @@ def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | No
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """The checked arguments of `score` or `fused_loss`, except the differentiated ones."""
+    """The checked arguments of `score` or `fused_loss`, except the tensors that are differentiated."""
 
     num_tokens: int  # N
     index: Tensor | None  # [M] int64, the labelled tokens; None: all
@@ -116,10 +121,10 @@ class Call:
     entropy: bool
     budget: int  # bytes
     elementwise: Elementwise | None  # None: the reference
-    poison: Tensor | None  # [] 0, or NaN if `num_labels` is wrong; added to every score
+    poison: Tensor | None  # a scalar that is added to every score: 0, or NaN if `num_labels` is wrong
 
     def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ScoringTask:
-        """The `ScoringTask` of this call, for these differentiated arguments."""
+        """The `ScoringTask` of this call for the given hidden states, weight and bias. Gradients flow to all three."""
         assert self.elementwise is not None
         sum_bytes = self.rows.inverse_temperature.element_size()
         head = BlockedHead(
@@ -142,7 +147,7 @@ class Call:
         return task if self.elementwise is torch_elementwise else _with_fused_matmuls(task)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[M] -> [N], 0 for tokens without a label."""
+        """Scatter the values [M] of the labelled tokens to all tokens [N]. Tokens without a label get 0."""
         zeros = values.new_zeros(self.num_tokens)
         if self.poison is not None:
             values, zeros = values + self.poison, zeros + self.poison
@@ -150,14 +155,14 @@ class Call:
 
 
 def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
-    """The task with matmuls that are fused with the elementwise work, if they can be used."""
+    """The task with matmuls that are fused with the elementwise work. If they cannot be used, the task itself."""
     if matmuls.unsupported_reason(task.hidden, task.head.weight, task.operand_dtype) is not None:
         return task
     return replace(task, head=replace(task.head, block=matmuls.choose(task.head).block), fused=matmuls)
 
 
 def full_logits_scores(hidden: Tensor, head: LmHead, call: Call) -> Scores:
-    """The scores by the reference backend."""
+    """Compute the scores with the reference backend, which stores all logits."""
     logprobs, entropy = full_scores(
         picked(hidden, call.index), head, call.rows.labels, call.rows.inverse_temperature, entropy=call.entropy
     )
@@ -204,7 +209,7 @@ class _Score(torch.autograd.Function):
 
 
 def picked(values: Tensor, index: Tensor | None) -> Tensor:
-    """The elements of `values` [N, ...] of the labelled tokens."""
+    """Select the labelled tokens from `values` [N, ...]. If `index` is None, all tokens have a label."""
     return values.contiguous() if index is None else values[index]
 
 
@@ -219,7 +224,7 @@ def prepare(
     memory: Memory,
     backend: Backend,
 ) -> Call:
-    """Check the arguments, and find the labelled tokens."""
+    """Check the arguments of `score` or `fused_loss`, and find the labelled tokens."""
     for name, tensor in (("hidden", hidden), ("weight", head.weight), ("labels", labels), ("bias", head.bias)):
         if tensor is not None:
             need_tensor(name, tensor)
@@ -255,18 +260,18 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
         raise UserError("hidden", "is not supported", "give bfloat16, float32 or float64", value=hidden.dtype)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not len(weight):
         raise UserError(
-            "hidden, weight", f"shapes {tuple(hidden.shape)} and {tuple(weight.shape)}", "give [N, D] and [V, D]"
+            "hidden, weight", f"have shapes {tuple(hidden.shape)} and {tuple(weight.shape)}", "give [N, D] and [V, D]"
         )
     if labels.shape != hidden.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
         raise UserError(
             "labels",
-            f"{labels.dtype} of shape {tuple(labels.shape)} for {len(hidden)} tokens",
+            f"is {labels.dtype} of shape {tuple(labels.shape)}, but there are {len(hidden)} tokens",
             "give one integer per token",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UserError(
             "bias",
-            f"shape {tuple(bias.shape)} for {len(weight)} vocabulary entries",
+            f"has shape {tuple(bias.shape)}, but the vocabulary has {len(weight)} entries",
             "give one number per vocabulary entry",
         )
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -280,7 +285,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
 
 
 def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N] 1 / temperature of each token."""
+    """1 / temperature of each token, as [N]."""
     if not isinstance(temperature, Tensor):
         need_number(
             "temperature",
@@ -294,7 +299,7 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
     if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
         raise UserError(
             "temperature",
-            f"shape {tuple(temperature.shape)}, requires_grad {temperature.requires_grad}, for {len(hidden)} tokens",
+            f"has shape {tuple(temperature.shape)}, requires_grad={temperature.requires_grad} for {len(hidden)} tokens",
             "give one number, or one per token that requires no gradient",
         )
     if temperature.device.type == "cpu" and not (temperature > 0).all():
@@ -303,9 +308,10 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
 
 
 def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the indices [M] of the labelled tokens (None if all have a label), and the poison.
+    """Return the indices [M] of the labelled tokens, and a scalar "poison".
 
-    The poison [] is added to every score: 0, or NaN if `num_labels` is wrong. It is None if `num_labels` is None.
+    The indices are None if all tokens have a label. The poison is added to every score. It is 0, or NaN if `num_labels`
+    is wrong, or None if `num_labels` is None.
     """
     labelled = labels != IGNORE
     if num_labels is None:
@@ -321,7 +327,8 @@ def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | N
     poison = torch.where(count == num_labels, 0.0, float("nan"))
     if num_labels == len(labels):
         return None, poison
-    # A stable sort puts the labelled tokens first, in order. Unlike nonzero(), its size is known on the host.
+    # A stable sort puts the labelled tokens first, in their order. Unlike nonzero(), it has an output whose size is
+    # known on the host, so the host does not wait for the GPU.
     return (~labelled).to(torch.uint8).argsort(stable=True)[:num_labels], poison
 
 
@@ -336,7 +343,7 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
 
 
 def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
-    """The implementation of the elementwise work for a backend; None for the reference."""
+    """The implementation of the elementwise work for a backend. None for the reference backend."""
     is_cuda = hidden.device.type == "cuda"
     if backend == "auto":
         can = is_cuda and hidden.dtype != torch.float64 and importlib.util.find_spec("triton") is not None

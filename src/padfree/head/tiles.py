@@ -1,14 +1,15 @@
-"""The loops over tiles of logits that `score` and `fused_loss` use. None of them records an autograd graph.
+"""The loops over tiles of logits that `score` and `fused_loss` use. They record no autograd graph.
 
     tiled_softmax      every tile of [M, V], discarded at once          -> the softmax of each token
     tiled_gradients    every tile again, [M, width] gradients at a time -> the gradients
 
-A tile is a matmul and the elementwise work on its result. `TiledMatmuls` runs one after the other, on any device. With
-fused matmuls (`matmuls.py`) no tile of logits is ever written to memory.
+There are M labelled tokens and V vocabulary entries. A tile is computed by a matmul, followed by the elementwise work
+on its result. `TiledMatmuls` runs both one after the other, on any device. With fused matmuls (`matmuls.py`) no tile of
+logits is ever written to memory.
 
 Precision: logits, sums and softmax are float32 (float64 for float64 inputs). In bfloat16 training the gradients of the
-logits are bfloat16, because they are an operand of a matmul with another bfloat16 operand; these matmuls accumulate in
-float32 and round once. Only CUDA has fast bfloat16 matmuls with float32 results; elsewhere operands are converted to
+logits are bfloat16, because they are multiplied with another bfloat16 matrix. These matmuls accumulate in float32 and
+round once. Only CUDA has fast bfloat16 matmuls with float32 results; on other devices the operands are converted to
 float32.
 """
 
@@ -30,7 +31,7 @@ bytes."""
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoringTask:
-    """M tokens to be scored, and everything needed to score them."""
+    """M labelled tokens to be scored, and everything needed to score them."""
 
     hidden: Tensor  # [N, D]
     index: Tensor | None  # [M] the scored tokens of hidden; None: all
@@ -47,7 +48,7 @@ class ScoringTask:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype of logits and sums."""
+        """The dtype of logits and of sums over them."""
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
     @property
@@ -57,11 +58,14 @@ class ScoringTask:
 
     @property
     def copies_rows(self) -> bool:
-        """Whether `hidden_rows` makes a copy."""
+        """Whether `hidden_rows` copies hidden states instead of returning a view."""
         return self.index is not None or self.hidden.dtype != self.operand_dtype
 
     def hidden_rows(self, start: int, end: int) -> Tensor:
-        """[R, D] hidden states of the tokens [start, end), out of M tokens."""
+        """The hidden states of the labelled tokens [start, end), as [end - start, D].
+
+        `start` and `end` count labelled tokens.
+        """
         part = self.hidden[start:end] if self.index is None else self.hidden[self.index[start:end]]
         return part.to(self.operand_dtype)
 
@@ -69,7 +73,7 @@ class ScoringTask:
         return self.head.weight[start:end].to(self.operand_dtype)
 
     def tile(self, num_rows: int) -> Tile:
-        """The tile for this many tokens."""
+        """The size of the tiles of logits for `num_rows` tokens."""
         return choose_tile(
             num_rows,
             len(self.head.weight),
@@ -79,27 +83,29 @@ class ScoringTask:
         )
 
     def tile_bytes(self, num_rows: int) -> int:
-        """Bytes of temporary memory that the matmuls of `num_rows` tokens need."""
+        """The temporary memory in bytes that the matmuls of `num_rows` tokens need."""
         tile = self.tile(num_rows)
         return 0 if self.fused is not None else tile.rows * tile.columns * self.sum_dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per token while it is reduced: its sums, and the copy of its hidden state if there is one."""
+        """The memory in bytes per token while it is reduced: its sums, and the copy of its hidden state if there is
+        one.
+        """
         copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
     def matmuls(self, num_rows: int) -> LogitMatmuls:
-        """The matmuls with their elementwise work, and the memory they need for this many tokens."""
+        """The matmuls with their elementwise work, including the memory they need for `num_rows` tokens."""
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:
-        """Uninitialised memory for sums of this shape."""
+        """Allocate uninitialised memory of this shape for sums."""
         return self.hidden.new_empty(shape, dtype=self.sum_dtype)
 
 
 class TiledMatmuls:
-    """A matmul followed by the elementwise work, one tile of logits at a time, with memory for one tile."""
+    """A matmul followed by the elementwise work, one tile of logits at a time. It holds memory for one tile."""
 
     def __init__(self, task: ScoringTask, num_rows: int) -> None:
         self.task = task
@@ -109,9 +115,10 @@ class TiledMatmuls:
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
     ) -> None:
-        """Write the sums of the tokens `hidden` [R, D]; keep the logits of columns [0, K) if `stored` [R, K] is given.
+        """Compute the logits of `hidden` [R, D] tile by tile, and write the sums of their blocks into `sums`.
 
-        K is a multiple of the block size, or V.
+        If `stored` [R, K] is given, the logits of the vocabulary columns [0, K) are kept in it. K is a multiple of the
+        block size, or the size of the vocabulary.
         """
         tile_rows, tile_columns = self.memory.shape
         kept = 0 if stored is None else stored.shape[1]
@@ -142,7 +149,7 @@ class TiledMatmuls:
     ) -> None:
         """Write the gradient with respect to the raw logits `hidden` [R, D] @ `weight` [W, D].T to `out` [R, W].
 
-        `weight` holds W columns of the vocabulary, beginning with column `first`.
+        There are R tokens. `weight` holds W columns of the vocabulary, beginning with column `first`.
         """
         tile_rows, tile_columns = self.memory.shape
         for row, last_row in parts_of(len(hidden), tile_rows):
@@ -161,10 +168,10 @@ class TiledMatmuls:
 
 
 def tiled_softmax(task: ScoringTask) -> Softmax:
-    """The softmax of each of the M tokens."""
+    """The softmax of each labelled token. All tiles of logits are computed and discarded."""
     num_rows = task.num_rows
     matmuls = task.matmuls(num_rows)
-    # The sums of all tokens take much less than half of the budget, unless there are very many tokens.
+    # Process as many tokens at once as have sums of at most half of the budget. Usually these are all tokens.
     at_once = max(1, task.budget // 2 // task.row_bytes)
     softmaxes = []
     for start, end in list(parts_of(num_rows, at_once)) or [(0, 0)]:
@@ -186,16 +193,17 @@ def tiled_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """Compute the gradients through columns [first_column, V), whose logits are computed again.
+    """Compute the gradients through the vocabulary columns [first_column, V), whose logits are computed again.
 
-    This range of `grad_weight` [V, D] and `grad_bias` [V] is written. `grad_hidden` [M, D] is overwritten if
-    first_column is 0; otherwise the gradient is added to it.
+    These columns of `grad_weight` [V, D] and `grad_bias` [V] are written. `grad_hidden` [M, D] is overwritten if
+    `first_column` is 0; otherwise the gradient is added to it.
     """
     head, num_rows = task.head, task.num_rows
     hidden = task.hidden_rows(0, num_rows)
     matmuls = task.matmuls(num_rows)
     held = task.tile_bytes(num_rows) + (num_bytes(hidden) if task.copies_rows else 0)
-    if grad_hidden is not None:  # count the bytes by which its sums exceed the returned gradient
+    # The sums of the gradient of hidden need more bytes than the returned gradient. Count the difference.
+    if grad_hidden is not None:
         held += grad_hidden.numel() * (task.sum_dtype.itemsize - task.hidden.dtype.itemsize)
     width = choose_width(
         num_rows,
@@ -217,7 +225,10 @@ def tiled_gradients(
 
 
 def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
-    """[M, ...] -> [N, ...] in the dtype of hidden, 0 for tokens without a label."""
+    """Scatter values [M, ...] of the labelled tokens to all tokens [N, ...], in the dtype of hidden.
+
+    Other tokens get 0.
+    """
     values = values.to(task.hidden.dtype)
     if task.index is None:
         return values
@@ -225,7 +236,7 @@ def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
 
 
 def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    """out = left @ right, or out += left @ right, summed in the dtype of `out`."""
+    """Compute out = left @ right, or out += left @ right if `accumulate` is True. The sums have the dtype of `out`."""
     if left.dtype == out.dtype:
         if accumulate:
             torch.addmm(out, left, right, out=out)
@@ -238,7 +249,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def rounded_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left @ right, summed in float32 or float64 and rounded once."""
+    """Compute out = left @ right, summed in float32 or float64 and rounded once to the dtype of `out`."""
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     else:
@@ -247,7 +258,7 @@ def rounded_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def parts_of(end: int, size: int, start: int = 0) -> Iterator[tuple[int, int]]:
-    """[start, end) in parts of `size`: 10 in parts of 4 -> (0, 4) (4, 8) (8, 10)."""
+    """Divide the range [start, end) into parts of `size`: 10 in parts of 4 gives (0, 4), (4, 8), (8, 10)."""
     for first in range(start, end, size):
         yield first, min(first + size, end)
 

@@ -1,4 +1,4 @@
-"""Top-1 accuracy without storing the logits: for evaluation, without gradients.
+"""Compute top-1 accuracy without storing all logits, for evaluation and without gradients.
 
     hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0; 0 without a label
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from padfree.batch import IGNORE, LmHead
 
 CHUNK_BYTES = 1 << 27
-"""Bytes of logits stored at a time."""
+"""The maximum size in bytes of the logits that are stored at a time."""
 
 
 @torch.no_grad()
 def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
-    """[N] whether each label is the most probable token, for hidden states [N, D]."""
+    """For N tokens with hidden states [N, D], return [N]: 1 if the label is the most probable token, else 0."""
     assert head.logit_scale > 0, "a negative scale reverses the order"
     found = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
     labelled = (labels != IGNORE).nonzero()[:, 0]
@@ -31,7 +31,10 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
 
 
 def _products(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The products [c, V], in float32 on a GPU, because different logits could be equal after rounding to bfloat16."""
+    """hidden @ weight.T, [c, V].
+
+    On a GPU the result is float32: rounded to bfloat16, different logits could become equal.
+    """
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return torch.nn.functional.linear(hidden, weight)

@@ -1,10 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""`divergence.py` as Triton kernels: one reads the stored logits of both models for the sums, one for the gradient.
+"""The functions of `divergence.py` as two Triton kernels: one computes the sums, the other the gradient.
 
     grid (R tokens, spans): a program holds `BLOCKS` blocks of `BLOCK` columns of one token of both models in registers
 
-The block sizes of the two models may differ (a head with a bias has smaller blocks). `BLOCK` is the smaller one, and
-the first column of a block determines the peak that applies. Partial sums of spans are added afterwards, in order.
+Both kernels read the stored logits of student and teacher. A span is the range of columns of one program. The block
+sizes of the two models may differ, because a head with a bias has smaller blocks. `BLOCK` is the smaller of the two
+sizes. The first column of a block determines which stored peak applies. The partial sums of the spans are added
+afterwards, in order.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from padfree.head.divergence import Divergence, StoredLogits, TokenDivergence
 from padfree.head.elementwise import BlockedHead
 from padfree.head.triton_elementwise import _FLOAT16_FLOOR, _LOG2_E, _cap_slope
 
-# The number of columns of one token that a program processes, and the number of its warps.
+# A Triton program processes SPAN columns of one token with WARPS warps.
 SPAN = 4096
 WARPS = 8
 
@@ -33,7 +35,7 @@ PER_ROW = (
     "student_block_peaks", "student_peaks", "student_log_totals", "teacher_block_peaks", "teacher_peaks",
     "teacher_log_totals", "thresholds", "means", "rests", "factors", "inverse_temperature", "sums",
 )  # fmt: skip
-"""Pointers with arbitrary alignment, see `triton_elementwise.PER_ROW`."""
+"""Pointer arguments with arbitrary alignment. See `triton_elementwise.PER_ROW`."""
 
 
 @triton.jit
@@ -41,7 +43,7 @@ def _below_peak(
     stored, stride, block_peaks, sums_stride, peaks, row, block, column, num_columns,
     BLOCK: tl.constexpr, OWN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCKS, BLOCK] x - peak of the token."""
+    """The logits minus the largest logit of the token, for [BLOCKS, BLOCK] columns."""
     inside = column < num_columns
     below = tl.load(stored + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     below = tl.maximum(below, _FLOAT16_FLOOR, propagate_nan=tl.PropagateNan.ALL)
@@ -163,7 +165,7 @@ def _gradient_kernel(
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """`divergence.divergence_sums`."""
+    """The same as `divergence.divergence_sums`, as a Triton kernel."""
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)
     spans = -(-num_columns // (shape["BLOCK"] * shape["BLOCKS"]))
@@ -197,7 +199,10 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """`divergence.divergence_gradient`. May run in place: a program writes only elements that no other reads."""
+    """The same as `divergence.divergence_gradient`, as a Triton kernel.
+
+    It may run in place, because a program writes only elements that no other program reads.
+    """
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)
     absent = student.softmax.peak

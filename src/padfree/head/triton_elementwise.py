@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""`elementwise.py` as Triton kernels: each reads a tile of logits once and writes it at most once.
+"""The functions of `elementwise.py` as Triton kernels. Each reads a tile of logits once and writes it at most once.
 
     grid (R tokens, blocks of the tile): a program holds the `BLOCK` columns of one block of one token in registers
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from padfree.head.elementwise import FLOAT16_FLOOR, FLOOR, BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
 
-# The number of columns of one token that a program turns into gradients, and the number of its warps.
+# In `gradient_from_stored`, a Triton program processes STORED_SPAN columns of one token with STORED_WARPS warps.
 STORED_SPAN = 4096
 STORED_WARPS = 8
 
@@ -26,7 +26,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter, which is decided when this module is imported."""
+    """Whether these kernels run in Triton's interpreter. This is decided when the module is imported."""
     return not isinstance(_reduce_kernel, triton.JITFunction)
 
 
@@ -34,8 +34,9 @@ PER_ROW = (
     "labels", "inverse_temperature", "block_peaks", "totals", "moments", "targets", "peaks", "log_totals", "logprobs",
     "entropies", "pull_logprobs", "pull_entropies",
 )  # fmt: skip
-"""Pointers with arbitrary alignment. Alignments, like numbers of tokens, differ from step to step, and a kernel that is
-specialised on multiples of 16 would be compiled again for other values."""
+"""Pointer arguments with arbitrary alignment. Their alignment differs from step to step, like the number of tokens.
+Triton would specialise a kernel on multiples of 16 and compile it again for other values, so this is turned off.
+"""
 
 
 @triton.jit
@@ -52,13 +53,16 @@ def _logits(
         magnitude = softcap * ((1.0 - small) / (1.0 + small))  # of the tanh; this form cannot overflow
         logits = tl.where(logits < 0.0, -magnitude, magnitude)
     logits *= inverse_temperature
-    # where(), not maximum(): a NaN must stay NaN
+    # where() and not maximum(), because a NaN must stay NaN
     return tl.where(logits < _FLOOR, _FLOOR, logits)
 
 
 @triton.jit
 def _gradient(log_p, pull_logprob, pull_entropy, entropy, HAS_ENTROPY: tl.constexpr):
-    """-p · (g + h · (log p + entropy)): the gradient except for the term of the label."""
+    """The gradient with respect to a logit, except for the term of the label: -p · (g + h · (log p + entropy)).
+
+    g and h are the gradients of the loss with respect to the log-probability and the entropy.
+    """
     pull = pull_logprob
     if HAS_ENTROPY:
         pull = (pull_logprob + pull_entropy * entropy) + pull_entropy * log_p
@@ -116,7 +120,7 @@ def _raw_logits_kernel(
     scale = tl.load(inverse_temperature + row)
     logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     log_p = (logits - tl.load(peaks + row)) - tl.load(log_totals + row)
-    # The upstream gradients already include the factor from raw_logits to logits.
+    # Multiply the upstream gradients by the factor between raw logits and logits, once per token.
     pull_logprob = tl.load(pull_logprobs + row) * (scale * logit_scale)
     entropy = 0.0
     pull_entropy = 0.0
@@ -214,9 +218,9 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """`elementwise.reduce_tile`, but does not overwrite the raw logits."""
+    """The same as `elementwise.reduce_tile`, but does not overwrite the raw logits."""
     num_rows, num_columns = raw_logits.shape
-    absent = rows.labels  # a placeholder for absent arguments, which are not read
+    absent = rows.labels  # a placeholder for arguments that are absent and never read
     _reduce_kernel[_grid(num_rows, num_columns, head)](
         raw_logits,
         rows.labels,
@@ -252,7 +256,7 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """`elementwise.gradient_from_raw_logits`, but does not overwrite the raw logits."""
+    """The same as `elementwise.gradient_from_raw_logits`, but does not overwrite the raw logits."""
     num_rows, num_columns = raw_logits.shape
     absent = rows.labels
     _raw_logits_kernel[_grid(num_rows, num_columns, head)](
@@ -280,7 +284,7 @@ def gradient_from_raw_logits(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """`elementwise.merge`. Reads each sum once or twice and needs no extra memory."""
+    """The same as `elementwise.merge`. Reads each sum once or twice and needs no extra memory."""
     num_rows, num_blocks = sums.peak.shape
     peak, log_total, logprobs = (torch.empty_like(sums.target) for _ in range(3))
     entropy = None if sums.moment is None else torch.empty_like(sums.target)
@@ -313,7 +317,10 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """`elementwise.gradient_from_stored`. May run in place: a program writes only elements that no other reads."""
+    """The same as `elementwise.gradient_from_stored`, as a Triton kernel.
+
+    It may run in place, because a program writes only elements that no other program reads.
+    """
     num_rows, num_columns = stored.shape
     absent = rows.labels
     blocks = max(1, STORED_SPAN // head.block)
@@ -343,7 +350,10 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """`elementwise.scale_`. Does nothing if the factor is 1, as usual, and does not synchronise with the host."""
+    """The same as `elementwise.scale_`. Does nothing if the factor is 1, as it usually is.
+
+    The check of the factor runs on the device, so the host does not synchronise.
+    """
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)

@@ -1,12 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The fused matmuls as Triton kernels: the loop over tiles and steps of D, and the elementwise work on each tile.
+"""The fused matmuls as Triton kernels: a loop over tiles of logits and over the hidden dimension D, with the
+elementwise work on each tile.
 
-Tensor descriptors handle the boundaries: they read 0 outside and do not write there. Only the last columns of the
-vocabulary are masked, in the one tile that contains them. But a descriptor ends its writes at a multiple of 16 bytes:
-if the columns end elsewhere (five numbers of two bytes), `_store` writes the last tile element by element.
+Tensor descriptors handle the boundaries of matrices: outside, they read 0 and write nothing. Only the last columns of
+the vocabulary are masked, in the one tile that contains them. A descriptor can end its writes only at a multiple of 16
+bytes. If the columns end elsewhere (for example, five numbers of two bytes), `_store` writes the last tile element by
+element.
 
-The number of tokens differs from step to step. Triton compiles a kernel again for numbers divisible by 16, in the
-middle of a run, so these arguments are marked `do_not_specialize`.
+The number of tokens differs from step to step. By default, Triton compiles a kernel a second time for numbers divisible
+by 16, in the middle of a run. To avoid this, the arguments that depend on the number of tokens are marked
+`do_not_specialize`.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from padfree.head.elementwise import FLOOR
 from padfree.head.triton_elementwise import _LOG2_E, PER_ROW, _cap_slope, _gradient, _logits
 
 _OUTSIDE = tl.constexpr(2 * FLOOR)
-"""The logit of columns past the last one: lower than any other, and finite, so that 0 times it is 0."""
+"""The logit of columns beyond the vocabulary. It is lower than any real logit, and finite, so that 0 times it is 0."""
 
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BAND: tl.constexpr):
-    """(row tile, column tile) of the tile with number `tile`."""
+    """The (row tile, column tile) of the tile with number `tile`, in the order of the bands."""
     in_band = BAND * column_tiles
     first = tile // in_band * BAND
     height = tl.minimum(row_tiles - first, BAND)
@@ -50,9 +53,9 @@ def _store(
     descriptor, pointer, stride, values, first_row, first, num_rows, num_columns,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write `values` [rows, block] into the matrix [num_rows, num_columns] at (`first_row`, `first`).
+    """Write `values` [ROWS, BLOCK] into a matrix [num_rows, num_columns], beginning at (`first_row`, `first`).
 
-    `IS_CUT` says that the matrix rows do not end at a multiple of 16 bytes.
+    `IS_CUT` is True if the matrix rows do not end at a multiple of 16 bytes.
     """
     if IS_CUT:
         if first + BLOCK > num_columns:
@@ -73,14 +76,19 @@ def _reduce_part(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the raw logits [rows, block] of tokens `first_row` on and columns `first` on to their sums."""
+    """Reduce the raw logits [ROWS, BLOCK] of a part of a tile to the sums of each token, and write them.
+
+    The part begins at token `first_row` and vocabulary column `first`.
+    """
     row = first_row + tl.arange(0, ROWS)
-    row_inside = row < tl.where(first < vocabulary, num_rows, 0)  # half of the last tile may be outside the vocabulary
+    # one half of the last tile may lie outside the vocabulary
+    row_inside = row < tl.where(first < vocabulary, num_rows, 0)
     offset = tl.arange(0, BLOCK)
     inside = first + offset < vocabulary
     scale = tl.load(inverse_temperature + row, mask=row_inside, other=1.0)
     logits = _tile_logits(raw_logits, bias, first + offset, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    # After _tile_logits, because Triton 3.6 does not wait for the tensor cores if a branch returns `raw_logits` itself.
+    # This branch comes after _tile_logits, because Triton 3.6 does not wait for the tensor cores if a branch returns
+    # `raw_logits` itself.
     if first + BLOCK > vocabulary:
         logits = tl.where(inside[None, :], logits, _OUTSIDE)
     label = tl.load(labels + row, mask=row_inside, other=-1) - first
@@ -96,7 +104,7 @@ def _reduce_part(
     tl.store(totals + place, tl.sum(exponentials, axis=1), mask=row_inside)
     if HAS_MOMENT:
         tl.store(moments + place, tl.sum(exponentials * below, axis=1), mask=row_inside)
-    if HAS_STORED:  # noqa: SIM102 (known when compiled: without it `stored` is no descriptor)
+    if HAS_STORED:  # noqa: SIM102 (a compile-time constant; if it is False, `stored` is not a descriptor)
         if first < kept:
             _store(
                 stored, stored_pointer, stored_stride, below.to(stored.dtype), first_row, first, num_rows, kept,
@@ -111,9 +119,9 @@ def _gradient_part(
     logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient with respect to the raw logits of a part of a tile.
+    """Write the gradient with respect to the raw logits [ROWS, BLOCK] of a part of a tile into `out`.
 
-    Column 0 of `out` is column `first_column` of the vocabulary, and `first` is relative to it.
+    Column 0 of `out` is column `first_column` of the vocabulary. `first` is the part's first column, relative to it.
     """
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < num_rows
@@ -134,7 +142,7 @@ def _gradient_part(
     peak = tl.load(peaks + row, mask=row_inside, other=0.0)
     log_total = tl.load(log_totals + row, mask=row_inside, other=0.0)
     log_p = (logits - peak[:, None]) - log_total[:, None]
-    # The upstream gradients already include the factor from raw_logits to logits.
+    # Multiply the upstream gradients by the factor between raw logits and logits, once per token.
     pull_logprob = tl.load(pull_logprobs + row, mask=row_inside, other=0.0) * (scale * logit_scale)
     pull_entropy = pull_logprob
     entropy = pull_logprob
@@ -157,17 +165,20 @@ def _gradient_part(
 
 @triton.jit
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile [rows, columns] of zeros. It is computed from `done`, which is never negative.
+    """A tile [ROWS, COLUMNS] of zeros. It is computed from `done`, which is never negative.
 
-    The compiler must not see that this is constant. It would select a plain 0 at every step, before it knows whether a
-    tile is finished, and each step would have to wait for the tensor cores.
+    The compiler must not see that the tile is constant. Otherwise it would select a plain 0 at every step, before it
+    knows whether a tile is finished, and each step would have to wait for the tensor cores.
     """
     return tl.full((ROWS, COLUMNS), (done < 0).to(tl.float32), tl.float32)
 
 
 @triton.jit
 def _part(tile, part: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """All of [rows, columns], or its left or right half. Moves no data between threads."""
+    """Part number `part` of a tile [ROWS, COLUMNS]: the whole tile, or its left or right half.
+
+    Moves no data between threads.
+    """
     if PARTS == 1:
         result = tile
     else:
@@ -181,9 +192,10 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the loop: multiply the next part of D of this tile, or the first part of the next tile.
+    """One step of the matmul loop: multiply the next part of the hidden dimension D for this tile, or the first part
+    for the next tile.
 
-    Returns the new state of the loop.
+    Returns the new loop state: the raw logits so far, the step, and the current tile.
     """
     step = tl.where(step == steps - 1, 0, step + 1)
     if step == 0:
@@ -213,7 +225,7 @@ def reduce_kernel(
     tile = tl.program_id(0) - tl.num_programs(0)
     row_tile = 0
     column_tile = 0
-    done = tile  # a separate counter for finished tiles, because loads run ahead
+    done = tile  # counts finished tiles, while `tile` counts loaded tiles, which are ahead
     raw_logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     # One loop instead of two nested ones, so that the loads continue from one tile to the next.
     for _ in range(steps * tl.cdiv(row_tiles * column_tiles - tl.program_id(0), tl.num_programs(0))):

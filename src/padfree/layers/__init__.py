@@ -1,4 +1,4 @@
-"""Compiled decoder layers.
+"""Compile decoder layers, and save, recompute or offload their activations.
 
 compile          torch.compile of each layer
 recompute        which activations a layer saves for backward, and which are recomputed

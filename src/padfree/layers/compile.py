@@ -3,10 +3,10 @@
     a layer's graph -> passes before autograd -> marks of what is saved -> autograd -> passes after it -> Inductor
                        `padfree.layers.passes`   `layers.recompute`                  `padfree.layers.passes`
 
-Attention is one operator in the graph (with several context ranks: a graph break). In wide layers on a GPU, RMSNorm,
-QK-norm with RoPE, and SwiGLU are operators too, and on Hopper SwiGLU is the epilogue of the matmuls around it. With
-`parallel.kernels = "none"` all of these are left to the compiler. The numbers of tokens and of samples are dynamic from
-the first batch on; everything else is static.
+Attention is one operator in the graph. If several context ranks share a pack, attention is a graph break instead. In
+wide layers on a GPU, RMSNorm, QK-norm with RoPE, and SwiGLU are custom operators too, and on Hopper SwiGLU is the
+epilogue of the matmuls around it. With `parallel.kernels = "none"` the compiler generates all kernels except attention.
+The numbers of tokens and of samples are dynamic from the first batch on; all other sizes are static.
 """
 
 from __future__ import annotations
@@ -28,24 +28,29 @@ from padfree.layers.passes import PASSES, GraphPass, Stage, graph_nodes
 from padfree.layers.recompute import Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
-"""The fraction of layers, counted from the first layer, that save only their input in `host` mode. The link to the host
-has no time to copy more. Backward reaches these layers last, when nearly all gradients are already in memory."""
+"""The fraction of layers, counted from the first layer, that save only their input if `kept` is "host". The link to the
+host has no time to copy more of these layers. The backward pass reaches them last, when nearly all gradients are
+already in memory.
+"""
 
 LONG_PACK = 8192
-"""If a pack has at least this many tokens, the compiler reduces norms over `REDUCED_TOKENS` tokens at a time, which is
-twice the compiler's default."""
+"""If a pack has at least this many tokens, the compiler reduces norms over `REDUCED_TOKENS` tokens at a time, twice its
+default.
+"""
 
 REDUCED_TOKENS = 32
 
 WIDE_ROW = 2048
-"""From this hidden size on, the GPU takes longer to compute a layer than the host takes to launch its kernels."""
+"""With this hidden size or a larger one, the GPU takes longer to compute a layer than the host takes to launch the
+layer's kernels.
+"""
 
 
 def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none", *, operators: bool = True) -> None:
     """Compile each layer separately, in place.
 
     `kept` says which activations are saved for backward. If `operators` is True, the operators of `padfree.layers.ops`
-    are used in layers where they pay off.
+    are used in layers in which they save time.
     """
     layers = list(layers)
     offload = ActivationOffload(len(layers)) if kept == "host" else None
@@ -56,7 +61,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
     for number, layer in enumerate(layers):
         input_only = kept == "host" and number < HOST_INPUT_ONLY_FRACTION * len(layers)
         layer.compile(backend=compilers["input" if input_only else kept])
-        # Wrap the result of `nn.Module.compile`: a wrapper around the layer's forward would itself be compiled.
+        # Wrap the result of `nn.Module.compile`, because a wrapper around the layer's forward would itself be compiled.
         call = _for_any_length(layer._compiled_call_impl)
         if offload is not None:
             call = offload.around(layer, call, number)
@@ -64,7 +69,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
 
 
 def _for_any_length(call: Any) -> Callable[..., Any]:
-    """Wrap a layer's `call`: the wrapper marks the sizes that vary between batches as dynamic before each call."""
+    """Wrap the function `call` of a layer. Before each call, sizes that vary between batches are marked as dynamic."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         _mark_variable(args)
@@ -80,7 +85,7 @@ def _for_any_length(call: Any) -> Callable[..., Any]:
 
 
 def _mark_variable(inputs: Iterable[Any]) -> None:
-    """Mark dimension T as dynamic in hidden states [1, T, D] and positions [1, T], also if they are inside tuples."""
+    """Mark the dimension T (tokens) as dynamic in hidden states [1, T, D] and positions [1, T], also inside tuples."""
     for each in inputs:
         if isinstance(each, Tensor) and each.ndim >= 2 and each.shape[0] == 1:
             _mark(each, 1)
@@ -89,7 +94,7 @@ def _mark_variable(inputs: Iterable[Any]) -> None:
 
 
 def _mark(tensor: Tensor, dim: int) -> None:
-    # All layers share the same cos, sin and cu_seqlens tensors.
+    # A tensor may already be marked, because all layers share the same cos, sin and cu_seqlens tensors.
     if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
@@ -110,7 +115,8 @@ def _compiled(
             patches["post_grad_custom_pre_pass"] = InductorPass("after autograd", epilogues=epilogues)
             patches["post_grad_custom_post_pass"] = InductorPass("after inductor", epilogues=epilogues)
         if hidden is not None and hidden.is_cuda:
-            # Make the choice of reduction independent of the pack's length: a guard on the length would recompile.
+            # Make the choice of reduction independent of the pack's length, because a guard on the length would cause
+            # recompilation.
             patches["triton.mix_order_reduction_non_strict_mode"] = True
             if _size(hidden.shape[1]) >= LONG_PACK:
                 patches["triton.mix_order_reduction_split_size"] = REDUCED_TOKENS
@@ -118,13 +124,13 @@ def _compiled(
     if kept == "none":
         return backend(graph, inputs)
     mark_saved(graph.graph, kept)
-    # The compiler's disk cache ignores the marks and would return a layer compiled without them.
+    # The compiler's disk cache ignores the marks of saved activations and would return a layer compiled without them.
     with functorch_config.patch(enable_autograd_cache=False):
         return backend(graph, inputs)
 
 
 class InductorPass(CustomGraphPass):
-    """The passes of one stage after autograd in Inductor's format: one callable with a cache key."""
+    """All graph passes of one stage after autograd, in Inductor's format: one callable with a cache key."""
 
     def __init__(self, stage: Stage, *, epilogues: bool) -> None:
         self.passes: list[GraphPass] = [
@@ -140,7 +146,7 @@ class InductorPass(CustomGraphPass):
 
 
 def _hidden_states(inputs: Any) -> Tensor | None:
-    """The hidden states [1, T, D] among the inputs that a layer is compiled with."""
+    """Find the hidden states [1, T, D] among the inputs that a layer is compiled with. None if there are none."""
     candidates = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.ndim == 3]
     return max(candidates, key=lambda tensor: _size(tensor.shape[2]), default=None)
 
@@ -150,7 +156,10 @@ def _size(size: Any) -> int:
 
 
 def _operators_pay(hidden: Tensor | None) -> bool:
-    """Whether our operators save more time than their launches cost; the compiler's kernels are faster to launch."""
+    """Whether the custom operators save more time on the GPU than it costs to launch them.
+
+    The kernels of the compiler are faster to launch than custom operators.
+    """
     return hidden is not None and hidden.is_cuda and _size(hidden.shape[2]) >= WIDE_ROW
 
 

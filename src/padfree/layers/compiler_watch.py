@@ -1,4 +1,4 @@
-"""Watch the compiler: count and time compilations, so that a run that seems to hang can say why."""
+"""Count and time compilations, so that a run that seems to hang can report that it is compiling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch._dynamo.callback import callback_handler
 
 
 class CompilerWatch:
-    """A context manager that counts compilations. `on_start` is called when one begins, for forward or backward."""
+    """A context manager that counts compilations.
+
+    `on_start` is called when the compilation of a forward or backward begins.
+    """
 
     def __init__(self, on_start: Callable[[], None] | None = None) -> None:
         self.count, self.seconds = 0, 0.0
@@ -32,7 +35,9 @@ class CompilerWatch:
         self.seconds += time.perf_counter() - self._begin
 
     def take(self) -> dict[str, Any]:
-        """Return the number of graphs compiled since the last call of `take`, and the time their compilation took."""
+        """Return the number of graphs compiled since the last call of `take`, and the seconds that their compilation
+        took.
+        """
         found = {"graphs": self.count, "seconds": round(self.seconds, 2)}
         self.count, self.seconds = 0, 0.0
         return found

@@ -5,12 +5,12 @@
     backward    layer 3 ..... layer 2 ..... layer 1 ..... layer 0
                               prefetch 1 ....   prefetch 0 ....          one layer ahead of its use
 
-A layer is called under autograd's saved-tensor hooks, which see each tensor that its backward will need. The first
-layers are offloaded, because their tensors are needed last: each tensor is copied into pinned memory, and its device
-memory is freed when the copy has finished. The tensors of the remaining layers, and all weights, stay on the device.
-Copying the tensors of a layer takes longer than computing the layer. The tensors of layer i are freed when forward
-reaches layer `LAYERS_PER_COPY` · (i + 1), by which time their copy should have finished. Tensors that are not freed by
-the end of forward are freed when backward begins.
+A layer is called under autograd's saved-tensor hooks, which see each tensor that its backward will need. Only the first
+layers are offloaded, because their tensors are needed last. Each tensor of these layers is copied into pinned host
+memory, and its device memory is freed when the copy has finished. The tensors of the remaining layers, and all weights,
+stay on the device. Copying the tensors of a layer takes longer than computing the layer. Therefore the tensors of layer
+i are freed when the forward pass reaches layer `LAYERS_PER_COPY` · (i + 1), by which time their copy should have
+finished. Tensors that are not freed by the end of the forward pass are freed when the backward pass begins.
 
 The host never synchronises with the device: streams wait for each other through events. Device memory is freed only
 after the stream that allocated it has waited for the copy, so that nothing is overwritten while a copy still reads it.
@@ -27,17 +27,21 @@ import torch
 from torch import Tensor, nn
 
 OFFLOADED_FRACTION = 0.62
-"""The fraction of layers whose tensors a link of 50 GB/s can copy before backward begins."""
+"""The fraction of layers that are offloaded. A link of 50 GB/s can copy their tensors before the backward pass begins,
+but not those of more layers.
+"""
 
 LAYERS_PER_COPY = 1.6
-"""The number of layers computed while the tensors of one layer are copied. Measured with a 4B model on an H200."""
+"""The number of layers that are computed while the tensors of one layer are copied. Measured with a 4B model on an
+H200.
+"""
 
 MIN_OFFLOADED_BYTES = 8 << 20
-"""Tensors of fewer bytes stay on the device."""
+"""Tensors with fewer bytes than this stay on the device."""
 
 
 class ActivationOffload:
-    """Offloads the saved tensors of one model's layers."""
+    """Offloads the tensors that the layers of one model save for backward."""
 
     def __init__(
         self,
@@ -48,7 +52,7 @@ class ActivationOffload:
         min_bytes: int = MIN_OFFLOADED_BYTES,
     ) -> None:
         self.num_offloaded, self.min_bytes = math.ceil(fraction * num_layers), min_bytes
-        # [num_layers] the layers whose device memory is freed when forward reaches each layer.
+        # [num_layers] For each layer: the earlier layers whose device memory is freed when the forward pass reaches it.
         self.freed_at = [
             [i for i in range(self.num_offloaded) if math.ceil(layers_per_copy * (i + 1)) == number]
             for number in range(num_layers)
@@ -57,7 +61,10 @@ class ActivationOffload:
         self.streams: tuple[Any, Any] | None = None  # one stream for copies to the host, one for copies to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """Wrap the `call` of layer `number`. If the layer is one of the first, its saved tensors are offloaded."""
+        """Return a function that calls layer `number`.
+
+        If it is one of the first layers, its saved tensors are offloaded.
+        """
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -72,7 +79,10 @@ class ActivationOffload:
         return called
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]], *, to_host: bool) -> Any:
-        """Copy (target, source) pairs after the work queued so far; return the event that marks the end of the copy."""
+        """Copy (target, source) pairs on a copy stream, after the work queued so far.
+
+        Returns an event for the end of the copy.
+        """
         if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
                 target.copy_(source)
@@ -100,7 +110,7 @@ class _OffloadedTensor:
 
 @dataclass(slots=True, eq=False)
 class _SavedTensor:
-    """What autograd stores instead of a tensor: the tensor itself, or a view of an offloaded one."""
+    """What autograd stores in place of a saved tensor: the tensor itself, or a view of an offloaded tensor."""
 
     call: _LayerCall
     tensor: Tensor | None
@@ -110,20 +120,22 @@ class _SavedTensor:
 
 
 class _LayerCall:
-    """One forward call of a layer and its offloaded tensors."""
+    """One forward call of a layer, with the tensors that it offloads."""
 
     def __init__(
         self, offload: ActivationOffload, layer: nn.Module, previous: _LayerCall | None, *, is_offloaded: bool
     ) -> None:
         self.offload, self.layer, self.previous, self.is_offloaded = offload, layer, previous, is_offloaded
         self.weights: set[int] | None = None
-        self.copied: dict[tuple[int, int], _OffloadedTensor] = {}  # (address, bytes) -> tensor still on the device
+        # offloaded tensors that are still on the device, by (address, bytes)
+        self.copied: dict[tuple[int, int], _OffloadedTensor] = {}
         self.on_host: list[_OffloadedTensor] = []  # tensors whose device memory is freed
         self.event: Any = None  # end of the last copy
 
     def pack(self, tensor: Tensor) -> _SavedTensor:
         """Called when autograd saves a tensor. If the tensor is to be offloaded, start its copy to the host."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside `vmap`, which flex uses for its masks
+        # Tensors of `vmap`, which flex attention uses for its masks, are not offloaded.
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return _SavedTensor(self, tensor)
         key = (tensor.data_ptr(), tensor.nbytes)
         offloaded = self.copied.get(key)
@@ -145,7 +157,7 @@ class _LayerCall:
                 offloaded.on_device = None
 
     def prefetch(self) -> None:
-        """Start to copy back the tensors that are only on the host."""
+        """Start to copy the tensors that are only in host memory back to the device."""
         if not self.on_host:
             return
         pairs = []
@@ -156,7 +168,10 @@ class _LayerCall:
         self.on_host = []
 
     def begin_backward(self) -> None:
-        """Called when backward reaches this layer: wait for its tensors, and prefetch the previous layer's tensors."""
+        """Called when the backward pass reaches this layer.
+
+        Waits for its tensors, and prefetches those of the previous layer.
+        """
         self.prefetch()
         self._wait()
         self.copied = {}
@@ -166,7 +181,7 @@ class _LayerCall:
             self.previous = None
 
     def _free_earlier(self) -> None:
-        """Free the tensors that layers before the previous one still have on the device."""
+        """Free the device memory of tensors that layers before the previous one still hold."""
         earlier = None if self.previous is None else self.previous.previous
         while earlier is not None:
             earlier.free()
@@ -178,17 +193,20 @@ class _LayerCall:
             self.event = None
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is a large activation, not a weight or a buffer."""
+        """Whether a saved tensor is a large activation, and not a weight or a buffer."""
         if tensor.nbytes < self.offload.min_bytes or not tensor.is_contiguous():
             return False
-        if self.weights is None:  # not looked up earlier, because FSDP2 gathers weights when the layer is called
+        if self.weights is None:  # look up the weights now, because FSDP2 gathers them only when the layer is called
             own = (*self.layer.parameters(), *self.layer.buffers())
             self.weights = {weight.untyped_storage().data_ptr() for weight in own}
         return tensor.untyped_storage().data_ptr() not in self.weights
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:
-    """Called when backward needs a saved tensor. An offloaded tensor's device memory is freed with its last view."""
+    """Called when backward needs a saved tensor. Returns the tensor on the device.
+
+    The device memory of an offloaded tensor is freed with its last view.
+    """
     saved.call.begin_backward()
     if saved.tensor is not None:
         return saved.tensor

@@ -1,4 +1,4 @@
-"""Which activations a layer saves for its backward pass; backward recomputes the others.
+"""Choose which activations a layer saves for its backward pass. The backward pass recomputes the others.
 
     x -> norm -> q k v -> QK-norm, RoPE -> attention -> o -> (+ x) -> norm -> gate, up -> SwiGLU -> down -> (+)
 
@@ -14,7 +14,7 @@ Compiled layers (`mark_saved`) are marked in their graph before autograd:
     host        saves what `selective` saves, and the results of the matmuls q k v o; most of these tensors are kept in
                 host memory (`padfree.layers.offload`)
 
-The activations that are recomputed are the ones that take the least time to recompute per byte of memory saved.
+Each mode recomputes the activations that take the least time to recompute per byte of memory saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Kept = Literal["none", "input", "selective", "host"]
 """Which activations a compiled layer saves. With `none` the compiler decides."""
 
 SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-"""The matmuls whose results `selective` saves if layers are not compiled."""
+"""The matmuls whose results the mode `selective` saves if layers are not compiled."""
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
@@ -54,7 +54,7 @@ def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
                 value=mode,
             )
         layer.gradient_checkpointing = True
-        # object.__setattr__, because nn.Module.__setattr__ is typed for tensors and modules only.
+        # Use object.__setattr__, because nn.Module.__setattr__ is typed for tensors and modules only.
         object.__setattr__(layer, "_gradient_checkpointing_func", partial(checkpoint, **options))
 
 
@@ -63,7 +63,7 @@ def _save_matmuls(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def mark_saved(graph: fx.Graph, kept: Kept) -> None:
-    """Mark each node of a compiled layer's graph: its result is saved for backward, or recomputed."""
+    """Mark each node of a compiled layer's graph, so that its result is either saved for backward or recomputed."""
     saved: set[fx.Node] = set()
     if kept != "input":
         saved = {node for node in graph.nodes if _is_attention(node)}
@@ -73,7 +73,7 @@ def mark_saved(graph: fx.Graph, kept: Kept) -> None:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        # Each result of an operator with several results is saved separately.
+        # If an operator has several results, each result is saved separately, through its getitem node.
         source = node.args[0] if node.target is operator.getitem else node
         policy = CheckpointPolicy.MUST_SAVE if source in saved else CheckpointPolicy.PREFER_RECOMPUTE
         node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
@@ -84,7 +84,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    """The first matmul on every path that leaves `start` in the direction of `neighbours`."""
+    """The first matmul on every path that starts at `start` and follows `neighbours`."""
     found: set[fx.Node] = set()
     seen, todo = set(start), list(start)
     while todo:

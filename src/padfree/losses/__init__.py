@@ -1,4 +1,4 @@
-"""Losses: pure functions on the tokens of a pack, aggregated with one weight per token.
+"""Losses: pure functions that take the tokens of a pack and return a weighted sum, with one weight per token.
 
 segments                            sums, means and scans over samples
 aggregation                         every way of averaging, as a weight per token
@@ -9,28 +9,26 @@ objectives, corrections, kl         parts of policy losses; one file per objecti
 advantages                          rewards to advantages
 logits                              scores from existing logits
 
-Their settings are plain data that do not import torch: `padfree.config.loss_settings`.
+The settings of the losses are in `padfree.config.loss_settings`. They are plain data, and importing them does not
+import torch.
 """
 
 from padfree.choices import KLEstimator, WeightMode
-from padfree.config.loss_settings import (
+from padfree.config.loss_settings import DPOSettings, RewardModelSettings, SFTSettings, ValueSettings
+from padfree.config.policy_settings import (
     CISPOSettings,
     ClipSettings,
     Correction,
     CustomObjective,
-    DPOSettings,
     GSPOSettings,
     IcePopSettings,
     Objective,
     OPSMSettings,
     PolicySettings,
     ReinforceSettings,
-    RewardModelSettings,
     SequenceMaskSettings,
     SequenceTISSettings,
-    SFTSettings,
     TokenTISSettings,
-    ValueSettings,
 )
 from padfree.losses.advantages import (
     discounted_returns,
@@ -65,7 +63,7 @@ from padfree.losses.objectives import ObjectiveInputs, ObjectiveOutput, load_obj
 from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.policy_loss import needs_old_logprobs, policy_loss, zero_without_advantage
 from padfree.losses.preference import dpo_loss, preference_pairs, reward_model_loss, sample_ends
-from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_mean, segment_sum, spread
 from padfree.losses.types import LossInputs, LossOutput, Statistics, merge_statistics
 from padfree.losses.value import value_loss
 

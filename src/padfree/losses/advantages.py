@@ -13,13 +13,15 @@
 
 The advantage is exactly 0 in a group of one sample, which has no baseline, and in a group of equal rewards.
 
-Per-token arrays follow the token order of a pack. `mask` marks the positions that are actions (scored tokens). Other
-positions (a prompt, a tool's answer between two turns) are skipped as if they did not exist: the token after a gap is
-the successor of the token before it, one discount later. Element t may belong to token t or to the prediction made at
-position t, as long as all arrays agree. The result is 0 outside the mask.
+A pack has B samples and T tokens. Per-token arrays follow the token order of the pack. `mask` marks the positions that
+are actions (scored tokens). Other positions (a prompt, a tool's answer between two turns) are skipped as if they did
+not exist: from the last token before such a gap to the first token after it is one step, with one discount. Element t
+may describe token t or the prediction made at position t, as long as all arrays agree. The result is 0 outside the
+mask.
 
-Everything runs without gradients and in float64, and is rounded once, to the dtype of the rewards (or values); integers
-and bools give float32. `max_length`, the length of the longest sample if the host knows it, saves iterations of a scan.
+All functions run without gradients and compute in float64. The result is rounded once, to the dtype of the rewards (or
+values); integers and bools give float32. `max_length` is the length of the longest sample. It is optional and saves
+iterations of a scan.
 """
 
 from __future__ import annotations
@@ -31,14 +33,18 @@ from torch import Tensor
 
 from padfree.arrays import need_number, need_whole
 from padfree.losses import checks
-from padfree.losses.segments import Reduce, continues, no_reduce, scan_back, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, continues, no_reduce, scan_back, segment_sum, spread
 
 LARGEST = sys.float_info.max
 
 
 @torch.no_grad()
 def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bool = True, eps: float = 1e-6) -> Tensor:
-    """[B] rewards relative to their group; `groups` [B] holds integers in 0..num_groups - 1."""
+    """The GRPO advantages [B] of B samples: each reward minus the mean of its group, divided by the group's deviation.
+
+    `rewards` is [B]. `groups` [B] holds the group of each sample, integers from 0 to num_groups - 1. If `std` is False,
+    the difference is not divided (Dr. GRPO). `eps` is added to the standard deviation.
+    """
     groups = _checked_groups(rewards, groups, num_groups)
     need_number("eps", eps, 0.0, LARGEST, "give 0 or a small positive number")
     centred, counts = _centred(rewards, groups, num_groups)
@@ -51,7 +57,10 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bo
 
 @torch.no_grad()
 def rloo_advantages(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """[B] each reward minus the mean of the other rewards of its group (leave one out)."""
+    """The leave-one-out advantages [B] of B samples: each reward minus the mean of the other rewards of its group.
+
+    `groups` [B] holds the group of each sample, integers from 0 to num_groups - 1.
+    """
     groups = _checked_groups(rewards, groups, num_groups)
     centred, counts = _centred(rewards, groups, num_groups)
     advantages = centred * (counts / (counts - 1.0).clamp(min=1.0))[groups]
@@ -68,9 +77,10 @@ def token_rewards(
     kl_coefficient: float = 0.0,
     max_length: int | None = None,
 ) -> Tensor:
-    """[T]: each sample's reward [B] on its last scored token, minus kl_coefficient · kl on every scored token.
+    """The reward of each of T tokens, [T], computed from the rewards [B] of the samples.
 
-    The reward of a sample without scored tokens is dropped.
+    The last scored token of a sample gets the sample's reward, and every scored token gets -kl_coefficient · kl. The
+    reward of a sample without scored tokens is dropped.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     return _token_rewards(rewards, pack, kl, kl_coefficient).to(checks.result_type(rewards))
@@ -80,7 +90,10 @@ def token_rewards(
 def discounted_returns(
     rewards: Tensor, mask: Tensor, sample_index: Tensor, *, gamma: float = 1.0, max_length: int | None = None
 ) -> Tensor:
-    """[T] sum of the rewards [T] from each token to the end of its sample, discounted by `gamma` per token."""
+    """For each of T tokens, the discounted sum of the rewards from this token to the end of its sample, [T].
+
+    `rewards` is [T], and `gamma` is the discount per scored token.
+    """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)
     return pack.discounted(pack.scored("rewards", rewards), gamma).to(checks.result_type(rewards))
@@ -99,12 +112,13 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return generalised advantage estimates [T], and returns [T], which are advantage + value.
 
-    The value after the last token of a sample is 0.
+    `rewards` and `values` are [T]. The value after the last token of a sample is 0.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma, gae_lambda=gae_lambda)
     given, seen = pack.scored("rewards", rewards), pack.scored("values", values)
-    # The value of the next scored token of the sample, carried across gaps.
+    # For each position, the value of the next scored token of the same sample. Unscored positions in between are
+    # skipped.
     arriving = scan_back(seen, pack.goes_on & ~pack.mask, max_length)
     following = torch.zeros_like(arriving)
     following[:-1] = torch.where(pack.goes_on[:-1], arriving[1:], 0.0)
@@ -118,13 +132,14 @@ def gae(
 def whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """[T] values scaled to standard deviation 1 over all scored tokens, and shifted to mean 0 if `shift_mean`.
+    """Scale the values [T] to standard deviation 1 over all scored tokens.
 
-    `reduce` sums over all ranks, so that mean and standard deviation (divisor n - 1) are computed over the global
-    batch. A rank may have no tokens. If the global batch has fewer than two scored tokens, they are only shifted.
+    If `shift_mean` is True, shift them to mean 0. `reduce` sums over all ranks, so that the mean and the standard
+    deviation (divisor n - 1) are those of the global batch. A rank may have no tokens. If the global batch has fewer
+    than two scored tokens, values are only shifted.
     """
     mask = checks.mask("mask", mask)
-    checks.same_length("values", len(mask), values=checks.quantity("values", values))
+    checks.same_length("tokens in mask", len(mask), values=checks.quantity("values", values))
     whitened = _whiten(checks.wide("values", values), mask, shift_mean=shift_mean, eps=eps, reduce=reduce)
     return whitened.to(checks.result_type(values))
 
@@ -141,7 +156,10 @@ def reinforce_plus_plus(
     max_length: int | None = None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """[T] advantages from [B] rewards: discounted returns with the KL penalty in the reward, whitened globally."""
+    """The REINFORCE++ advantages [T] of T tokens, from the rewards [B] of B samples.
+
+    They are the discounted returns of the token rewards, which include the KL penalty, whitened over the global batch.
+    """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)
     returns = pack.discounted(_token_rewards(rewards, pack, kl, kl_coefficient), gamma)
@@ -160,9 +178,11 @@ def reinforce_plus_plus_baseline(
     kl_coefficient: float = 0.0,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """[T] advantages from [B] rewards: reward minus the group's mean minus the KL penalty per token, whitened globally.
+    """The REINFORCE++ advantages with a baseline, [T] for T tokens, from the rewards [B] of B samples.
 
-    Each rank must hold whole groups; the ranks that `reduce` sums over may hold different groups.
+    Every scored token gets the sample's reward minus the mean of its group, minus the KL penalty of the token. The
+    result is whitened over the global batch. Each rank must hold whole groups. The ranks that `reduce` sums over may
+    hold different groups.
     """
     pack = _PackTokens(mask, sample_index, None)
     groups = _checked_groups(rewards, groups, num_groups)
@@ -174,7 +194,7 @@ def reinforce_plus_plus_baseline(
 
 
 class _PackTokens:
-    """The tokens of a pack: which of them are actions, and where samples end."""
+    """The T tokens of a pack: which of them are actions (scored tokens), and where samples end."""
 
     def __init__(self, mask: Tensor, sample_index: Tensor, max_length: int | None) -> None:
         self.mask = checks.mask("mask", mask)
@@ -186,24 +206,26 @@ class _PackTokens:
         self.max_length = max_length
 
     def scored(self, name: str, values: Tensor) -> Tensor:
-        """[T] float64 values, 0 outside the mask."""
+        """The values [T] in float64, with 0 outside the mask."""
         values = checks.wide(name, values)
         checks.same_length("tokens in mask", len(self.mask), **{name: values})
         return torch.where(self.mask, values, 0.0)
 
     def discounted(self, values: Tensor, factor: float) -> Tensor:
-        """[T] for each action, the sum of the values from it to the end of its sample, times `factor` per action.
+        """For each action, the sum of the values from this action to the end of its sample, discounted by `factor` per
+        action.
 
-        Other positions get 0 and do not discount. Nothing carries over from one sample to the one before it.
+        Returns [T]. Positions that are not actions get 0 and do not discount. Nothing carries over between samples.
         """
         steps = torch.where(self.mask, self.mask.new_full((), factor, dtype=torch.float64), 1.0)
         return torch.where(self.mask, scan_back(values, steps * self.goes_on, self.max_length), 0.0)
 
 
 def _token_rewards(rewards: Tensor, pack: _PackTokens, kl: Tensor | None, kl_coefficient: float) -> Tensor:
-    """`token_rewards` in float64: [T]."""
+    """The same as `token_rewards`, in float64."""
     _need_finite(kl_coefficient=kl_coefficient)
-    follows = scan_back(pack.mask, pack.goes_on, pack.max_length)  # scored tokens from here to the sample's end
+    # number of scored tokens from here to the sample's end
+    follows = scan_back(pack.mask, pack.goes_on, pack.max_length)
     out = torch.where(pack.mask & (follows == 1.0), spread(checks.wide("rewards", rewards), pack.sample_index), 0.0)
     return out if kl is None else out - kl_coefficient * pack.scored("kl", kl)
 
@@ -211,7 +233,7 @@ def _token_rewards(rewards: Tensor, pack: _PackTokens, kl: Tensor | None, kl_coe
 def _whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """`whiten` in float64: [T]."""
+    """The same as `whiten`, in float64."""
     need_number("eps", eps, 0.0, LARGEST, "give 0 or a small positive number")
     total, count = reduce(torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().double()])).unbind()
     mean = total / count.clamp(min=1.0)
@@ -234,12 +256,15 @@ def _checked_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
 
 
 def _centred(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """[B] float64 rewards minus their group's mean, and [G] group sizes. Exactly 0 in a group of equal rewards."""
+    """Return the rewards [B] in float64 minus the mean of their group, and the group sizes [num_groups].
+
+    In a group of equal rewards, the differences are exactly 0.
+    """
     wide = checks.wide("rewards", rewards)
     counts = segment_sum(torch.ones_like(wide), groups, num_groups)
     mean = segment_sum(wide, groups, num_groups) / counts.clamp(min=1.0)
-    # Make equal rewards exactly 0. Otherwise the rounding error of the mean would be divided by a standard deviation
-    # that is a rounding error too, and the quotient could be large.
+    # Make the difference exactly 0 if all rewards of a group are equal. Otherwise the rounding error of the mean would
+    # be divided by a standard deviation that is also a rounding error, and the quotient could be large.
     index = groups.long()
     lowest = wide.new_zeros(num_groups).scatter_reduce(0, index, wide, "amin", include_self=False)
     highest = wide.new_zeros(num_groups).scatter_reduce(0, index, wide, "amax", include_self=False)

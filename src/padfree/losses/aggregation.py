@@ -1,12 +1,12 @@
-"""Every way of averaging a loss is one weight per token, and the loss is `(weights * losses).sum()`.
+"""Compute one weight per token for every way of averaging a loss. The loss is then `(weights * losses).sum()`.
 
     mask       [n] per sample   1 1 1 0 | 0 1 1 | 0 0      which tokens are trained
     weights    [n] per sample   ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0      token-mean; sum-of-sample-mean gives ½ instead of ¼
 
 Element t weights the prediction of token t + 1, like the labels. So the last element of a sample is 0, and the first
-token, which no position predicts, has no weight. Let nᵢ be the scored tokens in sample i, N = Σ nᵢ, B the number of
-samples with scored tokens, n_g the scored tokens in group g and G the number of groups with scored tokens. A scored
-token of sample i in group g has the weight
+token, which no position predicts, has no weight. The other trained tokens are called scored. Let nᵢ be the number of
+scored tokens in sample i, N = Σ nᵢ, and B the number of samples with scored tokens. Let n_g be the number of scored
+tokens in group g, and G the number of groups with scored tokens. A scored token of sample i in group g has the weight
 
     token-mean            1 / N            every token counts the same
     sample-mean           1 / (B nᵢ)       mean over samples of each sample's mean
@@ -23,8 +23,8 @@ unit: nᵢ counts the scored tokens of all samples of the unit, and B counts uni
 as if it were one sample.
 
 A sample without scored tokens has weight 0 and is not counted: neither B nor G includes it, so that the other weights
-do not depend on it. To divide by a number that includes such samples, use `constant` (or `sum-of-sample-mean` and scale
-the loss).
+do not depend on it. To divide by a number that includes samples without scored tokens, use `constant`, or use
+`sum-of-sample-mean` and scale the loss.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from padfree.batch import IGNORE, at_predictions
 from padfree.choices import WeightMode
 from padfree.errors import UserError
 from padfree.losses import checks
-from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_sum, spread
 
 SMALLEST = sys.float_info.min
 WEIGHT_MODES: tuple[WeightMode, ...] = get_args(WeightMode)
@@ -58,11 +58,12 @@ def token_weights(
     constant: float | None = None,
     units: Sequence[Hashable | None] | None = None,
 ) -> list[NDArray[np.float32]]:
-    """One float32 array [n] per sample of the global batch, for `pack(samples, weights=...)`.
+    """The weights of all tokens of the global batch: one float32 array [n] for each sample of n tokens.
 
-    `masks[i]` [n] says which tokens of sample i are trained (`Sample.mask`); `groups[i]` names its group, for
-    `group-mean`; `constant` is the divisor of mode `constant`. Samples with the same entry in `units` [B] count as one
-    sample; None is a unit by itself.
+    Pass the result to `pack(samples, weights=...)`. `masks[i]` [n] says which tokens of sample i are trained
+    (`Sample.mask`). `groups[i]` names the group of sample i, for the mode `group-mean`. `constant` is the divisor of
+    the mode `constant`. Samples with the same entry in `units` count as one sample; a sample with None counts by
+    itself.
     """
     scored, lengths = _scored(masks)
     scales = _sample_weights(mode, _counts(scored, lengths), groups, constant, units)
@@ -81,12 +82,13 @@ def batch_weights(
     group_counts: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """[T] float32 weights of a packed batch on its device, for code that knows the global counts but has no `Sample`s.
+    """The weights [T] (float32) of the T tokens of a packed batch, on its device.
 
-    `divisor` is computed over the whole global batch: N for token-mean, B for sample-mean and sample-sum, 1 for
-    sum-of-sample-mean, c for constant, G for group-mean (`weight_divisor` computes it). `group_counts` [B] holds, for
-    each sample, the number n_g of scored tokens in its group. `reduce` sums over the ranks that hold parts of the same
-    pack.
+    Use it in code that knows the global counts but has no `Sample` objects. `divisor` is computed over the whole global
+    batch (`weight_divisor` computes it). It is the number of scored tokens for token-mean, of samples for sample-mean
+    and sample-sum, of groups for group-mean, 1 for sum-of-sample-mean, and the constant for constant. `group_counts`
+    [B] holds, for each sample, the number of scored tokens in its group. `reduce` sums over the ranks that hold parts
+    of the same pack.
     """
     _check_mode(mode)
     need_whole("num_samples", num_samples, 0, "give the number of samples")
@@ -116,10 +118,10 @@ def weight_divisor(
     groups: Sequence[Hashable] | None = None,
     constant: float | None = None,
 ) -> float:
-    """The divisor of the weights of the whole global batch, from the scored tokens `counts` [B] of its samples.
+    """The divisor of the weights of the whole global batch.
 
-    If the divisor is a count, it is at least 1, so that a batch without scored tokens has weights of 0 instead of a
-    division by 0.
+    `counts` [B] holds the number of scored tokens of each sample. If the divisor is a count, it is at least 1, so that
+    a batch without scored tokens has weights of 0 instead of a division by 0.
     """
     _check_mode(mode)
     counts = _checked_counts(counts)
@@ -142,19 +144,27 @@ def weight_divisor(
 
 
 def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
-    """[B] number of scored tokens of each sample: the trained tokens, except the first."""
+    """The number of scored tokens of each of B samples, [B].
+
+    Scored tokens are the trained tokens except the first token.
+    """
     return _counts(*_scored(masks))
 
 
 def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
-    """[B] number of scored tokens in each sample's whole group."""
+    """For each of B samples, the number of scored tokens in its whole group, [B].
+
+    `counts` [B] are the numbers of scored tokens of the samples.
+    """
     counts = _checked_counts(counts)
     group = _group_index(groups, len(counts))
     return np.bincount(group, weights=counts).astype(np.int64)[group]
 
 
 def _scored(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """[Σn] whether a position predicts a trained token; [B] lengths."""
+    """For all positions of all samples, whether the position predicts a trained token; and the lengths [B] of the
+    samples.
+    """
     lengths = np.fromiter((len(mask) for mask in masks), dtype=np.int64, count=len(masks))
     flat = np.concatenate([np.empty(0, np.bool_), *(_checked_mask(mask, index) for index, mask in enumerate(masks))])
     return at_predictions(flat, np.concatenate([[0], np.cumsum(lengths)])), lengths
@@ -179,7 +189,7 @@ def _checked_counts(counts: ArrayLike) -> NDArray[np.int64]:
 
 
 def _counts(scored: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[B] number of scored positions of each sample."""
+    """The number of scored positions of each of B samples, [B]."""
     before: NDArray[np.int64] = np.zeros(len(scored) + 1, dtype=np.int64)
     np.cumsum(scored, out=before[1:])
     ends = np.cumsum(lengths)
@@ -194,7 +204,7 @@ def _sample_weights(
     constant: float | None,
     units: Sequence[Hashable | None] | None,
 ) -> NDArray[np.float64]:
-    """[B] the weight of one scored token of each sample."""
+    """For each of B samples, the weight of one of its scored tokens, [B]."""
     if units is not None and mode != "group-mean":
         unit = _unit_index(units, len(counts))
         totals = np.bincount(unit, weights=counts, minlength=len(np.unique(unit))).astype(np.int64)
@@ -210,9 +220,9 @@ def _sample_weights(
 
 
 def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray[np.int64]:
-    """[B] groups numbered in the order of first appearance; names may be of any hashable type."""
+    """The groups as numbers [B], in the order of first appearance. The names of groups may have any hashable type."""
     if groups is None or len(groups) != num_samples:
-        given = "None" if groups is None else f"{len(groups)} entries"
+        given = "is None" if groups is None else f"has {len(groups)} entries"
         raise UserError(
             "groups", f"{given} for {num_samples} samples", "give the group of each sample for weights 'group-mean'"
         )
@@ -227,10 +237,10 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
 
 
 def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[np.int64]:
-    """[B] units numbered in the order of first appearance; each None is a unit of its own."""
+    """The units as numbers [B], in the order of first appearance. Each None is a unit by itself."""
     if len(units) != num_samples:
         raise UserError(
-            "units", f"{len(units)} entries for {num_samples} samples", "give the unit of each sample, or None"
+            "units", f"has {len(units)} entries for {num_samples} samples", "give the unit of each sample, or None"
         )
     numbers: dict[Hashable, int] = {}
     keys = [("alone", index) if unit is None else ("unit", unit) for index, unit in enumerate(units)]

@@ -1,10 +1,11 @@
-"""Check the arguments of the functions in this folder: each must be a torch tensor of the right kind.
+"""Check the tensor arguments of the losses. Each must be a torch tensor of the right kind:
 
     quantity    rewards, log-probabilities, values    any real dtype; integers and bools are computed as float32
     index       groups, sample_index, pairs           any integer dtype
     mask        which positions are actions           bool only, because an integer 2 would be ambiguous
 
-Only dtypes and shapes are checked, so that nothing synchronises with the device. Index ranges are checked on the CPU.
+On a GPU only dtypes and shapes are checked, so that nothing synchronises with the device. On the CPU, the ranges of
+indices are also checked.
 """
 
 from __future__ import annotations
@@ -17,25 +18,28 @@ from padfree.errors import UserError
 
 
 def quantity(name: str, values: Tensor) -> Tensor:
-    """The values as floats: integers and bools become float32, because their own dtype would truncate results."""
+    """Return the values as floats. Integers and bools become float32: their own dtype would truncate results."""
     need_tensor(name, values)
     return values if values.is_floating_point() else values.float()
 
 
 def wide(name: str, values: Tensor) -> Tensor:
-    """The values in float64."""
+    """Return the values in float64."""
     need_tensor(name, values)
     return values.double()
 
 
 def loss_input(name: str, values: Tensor) -> Tensor:
-    """The values in the dtype in which a loss is computed: float64 for float64, else float32."""
+    """Return the values in the dtype in which a loss is computed: float64 if they are float64, else float32."""
     values = quantity(name, values)
     return values if values.dtype == torch.float64 else values.float()
 
 
 def result_type(*values: Tensor) -> torch.dtype:
-    """The dtype of a result computed from these tensors: their promoted dtype, or float32 if it is not a float."""
+    """The dtype of a result that is computed from these tensors.
+
+    It is their promoted dtype, or float32 if that is not a floating dtype.
+    """
     joined = values[0].dtype
     for other in values[1:]:
         joined = torch.promote_types(joined, other.dtype)
@@ -43,7 +47,10 @@ def result_type(*values: Tensor) -> torch.dtype:
 
 
 def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
-    """The values as int32 or int64, which torch accepts as an index. With `size` they must be in 0 to size - 1."""
+    """Return the values as int32 or int64, the dtypes that torch accepts as an index.
+
+    If `size` is given, the values must be from 0 to size - 1.
+    """
     need_tensor(name, values)
     if values.is_floating_point() or values.dtype == torch.bool:
         raise UserError(name, "is not an integer dtype", f"give integers, such as {name}.long()", value=values.dtype)
@@ -57,7 +64,7 @@ def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
 
 
 def mask(name: str, values: Tensor) -> Tensor:
-    """The values, which must be a bool tensor."""
+    """Return the values, after checking that they are a bool tensor."""
     need_tensor(name, values)
     if values.dtype != torch.bool:
         raise UserError(name, "is not bool", f"give bools, such as {name}.bool()", value=values.dtype)
@@ -65,7 +72,12 @@ def mask(name: str, values: Tensor) -> Tensor:
 
 
 def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
-    """Raise `UserError` unless every tensor has shape [length]."""
+    """Raise `UserError` unless every tensor has shape [length].
+
+    `reference` names what the length counts, for the message.
+    """
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):
-            raise UserError(name, f"shape {tuple(values.shape)} for {length} {reference}", "give one value each")
+            raise UserError(
+                name, f"has shape {tuple(values.shape)}, but there are {length} {reference}", "give one value for each"
+            )

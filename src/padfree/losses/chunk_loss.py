@@ -1,8 +1,8 @@
-"""Losses whose gradient can be computed while a chunk of logits exists.
+"""Which losses can be fused with the head, so that their gradient is computed chunk by chunk from the logits.
 
 `head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for a chunk of c labelled tokens
-and expects their weighted losses [c]; `positions` are their indices on the token axis. This requires an elementwise
-loss: the loss of a token depends only on its own values.
+and expects the weighted losses [c] of these tokens. `positions` are the indices of the tokens in the pack. This
+requires an elementwise loss: the loss of a token depends only on its own values.
 
     settings                                elementwise
     SFT, clip, CISPO, REINFORCE             yes
@@ -19,11 +19,12 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from padfree.config.loss_settings import PolicySettings, SFTSettings
+from padfree.config.loss_settings import SFTSettings
+from padfree.config.policy_settings import PolicySettings
 from padfree.errors import UserError
 from padfree.losses import policy_loss
 from padfree.losses.nll import sft_loss
-from padfree.losses.segments import Reduce, no_reduce
+from padfree.losses.segment_sums import Reduce, no_reduce
 from padfree.losses.types import LossInputs, LossOutput
 
 TokenLossSettings: TypeAlias = PolicySettings | SFTSettings
@@ -31,7 +32,7 @@ TokenLoss: TypeAlias = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 def compute_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> LossOutput:
-    """The loss that these settings describe, computed from scores."""
+    """Compute the loss that `settings` describes from the scores (log-probabilities, entropies) in `inputs`."""
     given: tuple[object, object] = (inputs, settings)
     if not isinstance(given[0], LossInputs) or not isinstance(given[1], TokenLossSettings):
         kinds = " and ".join(type(part).__name__ for part in given)
@@ -42,19 +43,20 @@ def compute_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Red
 
 
 def needs_entropy(settings: TokenLossSettings) -> bool:
-    """Whether the scores must include the entropy."""
+    """Whether a loss with these settings needs the entropy of each token."""
     return isinstance(settings, PolicySettings) and settings.entropy_coefficient != 0.0
 
 
 def is_elementwise(settings: TokenLossSettings) -> bool:
-    """Whether `make_token_loss` supports these settings."""
+    """Whether the loss of a token depends only on its own values, so that `make_token_loss` supports these settings."""
     return isinstance(settings, SFTSettings) or policy_loss.is_elementwise(settings)
 
 
 def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> TokenLoss:
-    """Return the function `token_loss`, which computes the weighted losses of some tokens from their scores.
+    """Return the function `token_loss(logprobs, entropy, positions)` that `head.fused_loss` needs.
 
-    `inputs` need not hold scores. For statistics, call `compute_loss` on the scores without gradient.
+    It computes the weighted losses of some tokens from their scores. `inputs` need not hold scores. For statistics,
+    call `compute_loss` with the scores without gradient.
     """
     if not is_elementwise(settings):
         raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")

@@ -1,12 +1,12 @@
-"""Corrections for tokens or sequences whose log-probabilities differ between the sampler and the trainer.
+"""Importance corrections for tokens or sequences whose log-probabilities differ between the sampler and the trainer.
 
     trainer   log π_old(token)         as the trainer computes it with the weights that generated the rollout
     sampler   log μ(token)             as the sampler reported it
     d         trainer - sampler        0 if both computed the same numbers
 
-A correction is a factor per token, without gradient, on the policy objective (not on the KL or entropy terms); several
-corrections multiply. They do not change the token weights: a masked token still counts in the denominator, so that the
-loss of a token does not depend on which other tokens are masked.
+A correction is one factor per token, without gradient. It multiplies the policy objective, but not the KL or entropy
+terms. Several corrections are multiplied with each other. Corrections do not change the token weights: a token with
+factor 0 still counts in the denominator, so that the loss of a token does not depend on which other tokens are masked.
 
     token TIS       clamp(exp(d), low, high)                          truncated importance sampling (Yao et al. 2025)
     sequence TIS    clamp(exp(Σ d), low, high), or with the mean of d if `geometric`
@@ -16,7 +16,8 @@ loss of a token does not depend on which other tokens are masked.
     OPSM            0 if A < 0 and mean(log π_old - log π) > delta, else 1    off-policy sequence masking: π is the
                     policy being trained, so this also measures how far earlier steps on the batch have moved it
 
-Means and sums are over the scored tokens of the whole sequence, so they need `reduce` under context parallelism.
+Means and sums are over the scored tokens of the whole sequence. Under context parallelism, `reduce` sums over the ranks
+that hold parts of it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.config.loss_settings import (
+from padfree.config.policy_settings import (
     Correction,
     IcePopSettings,
     OPSMSettings,
@@ -33,12 +34,15 @@ from padfree.config.loss_settings import (
     TokenTISSettings,
 )
 from padfree.losses.kl import LOG_RATIO_BOUND
-from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_mean, segment_sum, spread
 from padfree.losses.types import LossInputs
 
 
 def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:
-    """[T] product of the corrections that depend on single tokens."""
+    """The product of all corrections that depend on single tokens, [T].
+
+    `trainer` and `sampler` are the log-probabilities [T] of the tokens.
+    """
     ratio = _ratio(trainer - sampler)
     factor = torch.ones_like(ratio)
     for correction in corrections:
@@ -59,10 +63,11 @@ def sequence_factor(
     current: Tensor | None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """[T] product of the corrections that depend on whole sequences.
+    """The product of all corrections that depend on whole sequences, [T].
 
-    `trainer`, `sampler` and `current` are [T] log-probabilities without gradient. `sampler` may be None if no
-    correction uses it. `current` may be None if OPSM is not among the corrections.
+    `trainer`, `sampler` and `current` are log-probabilities [T] without gradient: from the trainer before the update,
+    from the sampler, and from the policy being trained. `sampler` may be None if no correction uses it. `current` may
+    be None if OPSM is not among the corrections.
     """
     mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
     factor = torch.ones_like(trainer)
@@ -92,7 +97,10 @@ def sequence_factor(
 
 
 def _sequence_ratio(inputs: LossInputs, difference: Tensor, *, mean: bool, reduce: Reduce) -> Tensor:
-    """[B] float64 importance ratio of each sequence."""
+    """The importance ratio of each of B sequences, [B] in float64.
+
+    `difference` [T] holds differences of log-probabilities.
+    """
     if mean:
         return _ratio(segment_mean(difference, inputs.mask, inputs.sample_index, inputs.num_samples, reduce))
     total = segment_sum(torch.where(inputs.mask, difference, 0.0), inputs.sample_index, inputs.num_samples)

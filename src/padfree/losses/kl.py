@@ -22,13 +22,18 @@ from padfree.errors import UserError
 from padfree.losses import checks
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this, so that no exponential overflows; e²⁰ is far beyond any useful ratio."""
+"""Log-ratios are clamped to ± this bound, so that no exponential overflows. A ratio of e²⁰ is far beyond any useful
+ratio.
+"""
 
 LOW_VARIANCE_BOUND = 10.0
 
 
 def kl_divergence(logprobs: Tensor, base_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """[T] estimate for each token, differentiable in both arguments; float32, or float64 if either is float64."""
+    """The estimated KL divergence at each of T tokens, [T], from the log-probabilities [T] of the two policies.
+
+    Differentiable in both arguments. The result is float32, or float64 if either argument is float64.
+    """
     difference = checks.loss_input("logprobs", logprobs) - checks.loss_input("base_logprobs", base_logprobs)
     if estimator == "k1":
         return difference

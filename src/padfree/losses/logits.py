@@ -1,10 +1,11 @@
-"""Log-probabilities and entropy from existing logits.
+"""Compute log-probabilities and entropy from existing logits.
 
     logits [..., V]  +  labels [...]   ->   logprobs [...], entropy [...]
 
-`padfree.head` avoids the logits altogether; this module is for code that already has them. Besides the logits, forward
-expands only one chunk of tokens at a time to float32, and keeps only the log-sum-exp of each token for backward. The
-only other [..., V] tensor is the gradient that backward returns. With z = logits / temperature and p = softmax(z),
+`padfree.head` never stores all logits; this module is for code that already has them. V is the size of the vocabulary.
+The forward pass converts only one chunk of tokens at a time to float32, and keeps only the log-sum-exp (lse) of each
+token for the backward pass. The only other tensor [..., V] is the gradient that the backward pass returns. With z =
+logits / temperature and p = softmax(z),
 
     logprob = z[label] - lse(z)       gradient w.r.t. z: onehot - p
     entropy = -Σ p log p              gradient w.r.t. z: -p (log p + entropy)
@@ -24,18 +25,24 @@ from padfree.errors import UserError
 from padfree.losses import checks
 
 CHUNK_ELEMENTS = 1 << 24
-"""Number of logits that are expanded at a time: 64 MiB in float32."""
+"""The number of logits that are converted to float32 at a time. They take 64 MiB."""
 
 
 def score_logits(
     logits: Tensor, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probabilities, entropy or None), float32 (float64 for float64 logits), differentiable in the logits."""
+    """Return the log-probability of each label, and the entropy of each token if `entropy` is True (else None).
+
+    `logits` is [..., V] and `labels` [...]. The results [...] are float32, or float64 for float64 logits. They are
+    differentiable in the logits.
+    """
     checks.quantity("logits", logits)
     labels = checks.index("labels", labels, logits.shape[-1] if logits.dim() else 0)
     if labels.shape != logits.shape[:-1]:
         raise UserError(
-            "labels", f"shape {tuple(labels.shape)} for logits {tuple(logits.shape)}", "give one label per token"
+            "labels",
+            f"has shape {tuple(labels.shape)}, but logits has shape {tuple(logits.shape)}",
+            "give one label per token",
         )
     need_number("temperature", temperature, sys.float_info.min, sys.float_info.max, "give a positive number")
     logprobs, entropies = _ScoreLogits.apply(logits, labels, 1.0 / temperature, entropy)  # type: ignore[no-untyped-call]
@@ -79,12 +86,12 @@ class _ScoreLogits(torch.autograd.Function):
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """weights · values, but 0 where the weight is 0 and the value is -inf."""
+    """weights · values, but 0 if the weight is 0 and the value is -inf, where the product would be NaN."""
     return torch.where(weights > 0, weights * values, 0.0)
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield chunks [c, V] of the logits, and of each tensor in `others` the values of the same tokens, as views."""
+    """Yield the logits in chunks [c, V], together with the same tokens of each tensor in `others`. All are views."""
     if logits.dim() == 1:
         yield (logits[None], *(other[None] for other in others))
     elif logits.dim() == 2:

@@ -5,10 +5,11 @@
                       + kl_coefficient · KL(π ‖ reference)       · π / π_old with `kl_weighting` "ratio"
                       - entropy_coefficient · entropy
 
-Losses are elementwise in (log π, entropy), with three exceptions: objectives over whole sequences (GSPO); OPSM, which
-needs the current log-probabilities of a whole sequence; and sequence-level corrections if the current policy is also
-the old one. `is_elementwise` tells which case applies. In the three exceptions all scores must be computed first. An
-elementwise loss and its gradient can be computed while a chunk of logits exists: `PolicyTerms.token_loss`.
+Usually a loss is elementwise: the loss of a token depends only on its own log π and entropy. There are three
+exceptions: objectives over whole sequences (GSPO); OPSM, which needs the current log-probabilities of a whole sequence;
+and sequence-level corrections if the current policy is also the old one. `is_elementwise` tells which case applies. In
+the three exceptions, the scores of all tokens must be computed first. An elementwise loss and its gradient can be
+computed chunk by chunk (`PolicyTerms.token_loss`).
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from padfree.config.loss_settings import TOKEN_CORRECTIONS, CustomObjective, OPSMSettings, PolicySettings
+from padfree.config.policy_settings import TOKEN_CORRECTIONS, CustomObjective, OPSMSettings, PolicySettings
 from padfree.losses.corrections import sequence_factor, token_factor
 from padfree.losses.kl import LOG_RATIO_BOUND, kl_divergence
 from padfree.losses.objectives import ObjectiveInputs, ObjectiveOutput, run_objective, traits
-from padfree.losses.segments import Reduce, no_reduce
+from padfree.losses.segment_sums import Reduce, no_reduce
 from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
 def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce = no_reduce) -> LossOutput:
-    """The weighted sum over the tokens in `inputs`. `reduce` sums [B] tensors over the context group."""
+    """The policy loss: the weighted sum over the tokens in `inputs`.
+
+    `reduce` sums tensors with one value per sample over the ranks that share a pack.
+    """
     logprobs = inputs.need("logprobs", "a policy loss")
     entropy = inputs.need("entropy", "entropy_coefficient") if settings.entropy_coefficient else None
     terms = policy_terms(inputs, settings, current=logprobs.detach(), reduce=reduce)
@@ -37,7 +41,7 @@ def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce 
 
 
 def is_elementwise(settings: PolicySettings) -> bool:
-    """Whether a token's loss depends only on its own log-probability and entropy, and on constants."""
+    """Whether the loss of a token depends only on its own log-probability and entropy, and on constants."""
     for correction in settings.corrections:
         if isinstance(correction, OPSMSettings):
             return False
@@ -47,7 +51,7 @@ def is_elementwise(settings: PolicySettings) -> bool:
 
 
 def needs_old_logprobs(settings: PolicySettings) -> bool:
-    """Whether the trainer must compute its own log-probabilities before the update."""
+    """Whether a loss with these settings needs log-probabilities that the trainer computes before the update."""
     if settings.old_policy != "trainer":
         return False
     needed = bool(settings.corrections) or settings.weighs_kl
@@ -65,32 +69,37 @@ def zero_without_advantage(settings: PolicySettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
-    """What a token's loss depends on in addition to its log-probability and entropy: [T] each, without gradient."""
+    """What the loss of a token depends on, apart from its log-probability and entropy.
+
+    Each field is [T], without gradient.
+    """
 
     weights: Tensor
     advantages: Tensor
-    old: Tensor | None  # None if the current policy is the old one, or if not needed
+    old: Tensor | None  # old log-probabilities; None if the current policy is the old one, or if not needed
     sampler: Tensor | None
     ref: Tensor | None
     factor: Tensor | None  # sequence-level corrections
 
     def at(self, positions: Tensor | slice) -> PolicyTerms:
-        """The terms of some of the tokens."""
+        """The terms of the tokens at these positions."""
         present = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: values[positions] for name, values in present.items() if values is not None})
 
     def token_loss(self, settings: PolicySettings, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """The weighted loss of each of these tokens."""
+        """The weighted loss of each of these tokens, computed from their log-probabilities and entropies."""
         return self.weights * _token_losses(settings, self, logprobs, entropy).losses
 
 
 def policy_terms(
     inputs: LossInputs, settings: PolicySettings, *, current: Tensor | None, reduce: Reduce = no_reduce
 ) -> PolicyTerms:
-    """The terms of the loss other than the scores. `current` [T] holds the current log-probabilities without gradient,
-    if they are known."""
+    """Collect the terms of the loss other than the scores.
+
+    `current` [T] holds the current log-probabilities without gradient. It may be None if the loss is elementwise.
+    """
     assert current is not None or is_elementwise(settings), "a sequence-level loss needs the scores first"
-    # A user-defined objective gets all values that are available. A built-in objective gets the values it needs.
+    # A user-defined objective gets all values that are available. A built-in objective gets only the values it needs.
     offered = isinstance(settings.objective, CustomObjective)
     sampler = ref = None
     if settings.needs_sampler_logprobs or (offered and inputs.rollout_logprobs is not None):
@@ -118,7 +127,7 @@ def policy_terms(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Parts:
-    """[T] losses before weighting, and the parts that statistics are computed from."""
+    """The losses [T] before weighting, and the parts from which statistics are computed."""
 
     losses: Tensor
     objective: ObjectiveOutput
@@ -176,7 +185,7 @@ def _token_losses(
 def _statistics(
     inputs: LossInputs, settings: PolicySettings, terms: PolicyTerms, parts: _Parts, current: Tensor
 ) -> dict[str, Tensor]:
-    """The statistics by name, [T] each. Available quantities are reported whether or not the loss uses them."""
+    """The statistics by name, [T] each. All available quantities are reported, whether or not the loss uses them."""
     objective = parts.objective
     found = {name: values.to(current.dtype) for name, values in objective.statistics.items()}
     found["advantage"] = terms.advantages

@@ -1,4 +1,4 @@
-"""Losses on pairs of answers, of which one is preferred, in the same pack.
+"""Losses on pairs of answers, of which one is preferred. Both answers of a pair must be in the same pack.
 
     samples    0        1         2        3
     pairs      [[0, 1], [3, 2]]            [P, 2] (chosen, rejected): sample indices in this pack
@@ -16,11 +16,10 @@
                                               odds(x) = x - log(1 - exp x)
                         reward model          -log σ(Δ - margin)
 
-Under context parallelism a rank holds some of the tokens of a pair. `reduce` sums what the pair's loss depends on; each
-rank then returns its share of the loss (the fraction of the pair's tokens that it holds). The gradient for its own
-tokens is exactly the gradient of the whole loss. Shares sum to 1, so that losses and statistics can be summed over
-ranks as for other losses.
-Both answers of a pair must be in one pack.
+There are P pairs. σ is the sigmoid function. Under context parallelism a rank holds some of the tokens of a pair.
+`reduce` sums over the ranks what the pair's loss depends on. Each rank then returns its share of the loss: the fraction
+of the pair's tokens that it holds. The shares of a pair sum to 1, so losses and statistics can be summed over ranks as
+for other losses. The gradient that a rank computes for its own tokens is the gradient of the whole loss.
 """
 
 from __future__ import annotations
@@ -38,14 +37,18 @@ from padfree.batch import SampleInfo
 from padfree.config.loss_settings import DPOSettings, RewardModelSettings
 from padfree.errors import UserError
 from padfree.losses import checks
-from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_sum, spread
 from padfree.losses.types import LossInputs, LossOutput
 
 
 def dpo_loss(
     inputs: LossInputs, settings: DPOSettings, pairs: Tensor, pair_weights: Tensor, *, reduce: Reduce = no_reduce
 ) -> LossOutput:
-    """Direct preference optimisation: the weighted sum over the pairs, or this rank's share of it."""
+    """Direct preference optimisation: the weighted sum of the losses of the pairs.
+
+    `pairs` [P, 2] holds sample indices (chosen, rejected), and `pair_weights` [P] the weights. If several context ranks
+    share a pack, each returns its share of the loss.
+    """
     logprobs = inputs.need("logprobs", "the DPO loss")
     values = logprobs
     if settings.needs_reference:
@@ -59,7 +62,10 @@ def dpo_loss(
 
 
 def _preference(settings: DPOSettings, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[P] losses of pairs, and their derivatives with respect to x of the chosen and of the rejected answer."""
+    """The losses [P] of P pairs, and their derivatives [P] with respect to x of the chosen and of the rejected answer.
+
+    `chosen` and `rejected` hold the x of the two answers, which the module docstring defines.
+    """
     beta, smoothing = settings.beta, settings.label_smoothing
     difference = chosen - rejected
     if settings.variant == "hinge":
@@ -100,11 +106,11 @@ def reward_model_loss(
     margins: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> LossOutput:
-    """Pairwise loss on the scores [T] at the last tokens of samples, or this rank's share of it.
+    """The pairwise loss of a reward model: the score of the chosen answer should exceed that of the rejected answer.
 
-    `ends` [T] marks the last tokens (`sample_ends`).
-
-    `margins` [P] are added to the margin in the settings.
+    The score of an answer is the one at its last token, in `scores` [T]. `ends` [T] marks the last tokens
+    (`sample_ends`). `margins` [P] are added to the margin in the settings. If several context ranks share a pack, each
+    returns its share of the loss.
     """
     ends, scores = checks.mask("ends", ends), checks.loss_input("scores", scores)
     checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
@@ -120,13 +126,19 @@ def reward_model_loss(
 
 
 def sample_ends(position_ids: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
-    """[T] bool: whether a token is the last of its sample. `lengths` [B] are the lengths of the samples."""
+    """For each of T tokens, whether it is the last token of its sample, as bools [T].
+
+    `lengths` [B] are the sample lengths.
+    """
     lengths = checks.index("lengths", lengths)
     return checks.index("position_ids", position_ids) == spread(lengths, sample_index) - 1
 
 
 def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
-    """[P, 2] the pairs of a pack. Both samples of a pair have one `group`; the chosen one has a higher `reward`."""
+    """The pairs of a pack as sample indices (chosen, rejected), [P, 2].
+
+    The two samples of a pair have the same `group`, and the chosen one has the higher `reward`.
+    """
     given: object = samples
     if not isinstance(given, Sequence) or not all(isinstance(info, SampleInfo) for info in given):
         raise UserError("samples", f"got a {type(samples).__name__}", "give the samples of a batch, batch.samples")
@@ -145,7 +157,9 @@ def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
         first, second = (samples[index].reward for index in indices)
         if first is None or second is None or first == second:
             raise UserError(
-                "reward", f"is {first} and {second} in group {group!r}", "give the chosen answer the higher reward"
+                "reward",
+                f"is {first} and {second} for the answers of group {group!r}",
+                "give the chosen answer the higher reward",
             )
         pairs.append(indices if first > second else indices[::-1])
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
@@ -164,16 +178,17 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """The loss of pairs. `local` [B] is this rank's part of x of each sample, and `held` [B] the number of tokens that
-    this rank holds of it.
+    """The weighted loss of pairs, or this rank's share of it.
 
-    Statistics of x are multiplied by `shown`.
+    `local` [B] is this rank's part of the x of each sample (see the module docstring), and `held` [B] the number of the
+    sample's tokens on this rank. `loss` computes losses and derivatives from the x of both answers. Statistics of x are
+    multiplied by `shown`.
     """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):
         raise UserError(
             "pairs",
-            f"shape {tuple(pairs.shape)} for {len(pair_weights)} pair_weights",
+            f"has shape {tuple(pairs.shape)}, but there are {len(pair_weights)} pair_weights",
             "give (chosen, rejected) for each pair",
         )
     totals, all_held = reduce(torch.stack([local.detach(), held], dim=1)).unbind(1)
@@ -184,7 +199,8 @@ def _pair_loss(
     share = (held[chosen] + held[rejected]) / (all_held[chosen] + all_held[rejected]).clamp(min=1.0)
     losses, slopes, rejected_slopes = loss(totals[chosen], totals[rejected])
     here, there = local[chosen], local[rejected]
-    # The value is this rank's share; the gradient is that of the whole loss with respect to this rank's tokens.
+    # The value is this rank's share of the loss. The gradient is that of the whole loss with respect to this rank's
+    # tokens.
     attached = share * losses + slopes * (here - here.detach()) + rejected_slopes * (there - there.detach())
     difference = shown * (totals[chosen] - totals[rejected])
     count = share.sum()

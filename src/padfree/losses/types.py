@@ -5,8 +5,8 @@
                   token_losses  [T] the summands, to find the sample that makes a loss non-finite
                   statistics    name -> (sum, count), so that the parts can be added up and divided once
 
-The weights already include the global normaliser (`aggregation.py`), so losses of micro-batches and of ranks add up.
-Nothing here synchronises with the device: statistics stay tensors.
+There are T tokens. The weights already include the global normaliser (`aggregation.py`), so the losses of micro-batches
+and of ranks can be added. Nothing here synchronises with the device: statistics stay tensors.
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ from padfree.errors import UserError
 from padfree.losses import checks
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
-"""name -> (sum, count), both scalar tensors without gradient; sums are float64."""
+"""Maps the name of a statistic to (sum, count): two scalar tensors without gradient. Sums are float64."""
 
 
 TRAINED = ("logprobs", "entropy", "values")
-"""The inputs that gradients flow to."""
+"""The fields of `LossInputs` that have a gradient."""
 
 
 GIVEN_BY = {
     "ref_logprobs": "give one value per token (in a run: set reference.path, or give the column 'ref_logprobs')",
     "rollout_logprobs": "give one value per token (in a run: the column 'logprobs')",
 }
-"""How to supply inputs that a run does not compute by itself."""
+"""For error messages: how to supply the inputs that a run does not compute by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossInputs:
-    """One micro-batch, or one context rank's shard of it, as a loss sees it. Missing fields raise an error by name."""
+    """The tokens of one micro-batch, or of one context rank's shard, with the values that a loss needs.
+
+    A loss that needs a missing field raises an error with the field's name.
+    """
 
     mask: Tensor  # [T] bool: whether the position has a label
     weights: Tensor  # [T] float32, 0 where the mask is False
-    sample_index: Tensor  # [T] the sample of each token; num_samples for the pad
+    sample_index: Tensor  # [T] the index of each token's sample; num_samples for the pad
     num_samples: int
-    logprobs: Tensor | None = None  # [T] of the labels, under the policy being trained
-    entropy: Tensor | None = None  # [T] of the policy's distribution; only needed if `needs_entropy`
-    old_logprobs: Tensor | None = None  # [T] computed by the trainer before the update
-    rollout_logprobs: Tensor | None = None  # [T] reported by the sampler
+    logprobs: Tensor | None = None  # [T] log-probabilities of the labels under the policy being trained
+    entropy: Tensor | None = None  # [T] entropy of the policy being trained; only needed if `needs_entropy`
+    old_logprobs: Tensor | None = None  # [T] log-probabilities that the trainer computed before the update
+    rollout_logprobs: Tensor | None = None  # [T] log-probabilities that the sampler reported
     ref_logprobs: Tensor | None = None  # [T]
     advantages: Tensor | None = None  # [T]
-    values: Tensor | None = None  # [T] of the value model being trained
-    old_values: Tensor | None = None  # [T] of the value model before the update
+    values: Tensor | None = None  # [T] outputs of the value model being trained
+    old_values: Tensor | None = None  # [T] outputs of the value model before the update
     returns: Tensor | None = None  # [T] targets of the value model
 
     def __post_init__(self) -> None:
@@ -68,7 +71,7 @@ class LossInputs:
         entropy: Tensor | None = None,
         values: Tensor | None = None,
     ) -> LossInputs:
-        """The inputs from a batch with its rollout arrays, and from what the trainer has computed for it."""
+        """The loss inputs of a batch: its rollout arrays, and the values that the trainer has computed for it."""
         rollout = batch.rollout
         return LossInputs(
             mask=batch.labels != IGNORE,
@@ -87,15 +90,15 @@ class LossInputs:
         )
 
     def with_scores(self, logprobs: Tensor, entropy: Tensor | None = None) -> LossInputs:
-        """The same inputs with the scores of a forward pass."""
+        """A copy of these inputs with the log-probabilities and entropies of a forward pass."""
         return replace(self, logprobs=logprobs, entropy=entropy)
 
     def need(self, name: str, why: str) -> Tensor:
-        """The field of this name, which the loss requires.
+        """The field `name`, which the loss requires.
 
-        Values at positions without a label become 0, because they may be arbitrary, even NaN (for example a prompt's
-        log-probabilities). The result has a gradient only if it comes from the model being trained: old and reference
-        values are constants.
+        `why` names the part of the loss that requires it, for the error message. Values at positions without a label
+        become 0, because they may be arbitrary, even NaN (for example a prompt's log-probabilities). The result has a
+        gradient only if it comes from the model being trained: old and reference values are constants.
         """
         values: Tensor | None = getattr(self, name)
         if values is None:
@@ -105,7 +108,9 @@ class LossInputs:
         values = checks.loss_input(name, values)
         if values.shape != self.mask.shape:
             raise UserError(
-                name, f"shape {tuple(values.shape)} for {len(self.mask)} tokens", "give one value per token"
+                name,
+                f"has shape {tuple(values.shape)}, but there are {len(self.mask)} tokens",
+                "give one value per token",
             )
         values = torch.where(self.mask, values, 0.0)
         return values if name in TRAINED else values.detach()
@@ -113,16 +118,20 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossOutput:
-    """The weighted sum of a loss over these tokens, and statistics that can be added up."""
+    """The weighted sum of a loss over some tokens, and statistics that can be added up."""
 
     loss: Tensor  # scalar
-    token_losses: Tensor | None = None  # [T] weighted, without gradient; None if losses belong to pairs, not tokens
+    token_losses: Tensor | None = None  # [T] weighted losses, without gradient; None if the losses belong to pairs
     statistics: Statistics = field(default_factory=dict)
-    pair_statistics: dict[str, Tensor] | None = None  # [P] float64: this rank's share of each pair, and `count`
+    # [P] float64 for P pairs, by name: this rank's shares, and their `count`
+    pair_statistics: dict[str, Tensor] | None = None
 
 
 def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, Tensor]) -> LossOutput:
-    """The output for per-token losses [T] and statistics [T], which are summed over the scored tokens."""
+    """The `LossOutput` for losses [T] per token and statistics [T] per token.
+
+    Both are summed over the scored tokens, the losses with their weights.
+    """
     weighted = inputs.weights * losses
     count = inputs.mask.sum()
     shown = {name: torch.where(inputs.mask, values.detach(), 0.0) for name, values in statistics.items()}
@@ -134,7 +143,7 @@ def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, T
 
 
 def merge_statistics(first: Statistics, second: Statistics) -> Statistics:
-    """Add the statistics of two parts. A name that only one part has is kept unchanged."""
+    """Add the statistics of two parts of a batch. A name that only one part has is kept unchanged."""
     merged = dict(first)
     for name, (total, count) in second.items():
         if name in merged:

@@ -4,7 +4,7 @@ With v the value, v_old the value before the update and R the return, the loss i
 
     ½ max((v - R)², (v_old + clamp(v - v_old, ±clip) - R)²)
 
-so that the value moves by at most `clip` in one update. Without `clip`, the loss is ½ (v - R)².
+The clamp limits how far the value moves in one update, to about `clip`. Without `clip`, the loss is ½ (v - R)².
 """
 
 from __future__ import annotations

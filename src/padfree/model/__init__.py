@@ -1,4 +1,4 @@
-"""Stock Hugging Face models on packs.
+"""Run stock Hugging Face models on packs of samples.
 
 adapter            attach: use padfree's attention in a stock model, or refuse the model
 interface          the attention function that an attached model calls
@@ -10,10 +10,13 @@ outputs            hidden states, and the head that scores them
 scalar_head        heads that give one number: reward models, critics
 routers            routers of mixtures of experts
 roles              the role of each parameter
-structure          a model without weights, and the list of its layers
+structure          a model without weights: shapes, buffers, and the list of its layers
 model_files        which files hold which tensors
+named_tensors      the tensors of a model by their names in files, and the part that each rank holds
+broadcast_weights  weights that rank 0 takes from transformers and broadcasts
 load               load weights; each rank reads only its part
 lora               adapters
+expert_adapters    adapters on experts and routers
 wrapper            the language model inside a multimodal checkpoint
 nonfinite_tensors  find NaN and infinity in weights
 export             write a Hugging Face folder

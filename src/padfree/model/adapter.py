@@ -1,19 +1,19 @@
-"""Attach padfree's attention to a stock HF model.
+"""Attach padfree's attention to a stock Hugging Face (HF) model.
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
     hidden = model(**local_batch.model_inputs())        a pack of samples end to end; attention stays inside each sample
 
 `attach` sets the model's attention implementation through transformers' own interface, and adds a forward pre-hook that
 checks the arguments. It replaces no class, method or weight, and `model.set_attn_implementation("sdpa")` undoes it.
-Attach first, then compile the layers, then wrap them in activation checkpointing, then apply FSDP2. In a compiled layer
-attention is one operator; over context ranks it is a graph break.
+Attach first, then compile the layers, then wrap them in activation checkpointing, then apply FSDP2. In a compiled
+layer, attention is one operator. If context ranks share a pack, attention is a graph break instead.
 
-Before that, `attach` tests the architecture: padfree must support the features in the config, and a small copy must
-give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise `attach` raises an error with
-the reason.
+Before `attach` changes anything, it tests the architecture: padfree must support the features in the config, and a
+small copy must give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise `attach` raises
+an error with the reason.
 
-If the batch's AttnContext names a backend, this backend is used; otherwise the backend given to `attach`. With `auto`,
-the fastest backend that supports the call is used.
+If the batch's `AttnContext` names an attention backend, this backend is used. Otherwise the backend given to `attach`
+is used. With `auto`, it is the fastest backend that supports the call.
 """
 
 from __future__ import annotations
@@ -100,17 +100,19 @@ TESTED = (
     "Zamba2ForCausalLM",
     "ZambaForCausalLM",
 )
-"""Architectures for which the tests compare logits and parameter gradients of a pack with one sample at a time."""
+"""The architectures for which padfree's tests compare the logits and parameter gradients of a pack with those of one
+sample at a time.
+"""
 
 PADDED_CURE = "train it with padding, using transformers.Trainer and DataCollatorForSeq2Seq(tokenizer)"
-"""The advice for a model that cannot be packed."""
+"""The fix in error messages about a model that cannot be packed."""
 
 LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
     "chunked_attention",
     "attention",
-    # mixers, which the probe finds by their behaviour
+    # types of mixer layers; the probe finds mixers by their behaviour
     "linear_attention",
     "mamba",
     "hybrid",
@@ -120,28 +122,30 @@ LAYER_TYPES = (
     "mlp",
     "moe",
 )
-"""The layer types of HF configs that padfree supports. For other types, a small copy may not represent the model."""
+"""The layer types in Hugging Face configs that padfree supports. For other types, the probe's small copy may not
+represent the model.
+"""
 
 HARMLESS_FIELDS = (
     "sliding_window",  # passed to every layer that has one
-    "max_window_layers",  # this and the next three say which layers have a window
+    "max_window_layers",  # this field and the next three say which layers have a window
     "sliding_window_pattern",
     "_sliding_window_pattern",
     "prefix_dense_sliding_window_pattern",
     "chunk_size_feed_forward",  # only saves memory
-    "mamba_chunk_size",  # recurrences are computed in chunks, which pass on their state
+    "mamba_chunk_size",  # the chunks in which a recurrence is computed; its state passes from chunk to chunk
     "chunk_size",
     "block_size",
     "attention_chunk_size",  # for layers of the type chunked_attention
 )
-"""Integer fields about windows and chunks that do not imply an unknown mask."""
+"""Integer config fields about windows and chunks that are known not to change the mask in an unsupported way."""
 
 
 def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool = True) -> PreTrainedModel:
-    """Return the same model, whose forward now takes `attn_context` and attends inside samples only.
+    """Prepare a model for packs: its forward then takes `attn_context`, and tokens attend only to their own sample.
 
-    With `fast_mixers=False`, layers with a recurrent state run one sample at a time, even if faster kernels are
-    installed.
+    Returns the same model. If `fast_mixers` is False, layers with a recurrent state run one sample at a time, even if
+    faster kernels are installed.
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(
@@ -168,18 +172,18 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
     assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
     for module in {model, base_of(model)}:
         if check_inputs not in module._forward_pre_hooks.values():
-            # run it before other hooks, which may pass the context of mixers as the attention mask
+            # Run this hook before the others, because they may pass the context of mixers as the attention mask.
             module.register_forward_pre_hook(check_inputs, with_kwargs=True, prepend=True)
     return model
 
 
 def _probed(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that the probe runs: the model, or its base model if the head gives no output per token."""
+    """The module that the probe runs: the model itself. If its head gives no output per token, it is the base model."""
     return base_of(model) if model.get_output_embeddings() is None else model  # type: ignore[no-untyped-call]
 
 
 def check_stock_packing(model: PreTrainedModel) -> None:
-    """Raise if the model cannot be trained packed with its current attention implementation of transformers."""
+    """Raise `UserError` if the model cannot be trained on packs with its own attention implementation."""
     if not isinstance(model, PreTrainedModel):
         raise UserError(
             "model",
@@ -201,7 +205,7 @@ def check_stock_packing(model: PreTrainedModel) -> None:
 
 
 def unsupported(config: PreTrainedConfig) -> str | None:
-    """A feature in the config that padfree does not support; None if there is none."""
+    """Describe a feature in the config that padfree does not support. None if there is none."""
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if parts:
         return f"it consists of several models ({', '.join(parts)}): use its language model instead"
@@ -227,13 +231,16 @@ def unsupported(config: PreTrainedConfig) -> str | None:
 
 
 _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
-"""Models whose head passed the test, which runs once per model; `lm_head_of` is called for every micro-batch."""
+"""The models whose head passed the test of `lm_head_of`. The test runs only once per model, because `lm_head_of` is
+called for every micro-batch.
+"""
 
 
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """The model's head in its current state. Raises if `LmHead` does not reproduce the model's logits.
+    """The model's head, as an `LmHead` with the current weight. Raises `UserError` if it does not reproduce the logits.
 
-    The weight is the model's own parameter: under FSDP2 a DTensor, and unsharded `inside` the model.
+    The weight is the model's own parameter. Under FSDP2 it is a DTensor; inside `padfree.sharding.parallelize.inside`
+    it is unsharded.
     """
     head = described_head(model)
     reason = None if model in _PLAIN_HEADS else probe(model).head

@@ -6,14 +6,17 @@
 `export_model` merges adapters into the weights, in float32. `export_adapters` writes a folder for
 `PeftModel.from_pretrained(base, "out")`.
 
-Both are collective. Tensors are gathered one by one; rank 0 keeps and writes them. The files are written by
-`save_pretrained` of an empty copy of the model's class, without the wrappers of training. Names, layout (experts one by
-one, if transformers stores them so) and file sizes are therefore the same as in any transformers folder.
+Both functions are collective. Tensors are gathered one by one, and rank 0 keeps and writes them. To write the files,
+rank 0 calls `save_pretrained` on a copy of the model without weights and without the wrappers of training. Names,
+layout (experts one by one, if transformers stores them so) and file sizes are therefore the same as in any transformers
+folder.
 
-A language model that was extracted from a multimodal folder is exported inside it: `padfree.model.wrapper`.
+A language model that was extracted from a multimodal model is exported as part of the multimodal model: see
+`padfree.model.wrapper`.
 
 The folder is written under a temporary name and then renamed, so that it is always complete. `padfree_export.json`
-marks it as an export and lists its files. Only a folder that has this file and no foreign files is ever replaced.
+marks it as an export and lists its files. An existing folder is replaced only if it has this file and no files that the
+export did not write.
 """
 
 from __future__ import annotations
@@ -40,14 +43,16 @@ from transformers.utils import logging
 
 from padfree.distributed import raise_together
 from padfree.errors import UserError
-from padfree.model.load import clean_name, keep_in_float32, named_tensors
+from padfree.model.expert_adapters import has_expert_adapters, merged_weight, stacked_weights
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
+from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.nonfinite_tensors import nonfinite_tensor
+from padfree.model.structure import keep_in_float32
 from padfree.model.wrapper import save_whole, wrapper_of
 from padfree.version import __version__
 
 RECORD = "padfree_export.json"
-"""The file in every export that marks it as one; it holds the version, the time and the list of files."""
+"""The file that marks a folder as an export. It holds the version of padfree, the time and the list of files."""
 
 
 def export_model(
@@ -60,8 +65,8 @@ def export_model(
 ) -> Path:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads. Replaces an earlier export in `folder`.
 
-    `dtype`: dtype of the parameters in the files. None keeps their dtype, or uses float32 if there are adapters.
-    Parameters that the architecture always keeps in float32 stay in float32.
+    `dtype` is the dtype of the parameters in the files. None keeps the dtype of the model, or uses float32 if there are
+    adapters. Parameters that the architecture always keeps in float32 stay in float32.
     """
     if dtype is None and any(is_adapter(name) for name in named_tensors(model)):
         dtype = torch.float32
@@ -91,7 +96,10 @@ def export_model(
 
 
 def _not_finite(tensors: Mapping[str, Tensor], parameters: Collection[str], dtype: torch.dtype) -> str | None:
-    """An error message if a weight is not finite, before or after conversion to the dtype of the files; else None."""
+    """Check that all weights are finite, before and after conversion to the dtype of the files.
+
+    Returns an error message, or None if all are finite.
+    """
     found = nonfinite_tensor(tensors, parameters)
     if found is None:
         return None
@@ -104,7 +112,7 @@ def _not_finite(tensors: Mapping[str, Tensor], parameters: Collection[str], dtyp
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide the progress bar of transformers, which would interfere with padfree's."""
+    """A block that hides the progress bar of transformers, which would interfere with padfree's own."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -119,7 +127,7 @@ def export_adapters(
 ) -> Path:
     """Write only the adapters, which `peft.PeftModel.from_pretrained` loads on top of their base model.
 
-    `base`: the path of the base model, stored in the adapter config.
+    `base` is the path of the base model, which is stored in the adapter config.
     """
     folder, first = Path(folder), _is_first()
     raise_together(_occupied(folder) if first else None)
@@ -131,9 +139,10 @@ def export_adapters(
         config = copy.deepcopy(model.peft_config[ADAPTER])
         config.base_model_name_or_path, config.inference_mode = base, True
         config.save_pretrained(temporary)
+        of_experts = _peft_expert_tensors(model, found)
+        plain = {name.replace(f".{ADAPTER}.", "."): whole for name, whole in found.items() if name.endswith(".weight")}
         tensors = {
-            f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": whole.cpu().contiguous()
-            for name, whole in found.items()
+            f"base_model.model.{name}": whole.cpu().contiguous() for name, whole in {**plain, **of_experts}.items()
         }
         save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
 
@@ -141,26 +150,52 @@ def export_adapters(
     return folder
 
 
-def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, gathered, with its name in HF files. Adapters are merged into the weights that they adapt.
+def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters of experts with PEFT's names and shapes.
 
-    Collective: every rank must iterate over all tensors.
+        lora_A  [E, rank, in]  -> [E * rank, in]
+        lora_B  [E, out, rank] -> [out, rank * E]
+
+    PEFT puts one wrapper around the experts for each of their adapted weights, the first weight innermost.
+    """
+    tensors: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        if not has_expert_adapters(module):
+            continue
+        experts = clean_name(module_name)
+        names = [name for name in stacked_weights(module) if f"{experts}.lora_A.{name}" in found]
+        for number, name in enumerate(names):
+            wrapper = experts + ".base_layer" * (len(names) - 1 - number)
+            a, b = (found[f"{experts}.lora_{side}.{name}"] for side in "AB")
+            tensors[f"{wrapper}.lora_A.weight"] = a.flatten(0, 1)
+            tensors[f"{wrapper}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+    return tensors
+
+
+def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the model, gathered from all ranks, with its name in Hugging Face files.
+
+    Adapters are merged into the weights that they adapt. Collective: every rank must iterate over all tensors.
     """
     tensors = named_tensors(model)
     adapted = {clean_name(f"{name}.weight"): layer for name, layer in model.named_modules() if is_adapted(layer)}
+    experts = {clean_name(name): module for name, module in model.named_modules() if has_expert_adapters(module)}
     for name, tensor in tensors.items():
         if is_adapter(name):
             continue
         whole = gathered(tensor)
-        if name in adapted:
-            module_name = name.removesuffix(".weight")
+        module_name, _, last = name.rpartition(".")
+        if module_name in experts and f"{module_name}.lora_A.{last}" in tensors:
+            a, b = (gathered(tensors[f"{module_name}.lora_{side}.{last}"]) for side in "AB")
+            whole = merged_weight(experts[module_name], whole.to(torch.promote_types(whole.dtype, torch.float32)), a, b)
+        elif name in adapted:
             a, b = (gathered(tensors[f"{module_name}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
             whole = whole.float() + added_weight(adapted[name], a, b)
         yield name, whole
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank. Collective."""
+    """The whole tensor, gathered from all ranks, on every rank. Collective."""
     if isinstance(tensor, DTensor):
         # Move offloaded shards to the device first, because the communication backend needs them there.
         tensor = tensor.detach().to(tensor.device_mesh.device_type)
@@ -174,7 +209,7 @@ def _is_first() -> bool:
 
 
 def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
-    """Write on rank 0. An error there is raised on all ranks."""
+    """Write an export on rank 0. If this fails, all ranks raise the error."""
     error = None
     if _is_first():
         try:
@@ -185,9 +220,9 @@ def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) ->
 
 
 def not_an_export(folder: Path) -> str | None:
-    """Why an export must not replace this folder, for example because it has files that no export wrote.
+    """The reason why an export must not replace this folder, for example because it has files that no export wrote.
 
-    None if it may be replaced.
+    Returns None if it may be replaced.
     """
     paths = list(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     if not paths:
@@ -238,7 +273,7 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
 
 
 def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same class and config on the meta device, without the wrappers of training."""
+    """A model of the same class and config on the meta device, without weights and without the wrappers of training."""
     # fully_shard changes the class of a model to a subclass of FSDPModule and the original class.
     original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     assert issubclass(original, PreTrainedModel)

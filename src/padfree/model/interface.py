@@ -4,16 +4,16 @@
     cp.attend               q     [T, H, d]        k, v       [T, Hkv, d]        the AttnContext itself
     back to HF              output [1, T, H, dv], None
 
-transformers looks up attention functions by the name in `config._attn_implementation`. padfree's function is registered
-as `padfree`, or as `padfree_<backend>` for a model attached with a fixed backend. The model stores only this name. The
-`AttnContext`, which depends on the data, is passed with every call. No state is kept between calls, so that recomputed
-activations and other models in the same process always see their own batch.
+A pack has T tokens. transformers looks up attention functions by the name in `config._attn_implementation`. padfree's
+function is registered as `padfree`, or as `padfree_<backend>` for a model attached with a fixed backend. The model
+stores only this name. The `AttnContext`, which depends on the data, is passed with every call. No state is kept between
+calls, so that recomputed activations and other models in the same process always see their own batch.
 
-No mask function is registered under this name. transformers then passes None as the mask without looking at
-`position_ids`. With a mask function it would compare positions on the device and synchronise.
+No mask function is registered under this name. Therefore transformers passes None as the mask without looking at
+`position_ids`. With a mask function, it would compare positions on the device and synchronise.
 
-Every keyword argument that reaches the function is either used, or known to be irrelevant to attention, or an error. A
-layer that needs an unsupported feature is therefore refused.
+Every keyword argument that reaches the function is either used, or known to be irrelevant to attention. Any other
+argument raises an error, so that a layer with an unsupported feature is not computed wrongly.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from padfree.attention.operator import self_attention
 from padfree.attention.prefix_attention import prefix_attention
-from padfree.batch import AttnContext, Segments
+from padfree.batch import AttnContext
 from padfree.cp import attend
 from padfree.errors import UserError
+from padfree.segments import Segments
 
 NAME = "padfree"
 
@@ -41,24 +42,27 @@ UNRELATED_ARGUMENTS = (
     "position_ids",
     "use_cache",
 )
-"""Keyword arguments that HF passes to attention and that do not affect which keys a query sees."""
+"""Keyword arguments that Hugging Face models pass to attention and that do not affect which keys a query sees."""
 
 
 def register(backend: str) -> str:
-    """Register padfree's attention on this backend with transformers. Returns the name of the implementation."""
+    """Register padfree's attention with this backend in transformers.
+
+    Returns the name of the attention implementation.
+    """
     name = NAME if backend == "auto" else f"{NAME}_{backend}"
     AttentionInterface.register(name, partial(attention, backend=backend))
     return name
 
 
 def is_attached(config: PreTrainedConfig) -> bool:
-    """Whether models of this config call padfree's attention."""
+    """Whether models with this config call padfree's attention."""
     name = config._attn_implementation or ""
     return name == NAME or name.startswith(f"{NAME}_")
 
 
 def need_attached(model: PreTrainedModel) -> None:
-    """Raise if the model was not prepared by `attach`: its own attention would mix the samples of a pack.
+    """Raise `UserError` if `attach` was not called on the model. Its own attention would mix the samples of a pack.
 
     The name of the attention implementation does not prove that `attach` was called, because users can set it directly.
     """
@@ -82,12 +86,13 @@ def attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     output_attentions: bool | None = None,
-    layer_positions: Tensor | None = None,  # [T] index of each query in the layer's input, if it was reordered
+    layer_positions: Tensor | None = None,  # [T] index of each query in the layer's input, if the input was reordered
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output [1, T, H, dv], and None in place of the attention weights.
+    """The attention function that transformers calls in each layer.
 
-    A backend named in the context overrides `backend`.
+    query is [1, H, T, d], key [1, Hkv, T, d] and value [1, Hkv, T, dv] for the T tokens of a pack. Returns the output
+    [1, T, H, dv], and None in place of the attention weights. A backend named in `attn_context` overrides `backend`.
     """
     name = type(module).__name__
     if attn_context is None:
@@ -98,19 +103,23 @@ def attention(
         )
     if attention_mask is not None and attention_mask is not attn_context:  # some layers pass the context as the mask
         raise UserError(
-            "attention_mask", f"was created in {name}", "pass None: attn_context already describes the samples"
+            "attention_mask", f"is not None in {name}", "pass None: attn_context already describes the samples"
         )
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
         raise UserError("is_causal", f"is False in {name}", "use a decoder model: only causal layers can be packed")
     if dropout:
         raise UserError(
-            "dropout", f"is {dropout} in {name}", "set the config's attention dropout to 0, or call model.eval()"
+            "dropout",
+            f"is {dropout} in {name}, but packs do not support attention dropout",
+            "set the config's attention dropout to 0, or call model.eval()",
         )
     if output_attentions:
         raise UserError("output_attentions", "is True, but attention weights are never computed", "set it to False")
     if sliding_window is not None and sliding_window < 1:
         raise UserError(
-            "sliding_window", f"is {sliding_window} in {name}", "set the config's window to None, or to 1 or more"
+            "sliding_window",
+            f"is {sliding_window} in {name}, which is not a valid window",
+            "set the config's window to None, or to 1 or more",
         )
     for argument, content in others.items():
         if content is not None and argument not in UNRELATED_ARGUMENTS:
@@ -127,7 +136,7 @@ def attention(
         )
     if attn_context.backend != "auto":
         backend = attn_context.backend
-    # `squeeze(0)` gives views in forward and backward, whereas the gradient of `states[0]` would need a copy.
+    # `squeeze(0)` returns a view in forward and backward, whereas the gradient of `states[0]` would need a copy.
     q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     chunk = chunk_of(module)
     if (chunk is not None or counts_positions(module)) and attn_context.segments.parents is not None:
@@ -158,10 +167,11 @@ def attention(
 
 
 def mark_chunked_layers(model: PreTrainedModel) -> None:
-    """Store the chunk size in each attention layer that attends inside chunks of positions, as most of Llama 4's do.
+    """Store the chunk size in each attention layer that attends inside chunks of positions, as most layers of Llama 4
+    do.
 
-    The config lists these layers by index. If a compiled layer read its own index, every layer would be compiled
-    separately.
+    The config lists these layers by index. But if a layer read its own index while it runs, every layer would be
+    compiled separately.
     """
     for module in model.modules():
         config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -171,15 +181,18 @@ def mark_chunked_layers(model: PreTrainedModel) -> None:
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """The chunk size in tokens that `mark_chunked_layers` stored; None if the layer does not attend in chunks."""
+    """The chunk size in tokens that `mark_chunked_layers` stored in this layer.
+
+    None if the layer does not attend in chunks.
+    """
     return getattr(module, "_padfree_chunk_tokens", None)
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
-    """The context of the same pack, with samples cut into segments of at most `chunk` tokens.
+    """A context for the same pack in which samples are cut into segments of at most `chunk` tokens.
 
-    Each sample starts a new chunk, because its positions start at 0.
+    Each sample starts a new chunk, because its positions start at 0. `name` is the layer, for error messages.
     """
     if context.layout is not None:
         raise UserError(
@@ -196,16 +209,17 @@ def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
 
 
 def counts_positions(module: nn.Module) -> bool:
-    """Whether the layer scales its queries by positions that it counts along the whole pack, as Llama 4's do."""
+    """Whether the layer scales its queries by positions that it counts along the whole pack, as in Llama 4."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, layer_positions: Tensor | None) -> Tensor:
     """Correct queries [T, H, d] that a layer has scaled by a wrong position.
 
-    Layers such as Llama 4's multiply each query by a factor that depends on its position, but count positions along the
-    whole pack. This function divides by that factor and multiplies by the factor for the token's position in its own
-    sample. `layer_positions` [T] are the positions that the layer counted; None means 0, 1, 2, ...
+    Some layers, such as those of Llama 4, multiply each query by a factor that depends on its position, but count
+    positions along the whole pack. This function divides by that factor and multiplies by the factor for the position
+    of the token in its own sample. `layer_positions` [T] are the positions that the layer counted; None means 0, 1, 2,
+    ...
     """
     here = torch.arange(len(q), device=q.device)
     tokens = here if context.plan is None else context.plan.own
@@ -228,7 +242,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, backend: str,
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook that raises for arguments with which HF would silently compute wrong results for a pack.
+    """A forward pre-hook that raises `UserError` for arguments with which a pack would silently give wrong results.
 
     It does nothing while the model uses another attention implementation, so that `set_attn_implementation("sdpa")`
     restores the stock model, for example for generation.
@@ -242,7 +256,8 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UserError(
             name, f"was called with {len(args)} positional arguments", "call it with **LocalBatch.model_inputs()"
         )
-    # A model without positions may pass only a mask to its base; mixers then get their context in place of the mask.
+    # A model without positions may pass only a mask to its base model. Then mixers get the context in place of the
+    # mask.
     handed = isinstance(kwargs.get("attention_mask"), AttnContext)
     if handed:
         kwargs = {**kwargs, "attn_context": kwargs["attention_mask"], "attention_mask": None}
@@ -258,7 +273,7 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
     for argument, cure in _REFUSED.items():
         if kwargs.get(argument) is not None:
-            raise UserError(argument, f"was passed to {name}", cure)
+            raise UserError(argument, f"was passed to {name}, but packs do not support it", cure)
     for argument in ("use_cache", "output_attentions"):
         chosen = kwargs.get(argument)
         if getattr(config, argument, False) if chosen is None else chosen:
@@ -293,9 +308,9 @@ _REFUSED = {
 
 
 def check_positions(limit: int | None, longest: int) -> None:
-    """Raise if the longest sample of a pack would change the rotary frequencies of the other samples.
+    """Raise `UserError` if the longest sample of a pack would change the rotary frequencies of the other samples.
 
-    `limit`: see `position_limit`.
+    `limit` is the result of `position_limit`, and `longest` the length of the longest sample.
     """
     if limit is not None and longest > limit:
         raise UserError(
@@ -307,12 +322,16 @@ def check_positions(limit: int | None, longest: int) -> None:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The length up to which rotary frequencies do not depend on the longest sample of a pack; None: no limit."""
+    """The length up to which rotary frequencies do not depend on the longest sample of a pack.
+
+    None if there is no limit.
+    """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return None
     limits = []
-    for entry in (parameters, *parameters.values()):  # a config has one set for all layers, or one per layer type
+    # a config has one set of parameters for all layers, or one per layer type
+    for entry in (parameters, *parameters.values()):
         if not isinstance(entry, dict):
             continue
         kind = str(entry.get("rope_type", "default"))

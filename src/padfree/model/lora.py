@@ -5,25 +5,37 @@
     q_proj.weight   ->   q_proj.base_layer.weight, q_proj.lora_A.default.weight, q_proj.lora_B.default.weight
 
 `add_adapters` inserts PEFT's layers into the model in place. The model stays a transformers model, so that attention,
-recomputation, compilation, FSDP2 and the head work as before. `padfree.model.load.clean_name` removes `base_layer` from
+recomputation, compilation, FSDP2 and the head work as before. `named_tensors.clean_name` removes `base_layer` from
 names, which gives the names in HF files. Call `attach` first, because it tests the plain architecture.
 
-A is initialised from the seed and its own name, so that its values do not depend on ranks, order or targets. B is 0, so
-that the model initially equals the one without adapters.
+The initial values of A depend only on the seed and on the name of A, not on ranks, on the order of layers or on the
+other targets. B is 0, so that the model initially equals the one without adapters.
 
-Adapters are for linear layers below the head. These targets raise an error, and "all-linear" leaves them frozen:
+Adapters are for linear layers below the head. The following layers stay frozen with "all-linear", and raise an error if
+they are named as targets:
 
 - embeddings and the head, because the losses read the head's weight directly, without the adapter;
-- linear layers of a mixer whose forward reads their weight directly (Mamba's time step);
-- routers that are more than a linear layer (Llama 4);
-- experts that transformers keeps in one tensor.
+- linear layers of a mixer whose forward reads their weight directly (Mamba's time step).
 
-A scalar head (`padfree.model.scalar_head`) is new and is trained itself.
+"all-linear" leaves experts that transformers keeps in one tensor, and routers that are more than a linear layer, frozen
+as well. They get adapters (`padfree.model.expert_adapters`) if they are named. A longer name selects layers, or one of
+the experts' weights:
+
+    lora.targets = ["all-linear", "experts"]
+    lora.targets = ["all-linear", "experts", "mlp.gate"]             also the routers of Qwen3-MoE
+    lora.targets = ["q_proj", "v_proj", "experts.down_proj"]
+
+`peft_config` of the model is what PEFT needs to load the adapters. In some mixtures of experts, PEFT takes every layer
+with the name of an expert's projection (`gate_proj`) for experts, also in the shared expert. Such layers are written as
+`target_parameters`, which PEFT takes literally.
+
+A scalar head (`padfree.model.scalar_head`) has no adapter: it is new, and its own weight is trained.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 import importlib.util
 import inspect
@@ -31,6 +43,7 @@ import math
 import re
 import textwrap
 import warnings
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,63 +53,92 @@ from transformers.pytorch_utils import Conv1D
 
 from padfree.config import LoraConfig
 from padfree.errors import UserError
+from padfree.model.expert_adapters import adapt_experts, adapt_router, has_expert_adapters, stacked_weights
 from padfree.model.mixers import kind_of
 from padfree.model.mixers.own_forward import code_of
+from padfree.model.routers import routers_of
 from padfree.model.scalar_head import HEAD as SCALAR_HEAD
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
 
 ADAPTER = "default"
-"""PEFT's default name of an adapter."""
+"""The name that PEFT gives an adapter by default."""
 
 ALL_LINEAR = "all-linear"
 
-_ADAPTER_NAME = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$")
+_ADAPTER_NAME = re.compile(rf"\.lora_[AB]\.({ADAPTER}\.weight|\w+_proj)$")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this is the name of an adapter's parameter."""
+    """Whether `name` is the name of a parameter of an adapter."""
     return _ADAPTER_NAME.search(name) is not None
 
 
 def is_trained_with_adapters(name: str) -> bool:
-    """Whether a parameter of this name is trained in a model with adapters: adapters and the scalar head are."""
+    """Whether a parameter of this name is trained in a model with adapters: it belongs to an adapter or to the scalar
+    head.
+    """
     return is_adapter(name) or name == SCALAR_WEIGHT
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0) -> None:
-    """Freeze the model and insert adapters. On the meta device, `load_model` initialises them later."""
+    """Freeze the model and insert adapters.
+
+    If the model is on the meta device, `load_model` initialises the adapters later.
+    """
     if importlib.util.find_spec("peft") is None:
-        raise UserError("lora.rank", f"{settings.rank}, but peft is not installed", "pip install 'padfree[lora]'")
+        raise UserError(
+            "lora.rank", f"is {settings.rank}, but peft is not installed", "install it with pip install 'padfree[lora]'"
+        )
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
+    layers, weights = _targets(model, settings.targets)
     config = PeftConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
         lora_alpha=settings.rank if settings.alpha is None else settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=(targets := _targets(model, list(settings.targets))),
+        target_modules=_endings(layers, (name for name, _ in model.named_modules())),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the error below replaces it
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
-    if set(config.target_modules) != set(targets):
-        raise UserError(
-            "lora.targets",
-            f"PEFT treats {min(set(targets) - set(config.target_modules))!r} of {type(model).__name__} as experts, "
-            "which cannot have adapters",
-            "remove it, and name the other targets",
-        )
+    parameters = [name for name, _ in model.named_parameters()]
+    written = copy.deepcopy(config)
+    literal = [*weights]
+    if _takes_for_experts(written, model):
+        written.target_modules = []
+        literal += [f"{name}.weight" for name in layers]
+    if literal:
+        written.target_parameters = _endings(literal, parameters, least=3)
+        written.lora_dropout = 0.0  # PEFT refuses dropout for parameters; loading for inference does not need it
+    model.requires_grad_(False)
+    if layers:
+        config.target_modules = ["given by the names in state_dict"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the names match no target module
+            inject_adapter_in_model(
+                config,
+                model,
+                adapter_name=ADAPTER,
+                low_cpu_mem_usage=True,
+                state_dict={f"{name}.lora_A.weight": torch.empty(0) for name in layers},
+            )
+    scale = config.lora_alpha / config.r
+    for name, module in list(model.named_modules()):
+        names = tuple(part for part in stacked_weights(module) if f"{name}.{part}" in weights)
+        if names:
+            adapt_experts(module, names, rank=config.r, scale=scale, dropout=settings.dropout)
+        elif f"{name}.weight" in weights:
+            adapt_router(module, adapter=ADAPTER, rank=config.r, scale=scale)
+    model.peft_config = {ADAPTER: written}
     if isinstance(head := getattr(model, SCALAR_HEAD, None), nn.Linear):
         head.requires_grad_(True)
     for module_name, layer in model.named_modules():
-        if not is_adapted(layer):
+        if not is_adapted(layer) and not has_expert_adapters(layer):
             continue
-        device = layer.base_layer.weight.device
+        device = next(parameter for name, parameter in layer.named_parameters() if not is_adapter(f".{name}")).device
         if device.type == "meta":
             continue
-        for side in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+        for side in (layer.lora_A, layer.lora_B):
             side.to_empty(device=device)
         for name, parameter in layer.named_parameters(prefix=module_name):
             if is_adapter(name):
@@ -104,49 +146,67 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
 
 
 def is_adapted(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    """Whether this is a linear layer or a router with an adapter."""
+    return hasattr(module, "lora_A") and not has_expert_adapters(module)
+
+
+def needs_merging(model: nn.Module) -> bool:
+    """Whether servers get merged weights: they do not load adapters in `target_parameters` format reliably."""
+    return any(config.target_parameters for config in getattr(model, "peft_config", {}).values())
 
 
 def adapted_modules(model: nn.Module) -> list[str]:
-    """The last parts of the names of all modules with adapters: q_proj, v_proj."""
+    """The last parts of the names of all modules with adapters, for example q_proj and v_proj."""
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_adapted(module)})
 
 
 def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The initial values of an adapter's tensor, on the CPU. `name`: its name without wrappers."""
+    """The initial values of an adapter's tensor, on the CPU. `name` is the name of the tensor without wrappers."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-    bound = 1 / math.sqrt(shape[1])
+    bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
 
 
 def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
-    """The adapter's contribution to its layer's weight in float32, from unsharded `a` [rank, in], `b` [out, rank]."""
+    """The adapter's contribution to the weight of its layer, in float32.
+
+    `a` [rank, in] and `b` [out, rank] are unsharded.
+    """
     product = (b.float() @ a.float()) * float(layer.scaling[ADAPTER])
     return product.T if layer.fan_in_fan_out else product  # GPT-2 stores weights as [in, out]
 
 
-def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
-    """The names of the target layers for PEFT: the last parts of names (`q_proj`) if these select the right layers,
-    otherwise full names."""
+def adapts_experts(model: PreTrainedModel, targets: Sequence[str]) -> bool:
+    """Whether these targets select stacked weights of experts."""
+    modules = (name.rpartition(".")[0] for name in _targets(model, targets)[1])
+    return any(stacked_weights(model.get_submodule(name)) for name in modules)
+
+
+def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The full names of the linear layers, and of the weights of experts and routers, that get adapters."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if type(module).forward in (nn.Linear.forward, Conv1D.forward)}
     passed_by = {f"{name}.{part}" for name, module in modules.items() for part in _weights_read_by(module)} & linear
     fit = {name for name in linear - passed_by if modules[name] not in ends}
-    last = sorted({name.rpartition(".")[2] for name in fit})
-    if ALL_LINEAR in targets:
-        if len(targets) > 1:
-            raise UserError(
-                "lora.targets", f"{targets} mixes both forms", f"give either {ALL_LINEAR!r} or names of modules"
-            )
-        unfit = {name.rpartition(".")[2] for name in modules.keys() - fit}
-        return sorted(fit) if unfit & set(last) else last
+    routers = {router.module for router in routers_of(model)}
+    experts = {name: names for name, module in modules.items() if (names := stacked_weights(module))}
+    named = {name: ("weight",) for name, module in modules.items() if module in routers and name not in fit} | experts
+    last = sorted({name.rpartition(".")[2] for name in [*fit, *named]})
+    layers, weights = set[str](), set[str]()
     for target in targets:
-        found = [name for name in modules if f".{name}".endswith(f".{target}")]
-        if not found:
+        if target == ALL_LINEAR:
+            layers.update(fit)
+            continue
+        found = [name for name in modules if _ends_with(name, target)]
+        parts = [f"{name}.{part}" for name, names in experts.items() for part in names]
+        chosen = [part for part in parts if _ends_with(part, target) and "." in target]
+        chosen += [f"{name}.{part}" for name in found if name in named for part in named[name]]
+        weights.update(chosen)
+        if not found and not chosen:
             raise UserError("lora.targets", f"the model has no module {target!r}", f"choose from {', '.join(last)}")
         for name in found:
             if name in passed_by:
@@ -155,17 +215,64 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
                     f"{name} cannot have an adapter, because its mixer reads the weight without calling the layer",
                     f"choose from {', '.join(last)}",
                 )
-            if name not in fit:
+            if name not in named and hasattr(modules[name], "num_experts"):
+                raise UserError(
+                    "lora.targets",
+                    f"{name} ({type(modules[name]).__name__}) does not use transformers' experts interface, so that "
+                    "its experts cannot have adapters",
+                    f"choose from {', '.join(last)}",
+                )
+            if name not in fit and name not in named:
                 raise UserError(
                     "lora.targets",
                     f"{name} ({type(modules[name]).__name__}) is not a linear layer below the head",
                     f"choose from {', '.join(last)}",
                 )
-    return targets
+        if ALL_LINEAR in targets and not chosen:
+            raise UserError(
+                "lora.targets",
+                f"{list(targets)} names layers besides {ALL_LINEAR!r}, which includes them",
+                f"give either {ALL_LINEAR!r} or names; only experts and routers can be added to {ALL_LINEAR!r}",
+            )
+        layers.update(name for name in found if name in fit)
+    return sorted(layers), sorted(weights)
+
+
+def _ends_with(name: str, ending: str) -> bool:
+    return f".{name}".endswith(f".{ending}")
+
+
+def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 1) -> list[str]:
+    """The shortest ends, of at least `least` parts, that select exactly these names out of `everything`: `q_proj`."""
+    chosen, counts = dict[str, int](), dict[str, int]()
+    for found, every in ((chosen, names), (counts, everything)):
+        for name in every:
+            parts = name.split(".")
+            for begin in range(len(parts)):
+                ending = ".".join(parts[begin:])
+                found[ending] = found.get(ending, 0) + 1
+    shortest = set()
+    for name in names:
+        parts = name.split(".")
+        ends = (".".join(parts[begin:]) for begin in reversed(range(len(parts) - least + 1)))
+        shortest.add(next((end for end in ends if chosen[end] == counts[end]), name))
+    return sorted(shortest)
+
+
+def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
+    """Whether PEFT would replace target modules by experts, because experts had modules of these names in old files."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    trial = copy.deepcopy(config)
+    try:
+        convert_peft_config_for_transformers(trial, model=model, conversions=None)
+    except ValueError:  # only some of the projections that are fused in experts are targets
+        return True
+    return set(trial.target_modules) != set(config.target_modules)
 
 
 def _weights_read_by(module: nn.Module) -> set[str]:
-    """The submodules of a mixer whose `weight` its forward reads directly (`self.part.weight`)."""
+    """The names of the submodules of a mixer whose `weight` the mixer's forward reads directly (`self.part.weight`)."""
     if kind_of(module).name == "other":
         return set()
     return {

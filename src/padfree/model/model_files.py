@@ -8,7 +8,7 @@
 Missing weights are an error. Random weights must be requested explicitly (`init="random"`, or a config file). The
 headers of the files are checked before any tensor is read.
 
-Only safetensors files are read; pickle files are refused.
+Only safetensors files are read. Pickle files raise an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from padfree.config.model_folder import INDEX, SHARD, WEIGHTS, check_config_file
 from padfree.errors import UserError
 
 PARTIAL = "padfree_partial"
-"""A key in the metadata of an index: the files can hold tensors that the index omits (later layers of a model)."""
+"""A key in the metadata of an index file. It says that the files can hold tensors that the index omits, such as the
+later layers of a model.
+"""
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".safetensors")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -40,10 +43,10 @@ def open_model(
     init_setting: str | None = "init",
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Return the config and the file of each tensor. If the weights are to be random, None replaces the files.
+    """Return the config of a model, and the file of each tensor.
 
-    `init_setting` is the name of the setting that requests random weights, for error messages. It is None if the caller
-    has no such setting.
+    If the weights are to be random, None replaces the files. `init_setting` is the name of the setting that requests
+    random weights, for error messages. It is None if the caller has no such setting.
     """
     if isinstance(source, PreTrainedConfig):
         return copy.deepcopy(source), None
@@ -71,10 +74,10 @@ def open_model(
 
 
 def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
-    """The config in a folder or a file."""
+    """Read the config in a model folder or a config file."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a config can hold anything, and config classes raise all kinds of errors
+    except Exception as error:  # a config can contain anything, so config classes can raise any error
         raise UserError(
             "model",
             f"the config of {path} cannot be used ({one_line(error)})",
@@ -85,7 +88,7 @@ def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch.dtype:
-    """The dtype of most elements in the files; without files the dtype of the config, or float32."""
+    """The dtype of most elements in the files. Without files, the dtype in the config, or float32 if it has none."""
     if files is None:
         named = str(getattr(config, "dtype", None)).removeprefix("torch.")
         return next((dtype for dtype in FLOATS.values() if str(dtype) == f"torch.{named}"), torch.float32)
@@ -100,7 +103,10 @@ def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch
 
 
 def weight_files(folder: Path) -> dict[str, Path] | None:
-    """The file of each tensor of a folder; None if it has no weights. Raises if files are missing or inconsistent."""
+    """The file of each tensor of a model folder. None if the folder has no weights.
+
+    Raises `UserError` if files are missing or inconsistent.
+    """
     shards = sorted(path.name for path in folder.iterdir() if SHARD.fullmatch(path.name))
     if (folder / INDEX).exists():
         return _indexed(folder, shards)
@@ -117,7 +123,10 @@ def weight_files(folder: Path) -> dict[str, Path] | None:
 
 
 def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
-    """The file of each tensor according to the index, checked against the files."""
+    """The file of each tensor according to the index file.
+
+    Raises `UserError` if the index and the files do not match.
+    """
     mapping, partial = _read_index(folder / INDEX)
     named = sorted(set(mapping.values()))
     for file in named:
@@ -150,7 +159,10 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], bool]:
-    """The file of each tensor, and whether the files may hold tensors that the index omits."""
+    """Read the index file.
+
+    Returns the file of each tensor, and whether the files may hold tensors that the index omits.
+    """
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         mapping, metadata = index["weight_map"], index.get("metadata")
@@ -162,7 +174,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], bool]:
 
 
 def opened(path: Path) -> Any:
-    """An open safetensors file; its header has been read."""
+    """Open a safetensors file and read its header."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from padfree.model.named_tensors import clean_name, named_tensors
 
 
 def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] | None = None) -> str | None:
-    """The first tensor with a non-finite value in this rank's part; None if all are finite.
+    """The name of the first tensor with a non-finite value in this rank's part. None if all values are finite.
 
     If `parameters` is given, all other names are buffers, which may hold infinity (a mask) but not NaN.
     """
@@ -40,3 +42,8 @@ def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] 
         if wrong
     }
     return next((name for name in tensors if name in wrongs), None)
+
+
+def nonfinite_weight(model: nn.Module) -> str | None:
+    """The name in HF files of the first tensor whose part on this rank is not finite; None if all are."""
+    return nonfinite_tensor(named_tensors(model), {clean_name(name) for name, _ in model.named_parameters()})

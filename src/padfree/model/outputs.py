@@ -3,8 +3,9 @@
     hidden_states(model, local)   [T/cp, D]                    the base model only; logits [T, V] are never computed
     lm_head_of(model)             LmHead                       weight [V, D], bias, soft cap and scale
 
-Some models scale their logits in ways that only their code shows. `LmHead` is therefore compared with the logits of a
-small copy (`padfree.model.probe`). If it does not reproduce the logits, `lm_head_of` raises an error.
+A pack of T tokens is divided over `cp` context ranks, D is the hidden size and V the size of the vocabulary. Some
+models scale their logits in ways that only their code shows. `LmHead` is therefore compared with the logits of a small
+copy (`padfree.model.probe`). If it does not reproduce the logits, `lm_head_of` raises an error.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from padfree.model.interface import need_attached
 
 
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """[T/cp, D] the inputs of the head of an attached model. Calls the base model's own forward.
+    """The hidden states that the head of an attached model would get, computed by the base model's own forward.
 
-    If samples of the batch share prefixes, the result is [e, D]: one hidden state per entry, so that the hidden state
-    of a shared token is repeated each time it is scored.
+    Returns [T/cp, D] for the T tokens of a pack that is divided over `cp` context ranks. If samples of the batch share
+    prefixes, the result is [e, D]: one hidden state for each of e entries. The hidden state of a shared token is then
+    repeated for each sample in which it predicts a token.
 
     Under FSDP2 the embeddings and the last norm must be unsharded: use `padfree.sharding.parallelize.inside`.
     """
@@ -47,14 +49,15 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of the model below its head. A model without a head is its own base."""
     base = model.base_model
     if base is model and model.get_output_embeddings() is not None:  # type: ignore[no-untyped-call]
-        # The model has no part named base_model_prefix, which refers to a larger model: take the child that is a model.
+        # The model has no attribute named by base_model_prefix, because the prefix belongs to a larger model. Take the
+        # child that is a model.
         base = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
     assert isinstance(base, PreTrainedModel)
     return base
 
 
 def described_head(model: PreTrainedModel) -> LmHead | None:
-    """The head according to the config; the probe compares it with the model's logits. None if there is no head."""
+    """The head as the config describes it. None if there is no head. The probe compares it with the model's logits."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         return None

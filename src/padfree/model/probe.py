@@ -1,4 +1,4 @@
-"""Test on a small copy, on the CPU, whether an architecture can be trained packed.
+"""Test on a small copy of a model, on the CPU, whether its architecture can be trained on packs of samples.
 
     single   | sample of 13 |  | 1 |  | 9 |  | 9 |            four calls of the model with HF's own eager attention
     packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |          one pack with padfree's attention. Its tokens are
@@ -6,23 +6,23 @@
     state    | 9 | another of 13 | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
 
 Packed and single must give the same logits and the same gradient of every parameter. They differ if the model has a
-recurrent state or a convolution, relies on a mask that HF would have created, does not pass on a window, or counts
-positions itself. Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so
-that a leak is visible in the first digits. In the pack `state`, outputs and gradients of the unchanged samples must not
-depend on the samples before them, in this pack or in the previous one.
+recurrent state or a convolution, needs a mask that transformers would have created, does not pass on a window, or
+counts positions itself. Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and
+random, so that a leak between samples is visible in the first digits. In the pack `state`, outputs and gradients of the
+unchanged samples must not depend on the samples before them, in this pack or in the previous one.
 
 Modules that mix tokens without attention are found first (`padfree.model.mixers`) and run on whole segments.
 
 The copy has the architecture of the model with small sizes (`shrink`). Layers can differ in ways that the config does
-not show, so the copy must contain every module class of the real model. Layers are added until it does. If it never
-does, the model does not pass.
+not show, so the copy must contain every module class of the real model. Layers are added to the copy until it does. If
+it never does, the model does not pass the test.
 
 `stock_leak` tests a model with transformers' own attention. That attention gets the sample boundaries in one of two
 ways: from the mask that transformers creates where position ids restart (sdpa, eager, flex), or from cumulative lengths
-passed to the attention function (flash). Here the tokens are in order, as from a data collator.
+passed to the attention function (flash). In this test the tokens are not shuffled, as in a pack from a data collator.
 
-Verdicts are cached per process, by model class, shrunken config and set of module classes, so that models that differ
-only in size share a verdict. The caller's random state, default device and gradient mode do not change.
+Results are cached per process, by model class, shrunken config and set of module classes, so that models that differ
+only in size are tested once. The caller's random state, default device and gradient mode do not change.
 """
 
 from __future__ import annotations
@@ -42,26 +42,31 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from padfree.batch import AttnContext, Segments, pack_inputs
+from padfree.batch import AttnContext, pack_inputs
 from padfree.errors import shown_error
 from padfree.model.interface import NAME, attention, mark_chunked_layers
 from padfree.model.mixers import Mixer, find_mixers, install
 from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.outputs import base_of, described_head
 from padfree.model.shrink import VOCABULARY, shrink
+from padfree.segments import Segments
 
 PROBE = f"{NAME}_probe"
 LENGTHS_PROBE = f"{NAME}_lengths_probe"
 MASKED = ("eager", "sdpa", "flex_attention")
-"""transformers' attention functions that take a mask, which transformers creates from position ids."""
+"""The attention implementations of transformers that take a mask. transformers creates the mask from position ids."""
 
 LENGTHS = (13, 1, 9, 9)
 PAD = 3
 TOLERANCE = 1e-4
-"""The largest difference, relative to the largest entry, that passes. Rounding is below 1e-5; a leak is above 1e-2."""
+"""The largest difference that passes the test, relative to the largest entry. Differences by rounding are below 1e-5;
+differences by a leak between samples are above 1e-2.
+"""
 
 MAX_PARAMETERS = 5_000_000
-"""A larger copy means that `shrink` does not know the size fields of the config."""
+"""The maximum number of parameters of the small copy. A larger copy means that `shrink` does not know the size fields
+of the config.
+"""
 
 NUM_LAYERS = (2, 4, 8)
 
@@ -70,8 +75,8 @@ NUM_LAYERS = (2, 4, 8)
 class Verdict:
     """The result of the test.
 
-    `leak` says why the architecture cannot be packed; None if it can. `head` says why `LmHead` does not describe its
-    head; None if it does.
+    `leak` says why the architecture cannot be packed, and is None if it can. `head` says why an `LmHead` does not
+    reproduce the logits, and is None if it does.
     """
 
     leak: str | None
@@ -80,15 +85,15 @@ class Verdict:
 
 
 def probe(model: PreTrainedModel) -> Verdict:
-    """The verdict on this model's architecture. `model` itself is not run and can be on any device."""
+    """Test the architecture of this model and return the result. `model` itself is not run and can be on any device."""
     return _verdict(model, "attached", _compare)
 
 
 def stock_leak(model: PreTrainedModel) -> str | None:
-    """Why this model cannot be trained packed with its attention implementation of transformers; None if it can."""
+    """The reason why this model cannot be trained on packs with its own attention implementation. None if it can."""
     implementation = str(model.config._attn_implementation)
     if implementation in MASKED:
-        # flex needs a compiler, so eager is tested instead: the same code creates the masks of both
+        # flex attention needs a compiler, so eager is tested instead. The same code creates the masks of both.
         used = "sdpa" if implementation == "sdpa" else "eager"
         return _verdict(model, used, partial(_compare_stock, implementation=used)).leak
     if "flash" in implementation:
@@ -97,10 +102,9 @@ def stock_leak(model: PreTrainedModel) -> str | None:
 
 
 def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A small copy as the probe uses it: large random weights, on the CPU, in evaluation mode. None if it cannot be
-    built.
+    """A small copy of the model as the probe uses it: large random weights, on the CPU, in evaluation mode.
 
-    Call it inside `undisturbed`.
+    Returns None if the copy cannot be built. Call it inside `undisturbed`.
     """
     required = frozenset(_module_classes(model))
     for num_layers in NUM_LAYERS:
@@ -120,7 +124,7 @@ Compare = Callable[[PreTrainedModel], Verdict]
 
 
 def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
-    """The verdict of `compare` on a small copy with every module class of the model.
+    """The result of the test `compare` on a small copy that has every module class of the model.
 
     `how` names `compare` in the key of the cache.
     """
@@ -147,7 +151,7 @@ _VERDICTS: dict[tuple[type[PreTrainedModel], str, frozenset[str], str], tuple[Ve
 def _probe(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, required: frozenset[str], compare: Compare
 ) -> tuple[Verdict, bool]:
-    """Return the verdict on one copy, and whether to try a copy with more layers.
+    """Test one small copy. Returns the verdict, and whether to try a copy with more layers.
 
     More layers are tried if the copy lacks a module class in `required` or cannot be built.
     """
@@ -175,14 +179,14 @@ def _refusal(reason: str) -> Verdict:
 
 
 def _module_classes(model: nn.Module) -> set[str]:
-    """Names of the module classes of an architecture, without torch's own classes except convolutions."""
+    """Names of the module classes of an architecture, without adapters and torch's own classes except convolutions."""
     classes = {type(module) for module in model.modules()}
     convolution = nn.modules.conv._ConvNd
     return {
         cls.__name__
         for cls in classes
         if issubclass(cls, convolution)
-        or not (cls.__module__.startswith(("torch.", "peft.")) or issubclass(cls, nn.Linear))
+        or not (cls.__module__.startswith(("torch.", "peft.", "padfree.")) or issubclass(cls, nn.Linear))
     }
 
 
@@ -214,7 +218,7 @@ def undisturbed() -> Iterator[None]:
 
 
 class _Samples:
-    """Random samples in a pack with padding, and the model's outputs and gradients one sample at a time."""
+    """Random samples in a pack with padding, and the outputs and gradients of the model for one sample at a time."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.segments = Segments.from_lengths(LENGTHS, pad_length=PAD)
@@ -231,7 +235,10 @@ class _Samples:
         self.gradients = _gradients(model, self.outputs, self.weights)
 
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
-        """A negative verdict if outputs or gradients of the pack differ from one sample at a time; else None."""
+        """Compare outputs and gradients of the pack with those of one sample at a time.
+
+        Returns a negative verdict if they differ, else None.
+        """
         gradients = _gradients(model, packed, self.weights)
         leak = _difference("outputs", packed, self.outputs)
         for name, gradient in gradients.items():
@@ -240,7 +247,7 @@ class _Samples:
 
 
 def _compare(model: PreTrainedModel) -> Verdict:
-    """Compare a pack with one sample at a time, for each choice of mixers until one passes."""
+    """Compare a pack with one sample at a time. Each choice of mixers is tried until one passes."""
     _randomise(model)
     samples = _Samples(model)
     choices = find_mixers(model)
@@ -284,7 +291,7 @@ def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer
 
 
 def _inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: Tensor) -> dict[str, Any]:
-    """The inputs of a pack whose index i holds token order[i]."""
+    """The model inputs for a pack whose index i holds token order[i]."""
     return {
         "input_ids": input_ids[order][None],
         "position_ids": position_ids[order][None],
@@ -295,7 +302,7 @@ def _inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: 
 
 
 def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> Verdict | None:
-    """A negative verdict if a sample depends on the samples before it; else None.
+    """Test whether a sample depends on the samples before it. Returns a negative verdict if it does, else None.
 
     The pack is changed for this test: the last sample comes first, and the tokens of the first sample are replaced.
     Outputs and gradients of all other samples must stay the same.
@@ -322,7 +329,7 @@ def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> 
 def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
     """Compare one sample at a time with a pack as a data collator makes it, under the attention `implementation`.
 
-    This is one of transformers' own, or `LENGTHS_PROBE`, a substitute for flash attention.
+    The implementation is one of transformers' own, or `LENGTHS_PROBE`, a substitute for flash attention.
     """
     _randomise(model)
     samples = _Samples(model)
@@ -346,7 +353,10 @@ def _by_lengths(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """A substitute for flash attention: attends inside the given lengths, or over the whole pack if there are none."""
+    """A substitute for flash attention.
+
+    Attends inside the segments of the given lengths, or over the whole pack without them.
+    """
     del cu_seq_lens_k, max_length_q, max_length_k  # cu_seq_lens_q holds the same information
     lengths = torch.tensor([query.shape[2]]) if cu_seq_lens_q is None else torch.diff(cu_seq_lens_q)
     context = AttnContext(segments=Segments.from_lengths(lengths.tolist()))
@@ -376,7 +386,7 @@ def _register_permuted(order: Tensor) -> list[str]:
 
 
 def _in_order(values: Tensor, order: Tensor) -> Tensor:
-    """The values of the real tokens, in the order of the samples."""
+    """Select the values of the real tokens, without padding, in the order of the samples."""
     return values[torch.argsort(order)][: sum(LENGTHS)]
 
 
@@ -391,7 +401,7 @@ def _randomise(model: nn.Module) -> None:
 
 
 def _first(output: object) -> Tensor:
-    """[T, ...] the logits of a model with a head, or the last hidden states of a model without a head."""
+    """The logits [T, ...] of a model with a head, or the last hidden states [T, ...] of a model without a head."""
     values = getattr(output, "logits", None)
     values = getattr(output, "last_hidden_state", None) if values is None else values
     if not isinstance(values, Tensor) or values.ndim != 3:

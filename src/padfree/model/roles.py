@@ -1,4 +1,4 @@
-"""The role of each parameter in the model.
+"""Determine the role of each parameter in a model:
 
     hidden      [out, in]       a linear layer inside the model, adapters included
     expert      [E, out, in]    the same linear layer of E experts; or [out, in] if each expert is a module
@@ -28,7 +28,7 @@ Role = Literal["hidden", "expert", "embedding", "head", "vector"]
 
 
 def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
-    """The role of every parameter, in the order of `model.parameters()`. Parameters can be sharded."""
+    """The role of every parameter, in the order of `model.parameters()`. Parameters may be sharded."""
     roles: dict[nn.Parameter, Role] = {}
     heads = {*_heads(model), *(router.module for router in routers_of(model))}
     apart = {each for module in model.modules() for each in _expert_modules(module)}

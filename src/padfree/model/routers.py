@@ -2,8 +2,9 @@
 
     router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        as in transformers
 
-A router is a sibling module of `experts` with one weight vector per expert. A forward hook records its calls while a
-`RouterRecorder` is on. This works in compiled and recomputed layers.
+There are T tokens, E experts and k chosen experts per token. A router is a sibling module of `experts` with one weight
+vector per expert. A forward hook records its calls while a `RouterRecorder` is on. This works in compiled and
+recomputed layers.
 """
 
 from __future__ import annotations
@@ -17,24 +18,28 @@ from torch import Tensor, nn
 from padfree.errors import UserError
 
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""Buffers [E] that are added to the scores when experts are chosen, but not to the weights of the chosen experts."""
+"""The names of buffers [E] that are added to the scores of the E experts when experts are chosen, but not to the
+weights of the chosen experts.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Router:
     module: nn.Module
     num_experts: int
-    owner: nn.Module | None  # the module that has the bias: the router or its parent; None without a bias
+    owner: nn.Module | None  # the module that has the bias: the router or its parent; None if there is no bias
     bias: str  # the name of the bias in `owner`; "" if there is none
 
     @property
     def by_sigmoid(self) -> bool:
-        """Whether the router scores each expert with a sigmoid, as routers with a bias do. Routers without a bias use a
-        softmax over all experts."""
+        """Whether the router scores each expert with a sigmoid, as routers with a bias do.
+
+        Routers without a bias use a softmax over all experts.
+        """
         return self.bias != ""
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """[T, E] in float32; sums to 1 over the experts."""
+        """The probabilities [T, E] of the experts for each token, in float32. They sum to 1 over the experts."""
         if not self.by_sigmoid:
             return logits.float().softmax(-1)
         scores = logits.float().sigmoid()
@@ -42,7 +47,7 @@ class Router:
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """All routers of the model in the order of its modules; empty if it has no experts."""
+    """All routers of the model, in the order of its modules. The list is empty if the model has no experts."""
     found = []
     for block in model.modules():
         experts = getattr(block, "experts", None)
@@ -69,12 +74,13 @@ class RouterRecorder:
 
     def __init__(self, routers: list[Router]) -> None:
         self.on = False
-        self.calls: list[tuple[int, Tensor, Tensor]] = []  # index of the router, logits [T, E], choices [T, k]
+        # (index of the router, logits [T, E], choices [T, k]) of each call
+        self.calls: list[tuple[int, Tensor, Tensor]] = []
         for number, router in enumerate(routers):
             router.module.register_forward_hook(self._hook(number, router.num_experts))
 
     def record(self, on: bool) -> None:
-        """Start or stop recording."""
+        """Start recording if `on` is True, else stop."""
         self.on = on
 
     def clear(self) -> None:
@@ -90,7 +96,7 @@ class RouterRecorder:
 
 
 def _parts(module: nn.Module, output: Any, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The logits and the choices among the outputs of a router."""
+    """Find the logits [T, E] and the choices [T, k] among the outputs of a router."""
     tensors = [each for each in output if isinstance(each, Tensor)] if isinstance(output, tuple) else []
     choices = [each for each in tensors if not each.dtype.is_floating_point and each.dtype != torch.bool]
     logits = [each for each in tensors if each.dtype.is_floating_point and each.shape[-1] == num_experts]

@@ -4,7 +4,7 @@
     reward model   the number at the last token of a conversation
     critic         the number at every position: the expected return from this position on
 
-They are transformers' `...ForSequenceClassification` models with one label, so that
+These models are transformers' `...ForSequenceClassification` models with one label, so that
 `AutoModelForSequenceClassification` loads an export. Weights can come from a causal language model, whose head is
 replaced, or from a folder that already has a scalar head.
 
@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -24,17 +27,23 @@ from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from padfree.errors import UserError
+from padfree.model.named_tensors import named_tensors
 from padfree.model.outputs import base_of
 
 HEAD = "score"
 WEIGHT = f"{HEAD}.weight"
 
+OTHER_HEADS = r"(lm_head|embed_out|output)\.(weight|bias)"
+"""Names of the heads of causal language models in files."""
+
 _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
-"""Models whose head passed the check, which runs once per model; `scalar_head_of` is called for every micro-batch."""
+"""The models whose head passed the check of `scalar_head_of`. The check runs only once per model, because
+`scalar_head_of` is called for every micro-batch.
+"""
 
 
 def scalar_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same architecture with one label."""
+    """A copy of the config for the same architecture with one label."""
     config = copy.deepcopy(config)
     config.num_labels = 1
     return config
@@ -57,8 +66,14 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
     return model
 
 
+def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
+    """The files of a causal language model without its head, which `model` replaces with another head."""
+    own = set(named_tensors(model))
+    return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}
+
+
 def scalar_head_of(model: PreTrainedModel) -> Tensor:
-    """[1, D] the current weight of the head. Raises if the head is more than one matrix."""
+    """The current weight [1, D] of the head. Raises `UserError` if the head is more than one matrix."""
     head, base = getattr(model, HEAD, None), base_of(model)
     if model in _PLAIN_HEADS:
         assert isinstance(head, nn.Linear)
@@ -76,19 +91,25 @@ def scalar_head_of(model: PreTrainedModel) -> Tensor:
 
 
 def scalar_scores(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[n, D] hidden states -> [n] scores in float32, or in float64 if the inputs are."""
+    """The scores [n] of hidden states [n, D], in float32, or in float64 if the inputs are float64."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return linear(hidden.to(wide), weight.to(wide))[:, 0]
 
 
 def first_weight(shape: torch.Size, spread: float, seed: int) -> Tensor:
-    """The initial weight of a new head, on the CPU: normal with standard deviation `spread`; the same on all ranks."""
+    """The initial weight of a new scalar head, on the CPU, the same on all ranks.
+
+    It is drawn from a normal distribution with standard deviation `spread`.
+    """
     number = int.from_bytes(hashlib.sha256(f"{seed} {WEIGHT}".encode()).digest()[:7], "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(number)) * spread
 
 
 def use_pad_token(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Set the padding token in the config: the tokenizer's, else the config's own, else the end-of-sequence token."""
+    """Set the padding token in the model's config.
+
+    It is the tokenizer's padding token, else the one in the config, else the end-of-sequence token.
+    """
     if tokenizer is None:
         return
     own = tokenizer.pad_token_id

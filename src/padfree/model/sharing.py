@@ -1,4 +1,4 @@
-"""Whether the samples of a pack can share prefixes in this model.
+"""Determine whether the samples of a pack can share prefixes in a model.
 
 A shared token is computed once, together with the tokens before it. This is correct if tokens interact only through
 attention. It is wrong for layers with a recurrent state, which would have to branch with the samples, and for dropout,
@@ -14,17 +14,17 @@ from padfree.model.interface import counts_positions
 from padfree.model.mixers import installed
 
 ATTENTION = ("full_attention", "sliding_attention", "attention", "mlp", "moe")
-"""Layer types with attention to earlier tokens, or without interaction between tokens."""
+"""The layer types in which tokens interact only through attention, or not at all."""
 
 DROPOUTS = ("pdrop", "dropout", "dropout_prob")
 """Suffixes of the names of dropout fields in configs."""
 
 OF_OTHER_HEADS = ("classifier", "summary")
-"""Prefixes of dropout fields for heads that a language model does not have."""
+"""Prefixes of config fields with the dropout of heads that a language model does not have."""
 
 
 def state_obstacle(model: PreTrainedModel) -> str | None:
-    """The reason why a token depends on more than the keys and values of earlier tokens; None if it does not."""
+    """The reason why a token depends on more than the keys and values of earlier tokens. None if it does not."""
     for name, module in model.named_modules():
         if installed(module) is not None:
             return f"{name} has a recurrent state"
@@ -37,7 +37,7 @@ def state_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """Why prefixes cannot be shared exactly; None if they can."""
+    """The reason why samples cannot share prefixes exactly in this model. None if they can."""
     state = state_obstacle(model)
     if state is not None:
         return f"{state}, so that samples cannot branch from a shared prefix"

@@ -1,4 +1,4 @@
-"""A config of the same architecture, small enough to run in milliseconds.
+"""Make a config of the same architecture whose model is small enough to run in milliseconds.
 
     Gemma3 27B   62 layers: 5 sliding, 1 full, 5 sliding ...  window 1024  hidden 5376, 32 heads on 16, vocabulary 262k
     shrunken      2 layers:   sliding, full                   window    4  hidden   64,  4 heads on  2, vocabulary   64
@@ -18,19 +18,19 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 WINDOW = 4
-"""The sliding window of a shrunken model; shorter than the probe's samples."""
+"""The sliding window of a shrunken model. It is shorter than the probe's samples."""
 
 CHUNK = 8
-"""The chunk size of recurrences; shorter than the probe's samples."""
+"""The chunk size of recurrences in a shrunken model. It is shorter than the probe's samples."""
 
 VOCABULARY = 64
 POSITIONS = 128
 HEAD_DIM = 16
 NUM_HEADS = 4
-ROPE_HEAD_DIM = 8  # the rotary part of a head in multi-head latent attention
+ROPE_HEAD_DIM = 8  # size of the rotary part of a head in multi-head latent attention
 
 SIZES = {
-    # names as in most configs; others are found through the config's own attribute_map
+    # field names as in most configs; other names are found through the config's own attribute_map
     "vocab_size": VOCABULARY,
     "hidden_size": NUM_HEADS * HEAD_DIM,
     "intermediate_size": 96,
@@ -69,7 +69,7 @@ SIZES = {
     "word_embed_proj_dim": NUM_HEADS * HEAD_DIM,
     "num_mtp_layers": 0,
     "rotary_dim": ROPE_HEAD_DIM,
-    # state-space layers; some configs check these sizes without having such layers
+    # sizes of state-space layers; some configs check them even if the model has no such layers
     "mamba_n_heads": NUM_HEADS,
     "n_mamba_heads": NUM_HEADS,
     "mamba_num_heads": NUM_HEADS,
@@ -91,14 +91,14 @@ SIZES = {
     "linear_head_dim": ROPE_HEAD_DIM,
     "linear_key_head_dim": ROPE_HEAD_DIM,
     "linear_value_head_dim": ROPE_HEAD_DIM,
-    # recurrences in chunks, shorter than the probe's samples, so that chunks pass on their state
+    # chunk sizes of recurrences, shorter than the probe's samples, so that a state passes between chunks
     "chunk_size": CHUNK,
     "mamba_chunk_size": CHUNK,
     "block_size": CHUNK,
     # attention in chunks of positions
     "attention_chunk_size": WINDOW,
     "floor_scale": WINDOW,
-    # per-layer inputs, adapters of shared layers, other MLPs
+    # sizes of per-layer inputs, of adapters of shared layers, and of other MLPs
     "intermediate_size_mlp": 96,
     "block_ff_dim": 96,
     "block_multiple_of": 16,
@@ -110,10 +110,10 @@ SIZES = {
 }
 
 DROPPED = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
-"""Entries of a config that belong to a checkpoint, not to the architecture."""
+"""The entries of a config that describe a checkpoint and not the architecture. They are dropped."""
 
 LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_layers")
-"""Fields that are lists of layer indices."""
+"""The config fields that are lists of layer indices."""
 
 
 def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
@@ -151,14 +151,15 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
             values[name] = 1  # within the vocabulary; None stays None
     values["output_router_logits"] = False
     if "qk_rope_head_dim" in values and config.to_dict().get("head_dim") == config.qk_rope_head_dim:
-        values["head_dim"] = ROPE_HEAD_DIM  # latent attention: in some configs, head_dim is the size of the rotary part
+        # in some configs with latent attention, head_dim is the size of the rotary part
+        values["head_dim"] = ROPE_HEAD_DIM
     if isinstance(values.get("rope_parameters"), dict):
         values["rope_parameters"] = _rope(values["rope_parameters"], "qk_rope_head_dim" in values)
     return type(config).from_dict(values)
 
 
 def _fit_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Set the sizes that must match other sizes, because config classes check this."""
+    """Set the sizes that must match other sizes. Config classes check that they match."""
     width = NUM_HEADS * HEAD_DIM
     if _is_size(values.get("mamba_d_head")):
         heads = values.get("mamba_d_ssm") or values.get("mamba_expand", 1) * width  # total width of the heads
@@ -168,9 +169,8 @@ def _fit_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
     if "expand" in values and "num_heads" in values and _is_size(values.get("head_dim")):
         values["num_heads"] = values["expand"] * width // values["head_dim"]
     if _is_size(values.get("attention_hidden_size")):
-        times = values["attention_hidden_size"] // int(
-            config.hidden_size
-        )  # some models attend to two concatenated inputs
+        # some models apply attention to two concatenated inputs, which doubles the width
+        times = values["attention_hidden_size"] // int(config.hidden_size)
         values["attention_hidden_size"] = times * width
         if "attention_head_dim" in values:
             values["attention_head_dim"] = times * HEAD_DIM
@@ -182,7 +182,10 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a value is a positive integer. None, False and 0 mean that the architecture does not have the feature."""
+    """Whether a value is a positive integer, and therefore a size.
+
+    None, False and 0 mean that the architecture does not have the feature.
+    """
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -191,14 +194,20 @@ def _is_per_layer(value: Any, num_layers: int) -> bool:
 
 
 def _key_heads(num_key_heads: int, num_heads: int) -> int:
-    """The number of key heads of the copy: multi-query, grouped-query and multi-head attention stay what they are."""
+    """The number of key heads of the small copy.
+
+    Multi-query attention stays multi-query, and likewise grouped-query and multi-head attention.
+    """
     if num_key_heads == 1:
         return 1
     return NUM_HEADS if num_key_heads == num_heads else NUM_HEADS // 2
 
 
 def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[int]:
-    """The indices of the first layer of each kind, and of further first layers until there are `wanted`."""
+    """The indices of the layers that the copy keeps.
+
+    These are the first layer of each kind, and further layers until there are `wanted`.
+    """
     lists = [value for name, value in values.items() if _is_per_layer(value, num_layers) and name not in LAYER_INDICES]
     indices = [value for name, value in values.items() if name in LAYER_INDICES and isinstance(value, (list, tuple))]
     own = {int(layer): entry for layer, entry in (values.get("per_layer_config") or {}).items()}
@@ -217,7 +226,7 @@ def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[i
 
 
 def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
-    """The rotary parameters, with lists of one factor per pair of channels adapted to the size of the small head."""
+    """The rotary parameters for the small copy. Lists get one factor per pair of channels of the small head."""
     width = ROPE_HEAD_DIM if latent else HEAD_DIM
     pairs = int(width * float(parameters.get("partial_rotary_factor", 1.0))) // 2
 

@@ -1,13 +1,17 @@
-"""A model without its weights: its shapes, and the list of its layers."""
+"""Build a model without its weights, restore its buffers, and find the list of its layers."""
 
 from __future__ import annotations
 
+import re
+
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from padfree.choices import ModelHead
 from padfree.errors import UserError
+from padfree.model.model_files import one_line
+from padfree.model.named_tensors import named_tensors
 from padfree.model.scalar_head import scalar_model
 from padfree.model.wrapper import language_config
 
@@ -15,7 +19,10 @@ from padfree.model.wrapper import language_config
 def skeleton(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.path", head: ModelHead = "tokens"
 ) -> PreTrainedModel:
-    """The model of a folder, a Hub id or a config file on the meta device: shapes without weights."""
+    """The model of a folder, a Hub id or a config file on the meta device, without weights.
+
+    `setting` is the name of the setting that holds the path, for error messages.
+    """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         config = language_config(config) or config
@@ -25,7 +32,7 @@ def skeleton(
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, trust_remote_code=trust_remote_code
             )
-    except Exception as error:  # a config can hold anything, and config classes raise all kinds of errors
+    except Exception as error:  # a config can contain anything, so config classes can raise any error
         why = f"{error.problem}, {error.fix}" if isinstance(error, UserError) else str(error)
         reason = " ".join(why.split())[:250]
         raise UserError(
@@ -36,7 +43,7 @@ def skeleton(
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of the model's layers."""
+    """The list of the model's decoder layers. Raises `UserError` if it cannot be found."""
     wanted = int(model.config.num_hidden_layers)
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
@@ -46,3 +53,62 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
         f"{type(model).__name__} has no nn.ModuleList with its {wanted} layers, which padfree needs",
         "use a model of another architecture",
     )
+
+
+def model_from_config(
+    config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, head: ModelHead = "tokens"
+) -> PreTrainedModel:
+    """The model of a config, on the current device, with the weights that transformers initialises."""
+    if head == "scalar":
+        return scalar_model(config, dtype, trust_remote_code)
+    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
+        raise UserError(
+            "model",
+            "is not a causal language model of transformers",
+            "give a causal language model",
+            value=config.model_type,
+        )
+    try:
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # a config can hold anything
+        raise UserError(
+            "model",
+            f"the config does not describe a valid model ({one_line(error)})",
+            "give the config of a causal language model",
+        ) from error
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert tensors that the architecture always keeps in float32, as `from_pretrained` does."""
+    for part, kept in model._get_dtype_plan(dtype).items():
+        for name, tensor in named_tensors(model).items():
+            if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name):
+                tensor.data = tensor.data.to(kept)
+
+
+def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The non-persistent buffers of `model`, which is on the meta device: values on the CPU, by name."""
+    for tensor in named_tensors(model).values():
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    runs: list[dict[str, Tensor]] = []
+    for filling in (0, 1):
+        for module in model.modules():
+            module.__dict__.pop("_is_hf_initialized", None)
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers[name]
+                if buffer is not None:
+                    module._buffers[name] = torch.full_like(buffer, filling, device="cpu")
+        model.initialize_weights()  # type: ignore[no-untyped-call]
+        runs.append({name: buffer.clone() for name, buffer in model.named_non_persistent_buffers()})
+    for name, buffer in runs[0].items():
+        if not torch.equal(buffer, runs[1][name]):
+            raise UserError(
+                "model",
+                f"_init_weights of {type(model).__name__} does not initialise the buffer {name}",
+                "initialise the buffer in the model's code",
+            )
+    return runs[0]

@@ -4,8 +4,8 @@
     trained     the causal language model of text_config    model.layers.0..., lm_head
     export      the folder's own class and config           the trained weights; all other weights are unchanged
 
-transformers loads the folder on rank 0, so that tensors have the names of its classes, not the names in the files.
-During training only the language model is in memory; an export reads the other parts from the folder again.
+On rank 0, transformers loads the whole folder, so that tensors have the names in transformers' classes and not those in
+the files. During training only the language model is in memory. An export reads the other parts from the folder again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ PROCESSOR_FILES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapper:
-    """The folder and config of the multimodal model."""
+    """The folder and the config of a multimodal model whose language model is trained."""
 
     folder: Path
     config: PreTrainedConfig
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The config of the language model in a multimodal config; None if the config is not multimodal or has none."""
+    """The config of the language model in a multimodal config.
+
+    None if the config is not multimodal or has no language model.
+    """
     if not any(getattr(config, part, None) is not None for part in config.sub_configs):
         return None
     text = config.get_text_config(decoder=True)
@@ -53,7 +56,7 @@ def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     text.name_or_path = config.name_or_path
     if (
         getattr(config, "tie_word_embeddings", None) is not None
-    ):  # the multimodal model owns the head, so its config decides
+    ):  # the head belongs to the multimodal model, so its config says whether the head is tied
         text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
@@ -68,7 +71,7 @@ def wrapper_of(model: PreTrainedModel) -> Wrapper | None:
 
 
 def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
-    """The whole multimodal model on the CPU."""
+    """Load the whole multimodal model on the CPU."""
     name = next(iter(wrapper.config.architectures or ()), "")
     model_class: Any = getattr(transformers, name, AutoModelForImageTextToText)
     try:
@@ -82,7 +85,7 @@ def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
 
 
 def names_inside(whole: PreTrainedModel, language: PreTrainedModel) -> dict[str, str]:
-    """The name in the whole model of each tensor of the language model.
+    """For each tensor of the language model, its name in the whole multimodal model.
 
     The whole model contains the language model itself, or only its base model.
     """
@@ -107,7 +110,7 @@ def _moved(name: str, prefix: str, new_prefix: str) -> str:
 
 
 def language_model(wrapper: Wrapper, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The language model of the folder, with its weights, on the CPU."""
+    """Load the language model of a multimodal folder, with its weights, on the CPU."""
     whole = load_whole(wrapper, dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
@@ -121,7 +124,9 @@ def language_model(wrapper: Wrapper, config: PreTrainedConfig, dtype: torch.dtyp
 def save_whole(
     wrapper: Wrapper, language: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, max_shard_size: str
 ) -> None:
-    """Write the whole model: `tensors` for its language model, and all other tensors from the folder."""
+    """Write the whole multimodal model to `folder`: the language model from `tensors`, all other tensors from the old
+    folder.
+    """
     whole = load_whole(wrapper, "auto")
     names = names_inside(whole, language)
     state = whole.state_dict()

@@ -1,4 +1,4 @@
-"""Optimizers.
+"""Optimizers: update rules, parameter groups, learning-rate schedules and master weights.
 
 optimizer_settings   the sections `[optimizer]` and `[schedule]`, without torch
 optimizer            parameter groups by role, each with its update rule, base learning rate and options
@@ -12,4 +12,4 @@ master_weights       float32 master weights with bfloat16 compute copies, in a s
 An update rule is one file: a class with `step` and `state_bytes` (`padfree.optim.rule`).
 """
 
-import padfree.config  # noqa: F401  it is made of the settings of the parts, so that its import must come first
+import padfree.config  # noqa: F401  must be imported first, because it imports the settings of this package

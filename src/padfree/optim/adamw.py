@@ -1,4 +1,4 @@
-"""Fused AdamW on each rank's local shards as plain tensors.
+"""Fused AdamW. Each rank updates its local shards as plain tensors, not as DTensors.
 
 AdamW is elementwise and needs no communication. DTensor's dispatch would cost 20 ms of host time per step for 300
 parameters, so the update uses plain tensors. The fused kernel reads the finite flag and the gradient scale on the
@@ -15,9 +15,9 @@ from padfree.optim.rule import Group, State, local
 
 
 class AdamW:
-    """Options: `betas`, `eps`, `weight_decay` and `fused`.
+    """The AdamW update rule. The options of its groups are `betas`, `eps`, `weight_decay` and `fused`.
 
-    With `fused`, torch puts `step` on the device when it loads the optimizer's state.
+    If `fused` is set, torch puts the state `step` on the device when it loads the optimizer's state.
     """
 
     remembers = "AdamW's two moments"

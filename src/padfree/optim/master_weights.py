@@ -8,8 +8,9 @@ FSDP2 does the same for several processes. A single process has nothing to gathe
 FSDP2's hooks would take more time on the host than the computation takes on the device: for example, with 28 layers of
 hidden size 1024 the device would wait for the host.
 
-Outside of computation the modules hold the masters, so that all other code sees a plain float32 model. Recomputation in
-backward reads the modules' weights again, so `compute_copies` must enclose backward as well as forward.
+Outside of forward and backward, the modules hold the master weights, so that all other code sees a plain float32 model.
+Activation recomputation in backward reads the modules' weights again, so `compute_copies` must enclose backward as well
+as forward.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ import torch
 from torch import Tensor, nn
 
 ATTRIBUTE = "padfree_masters"
-"""The attribute of a model that holds its `MasterWeights`."""
+"""The name of the model attribute that holds its `MasterWeights`."""
 
 
 class MasterWeights:
-    """The float32 parameters of a model, and a copy of each in the compute dtype."""
+    """The float32 master weights of a model, and a copy of each in the compute dtype."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module]) -> None:
         self.dtype = dtype
         self._depth = 0
         self._units: list[_Unit] = []
-        copies: dict[int, nn.Parameter] = {}  # by id of the master: tied parameters share one copy
+        # copies by the id of the master weight, so that tied parameters share one copy
+        copies: dict[int, nn.Parameter] = {}
         taken: set[nn.Module] = set()
         for unit in (*units, model):  # modules outside the layers belong to the root unit
             modules = [module for module in unit.modules() if module not in taken]
@@ -40,7 +42,10 @@ class MasterWeights:
 
     @contextmanager
     def compute_copies(self) -> Iterator[None]:
-        """Put the copies into the modules. The outermost block updates them from the masters when it begins."""
+        """A block in which the modules hold the copies.
+
+        The outermost block updates the copies from the masters when it begins.
+        """
         self._depth += 1
         if self._depth == 1:
             for unit in self._units:
@@ -54,7 +59,7 @@ class MasterWeights:
                     unit.leave()
 
     def collect_gradients(self) -> None:
-        """Add the gradients of the copies to the gradients of the masters."""
+        """Add the gradients of all copies to the gradients of the master weights."""
         for unit in self._units:
             unit.collect()
 
@@ -108,7 +113,7 @@ class _Unit:
         for master, copy in zip(self.master_weights, self.copies, strict=True):
             if copy.grad is None:
                 continue
-            if master.grad is None:  # the first gradients are copied, all in one call
+            if master.grad is None:  # copy the first gradients, all in one call below
                 master.grad = torch.empty_like(master)
                 sums.append(master.grad)
                 terms.append(copy.grad)
@@ -120,7 +125,7 @@ class _Unit:
 
 
 def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module]) -> None:
-    """Compute in `dtype` from now on, with float32 master weights. `units`: the layers.
+    """Make a model compute in `dtype` from now on, with float32 master weights. `units` are its layers.
 
     Frozen weights are converted to `dtype`, because every use would round them to it anyway. The model may be on the
     meta device and get its weights later.
@@ -133,7 +138,10 @@ def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn
 
 @contextmanager
 def compute_copies(model: nn.Module) -> Iterator[MasterWeights | None]:
-    """Use around forward and backward of a model. Does nothing for a model without master weights."""
+    """A block around forward and backward, in which the model computes with its copies in the compute dtype.
+
+    Does nothing for a model without master weights.
+    """
     found = getattr(model, ATTRIBUTE, None)
     if isinstance(found, tuple):  # the first use creates the copies
         found = MasterWeights(model, *found)

@@ -1,13 +1,13 @@
-"""Apply a function of whole matrices to matrices that are sharded over ranks.
+"""Apply a function that needs whole matrices to matrices that are sharded over ranks.
 
     5 matrices [4, 3] on 2 ranks, each of which holds 2 matrix rows of every matrix
 
     rank 0   [0:2] of 0 1 2 3 4   ->   whole 0 2 4   ->   function   ->   [0:2] of 0 1 2 3 4
     rank 1   [2:4] of 0 1 2 3 4   ->   whole 1 3     ->   function   ->   [2:4] of 0 1 2 3 4
 
-For each matrix, one of the ranks that hold its shards computes the function. Two all-to-alls move each number twice,
-and no work is repeated. Replicas of the shards all compute the same results. If the shards are whole matrices (experts
-[E, out, in] sharded along E), nothing is sent.
+For each matrix, one of the ranks that hold its shards computes the function. Each number is sent twice, in two
+all-to-alls, and no work is repeated among these ranks. If the shards are replicated, every replica computes the same
+results. If the shards are whole matrices (E experts [E, out, in] sharded along E), nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from padfree.distributed.collectives import exchange_rows
-from padfree.model.load import region_of
+from padfree.model.named_tensors import region_of
 
 
 class MatrixSplit(NamedTuple):
-    """How matrices are sharded over the ranks of a group: along `dim` (-2: matrix rows, -1: columns)."""
+    """How matrices are sharded over the ranks of a group: along `dim`, -2 for matrix rows and -1 for columns."""
 
     group: ProcessGroup
     dim: int
@@ -33,7 +33,7 @@ class MatrixSplit(NamedTuple):
 
 
 def matrix_split_of(parameter: Tensor) -> MatrixSplit | None:
-    """How the matrices [..., A, B] of a parameter are sharded; None: every rank holds whole matrices."""
+    """How the matrices [..., A, B] of a parameter are sharded over ranks. None if every rank holds whole matrices."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, placements, found = parameter.device_mesh, parameter.placements, None
@@ -56,10 +56,10 @@ def matrix_split_of(parameter: Tensor) -> MatrixSplit | None:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], parts: Tensor, split: MatrixSplit | None, first: int = 0
 ) -> Tensor:
-    """Apply `function` [n, A, B] -> [n, A, B] to matrices that are sharded over ranks. Collective.
+    """Apply `function`, which maps n matrices [n, A, B] to [n, A, B], to matrices that are sharded over ranks.
 
-    `parts` [n, a, b] holds this rank's shards of the matrices; the return value holds its shards of the results. Rank
-    (`first` + i) % size of the group computes matrix i.
+    Collective. `parts` [n, a, b] holds this rank's shards of the matrices; the return value holds its shards of the
+    results. Rank (`first` + i) % size of the group computes matrix i.
     """
     if split is None:
         return function(parts)

@@ -5,16 +5,16 @@
     update  = Newton-Schulz(update)                         U S V^T -> about U V^T
     weight  = (1 - lr * weight_decay) * weight - lr * update_rms * sqrt(max(A, B)) * update
 
-A matrix [A, B] with orthonormal rows or columns has root mean square 1 / sqrt(max(A, B)). Every update therefore has
-root mean square lr * `update_rms`, for any shape. AdamW's updates have about 0.2 lr; with `update_rms` 0.2, a learning
-rate and a weight decay tuned for AdamW also suit Muon (Moonshot AI, "Muon is scalable for LLM training"). Momentum,
-coefficients and norms match `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. `padfree.optim.reference_muon` is
-a plain implementation for one matrix.
+A matrix [A, B] with orthonormal rows or columns has elements with root mean square 1 / sqrt(max(A, B)). Every update
+therefore has root mean square lr * `update_rms`, for any shape. AdamW's updates have a root mean square of about 0.2
+lr. So with `update_rms` 0.2, a learning rate and a weight decay tuned for AdamW also suit Muon (Moonshot AI, "Muon is
+scalable for LLM training"). Momentum, coefficients and norms match `torch.optim.Muon` with
+`adjust_lr_fn="match_rms_adamw"`. `padfree.optim.reference_muon` is a plain implementation for one matrix.
 
 A parameter [..., A, B] holds several independent matrices, e.g. one per expert. Matrices of the same shape form a batch
-[n, A, B]; a sharded matrix is computed by one rank (`padfree.optim.matrices`). On a GPU the iteration runs in bfloat16,
-on the CPU in the dtype of the weights. The finite flag and the gradient scale are tensors on the device: the host never
-synchronises.
+[n, A, B]. A sharded matrix is computed by one rank (`padfree.optim.matrices`). The Newton-Schulz iteration runs in
+bfloat16 on a GPU, and in the dtype of the weights on the CPU. The finite flag and the gradient scale are tensors on the
+device, so the host never synchronises.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
 MOST_NUMBERS = 1 << 25
-"""The maximum number of elements in this rank's shard of a batch. A batch has at least one matrix; if matrices are
-sharded, it has at least one per rank."""
+"""The maximum number of elements in this rank's shard of a batch of matrices. A batch always has at least one matrix.
+If matrices are sharded, it has at least one matrix per rank.
+"""
 
 
 class Muon:
-    """Options: `momentum`, `nesterov`, `newton_schulz_steps`, `weight_decay`, `update_rms`."""
+    """The Muon update rule for hidden matrices.
+
+    The options of its groups are `momentum`, `nesterov`, `newton_schulz_steps`, `weight_decay` and `update_rms`.
+    """
 
     remembers = "Muon's momentum"
 
@@ -48,7 +52,7 @@ class Muon:
     def step(self, group: Group, state: State, finite: Tensor, scale: Tensor | None) -> None:
         orthogonal = partial(orthogonalize, steps=group["newton_schulz_steps"])
         made = finite.double()  # 1: make the step; 0: skip it
-        done = 0  # number of matrices so far: makes a different rank compute the first matrix of each batch
+        done = 0  # number of matrices so far, so that a different rank computes the first matrix of each batch
         for batch in _batches(group["params"], state):
             sizes = [len(part) for part in batch.weights]
             gradient = torch.cat(batch.gradients)
@@ -73,7 +77,10 @@ class Muon:
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """[n, A, B] -> [n, A, B] with the same singular vectors and nonzero singular values of about 1."""
+    """Orthogonalise n matrices [n, A, B] by Newton-Schulz iterations.
+
+    The result has the same singular vectors, and nonzero singular values of about 1.
+    """
     a, b, c = COEFFICIENTS
     found = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
     found = found / torch.linalg.vector_norm(found, dim=(-2, -1), keepdim=True).clamp(min=EPS)
@@ -84,7 +91,7 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """This rank's shards [n, a, b] of matrices of one shape. The tensors are views of the parameters' memory."""
+    """This rank's shards [n, a, b] of n matrices of the same shape. The tensors are views of the parameters' memory."""
 
     shape: torch.Size  # [A, B] of a whole matrix
     split: MatrixSplit | None
@@ -95,7 +102,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(parameters: list[Tensor], state: State) -> Iterator[_Batch]:
-    """Batches of all matrices with a gradient. The matrices of a batch have the same shape and sharding."""
+    """Yield batches of all matrices with a gradient. The matrices of a batch have the same shape and sharding."""
     by_kind: dict[tuple[object, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -122,11 +129,14 @@ def _batches(parameters: list[Tensor], state: State) -> Iterator[_Batch]:
 
 
 def _matrices(tensor: Tensor) -> Tensor:
-    """[..., A, B] -> [n, a, b]: this rank's shards of the matrices."""
+    """This rank's shards of the matrices of a parameter [..., A, B], as [n, a, b]."""
     part = local(tensor)
     return part.view(math.prod(part.shape[:-2]), *part.shape[-2:])
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """The compute device. Parameters on the CPU (`parallel.offload`) are computed on the device of their mesh."""
+    """The device on which a parameter is updated.
+
+    Parameters on the CPU (`parallel.offload`) use the device of their mesh.
+    """
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

@@ -7,11 +7,12 @@
                                 embeddings, heads             adamw   lr        weight_decay
                                 vectors                       adamw   lr        no decay
 
-Weight decay applies to parameters with two or more dimensions, not to vectors (norms, biases): pulling the scale of a
-norm to 0 does not regularise. `padfree.model.roles` defines the roles of parameters; adapters are hidden matrices.
+Weight decay applies to parameters with two or more dimensions, but not to vectors (norms, biases), because pulling the
+scale of a norm towards 0 does not regularise. `padfree.model.roles` defines the roles of parameters; adapters are
+hidden matrices.
 
-The schedule multiplies the base rate of every group. A flag on the device tells whether to make the step: it is skipped
-if the loss or the gradient is not finite. The clipping factor is also a tensor on the device, so that the host does not
+The schedule multiplies the base learning rate of every group. A step is skipped if the loss or the gradient is not
+finite. The flag for this and the gradient-clipping factor are tensors on the device, so that the host does not
 synchronise.
 
 With `parallel.offload`, parameters, gradients and optimizer state are on the CPU, and the optimizer runs there.
@@ -36,14 +37,17 @@ RULES: Mapping[str, UpdateRule] = {"adamw": AdamW(), "muon": Muon()}
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Applies each group's update rule. A group has `params`, `rule`, `base_lr` and the options of the rule."""
+    """Applies the update rule of each parameter group.
+
+    A group has `params`, `rule`, `base_lr` and the options of the rule.
+    """
 
     def __init__(self, groups: list[Group]) -> None:
         super().__init__([{"lr": group["base_lr"], **group} for group in groups], {})
 
     @property
     def rates(self) -> dict[str, float]:
-        """The current learning rates by metric name: `lr` for the first group's rule, `lr/RULE` for others."""
+        """The current learning rates by metric name: `lr` for the first group's rule, `lr/RULE` for other rules."""
         rates = {group["rule"]: group["lr"] for group in reversed(self.param_groups)}
         first = self.param_groups[0]["rule"]
         return {"lr": rates.pop(first), **{f"lr/{rule}": rate for rule, rate in rates.items()}}
@@ -54,8 +58,11 @@ class Optimizer(torch.optim.Optimizer):
             group["lr"] = group["base_lr"] * factor
 
     def step(self, finite: Tensor | None = None, scale: Tensor | None = None) -> None:  # type: ignore[override]
-        """Make one step with the gradients multiplied by `scale` []. If `finite` [] is false, change nothing."""
-        # With offloaded parameters the flag is on the GPU and the optimizer on the CPU: this copy synchronises.
+        """Make one optimizer step. The gradients are multiplied by `scale`, a tensor [].
+
+        If `finite`, a tensor [], is false, nothing changes.
+        """
+        # If parameters are offloaded, the flag is on the GPU and the optimizer on the CPU, so this copy synchronises.
         device = self.param_groups[0]["params"][0].device
         finite = torch.ones((), dtype=torch.bool, device=device) if finite is None else finite.to(device)
         scale = None if scale is None else scale.to(device)
@@ -63,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
             RULES[group["rule"]].step(group, self.state, finite, scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state only. Learning rates and options of this optimizer are kept."""
+        """Load the state of the parameters only. The learning rates and options of this optimizer are kept."""
         options = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, own in zip(self.param_groups, options, strict=True):
@@ -71,7 +78,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
-    """An optimizer of the parameters that require gradients. Call this after the model is sharded."""
+    """Create the optimizer of the parameters that require gradients. Call this after the model is sharded."""
     groups = make_groups(model, settings)
     if not groups:
         raise UserError(
@@ -81,7 +88,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 
 
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """Bytes of the state of float32 parameters.
+    """The bytes of the optimizer state of these groups, for float32 parameters.
 
     `numbers` returns the number of elements to count for a parameter; by default all elements are counted.
     """
@@ -89,7 +96,10 @@ def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn
 
 
 def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:
-    """Groups of the parameters that require gradients, without empty groups. The model may be on the meta device."""
+    """The groups of the parameters that require gradients, without empty groups.
+
+    The model may be on the meta device.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adamw = {"rule": "adamw", "base_lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "fused": True}
     groups: list[Group] = []

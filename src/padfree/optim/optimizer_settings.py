@@ -55,7 +55,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = setting(
         (0.9, 0.95), about="Decay rates of AdamW's two moments.", allowed="two numbers, 0 up to, but not including, 1"
     )
-    eps: float = setting(1e-8, above=0, about="AdamW's epsilon.")
+    eps: float = setting(1e-8, least=1e-30, about="AdamW's epsilon.")  # smaller ones are 0 in float32
     weight_decay: float = setting(0.0, least=0, about="Weight decay of matrices; norms and biases have none.")
     max_grad_norm: float | None = setting(
         1.0,
@@ -84,7 +84,10 @@ class OptimizerConfig:
         return self.lr == 0 and (self.name != "muon" or self.muon_lr == 0)
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:
-        """The same settings with this learning rate for all parameters; None: unchanged."""
+        """A copy of the settings with this learning rate for all parameters.
+
+        If `lr` is None, the settings are unchanged.
+        """
         return self if lr is None else replace(self, lr=lr, muon=replace(self.muon, lr=None))
 
 

@@ -22,7 +22,7 @@ def muon_step(
     weight_decay: float = 0.0,
     update_rms: float = 0.2,
 ) -> tuple[Tensor, Tensor]:
-    """The weight [A, B] and the momentum buffer [A, B] after a step."""
+    """Return the weight [A, B] and the momentum buffer [A, B] after one step."""
     buffer = momentum * buffer + (1 - momentum) * gradient
     update = (1 - momentum) * gradient + momentum * buffer if nesterov else buffer
     height, width = weight.shape
@@ -40,7 +40,7 @@ def muon_step(
 
 
 def orthogonal_factor(matrix: Tensor) -> Tensor:
-    """U V^T of the decomposition U S V^T, which the Newton-Schulz iteration approximates."""
+    """The matrix U V^T of the singular value decomposition U S V^T, which the Newton-Schulz iteration approximates."""
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     product: Tensor = left @ right
     return product

@@ -9,28 +9,36 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Group = dict[str, Any]
-"""`params`, the current `lr`, and the options of the rule: plain values, which a checkpoint writes as JSON."""
+"""A parameter group: `params`, the current `lr`, and the options of the update rule. The options are plain values,
+which a checkpoint writes as JSON.
+"""
 
 State = MutableMapping[Tensor, dict[str, Any]]
-"""The state of each parameter: tensors that are sharded like the parameter, or scalars, by name."""
+"""The optimizer state.
+
+It maps each parameter to a dict of tensors that are sharded like the parameter, or of scalars.
+"""
 
 
 class UpdateRule(Protocol):
-    """A rule is stateless: everything that it needs is in the group and in the state."""
+    """The interface of an update rule.
+
+    A rule is stateless: everything that it needs is in the group and in the state.
+    """
 
     remembers: str
-    """A description of the state, for users."""
+    """A description of the optimizer state, for messages to users."""
 
     def step(self, group: Group, state: State, finite: Tensor, scale: Tensor | None) -> None:
-        """Update the parameters of the group that have a gradient, with the gradient times `scale` []. Collective.
+        """Update the parameters of the group that have a gradient. Gradients are multiplied by `scale`, a tensor [].
 
-        If `finite` [] is false, neither parameters nor state change. `finite` and `scale` are on the device of the
-        parameters; the host must not synchronise to read them.
+        Collective. If `finite`, a tensor [], is false, neither parameters nor state change. `finite` and `scale` are on
+        the device of the parameters, and the host must not synchronise to read them.
         """
         ...
 
     def state_bytes(self, numbers: int) -> int:
-        """Bytes of the state of a float32 parameter, or of a shard, with this number of elements."""
+        """The bytes of optimizer state for a float32 parameter, or a shard of one, with this number of elements."""
         ...
 
 

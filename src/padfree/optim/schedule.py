@@ -2,7 +2,7 @@
 
     warmup 4, steps 10, cosine      ¼ ½ ¾ 1 | .93 .75 .5 .25 .07 0        of the learning rate, steps 0 to 9
 
-A resumed run needs only the step.
+The factor depends only on the step, so a resumed run needs no other state.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from padfree.optim.optimizer_settings import ScheduleKind
 def learning_rate_factor(
     step: int, *, kind: ScheduleKind, warmup: int = 0, steps: int | None = None, final: float = 0.0
 ) -> float:
-    """The factor of the learning rate in `step`, counted from 0.
+    """The factor by which the learning rate is multiplied in `step`, counted from 0.
 
-    It rises linearly over the first `warmup` steps and is 1 in the last of them. Then it stays constant, or falls to
-    `final` in the last of `steps` steps.
+    The factor rises linearly over the first `warmup` steps and is 1 in the last of them. Then it stays constant, or
+    falls to `final` in the last of `steps` steps.
     """
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant":
         return 1.0
     if steps is None:
-        raise UserError("steps", "None", f"give the number of steps, because schedule {kind!r} ends with them")
+        raise UserError("steps", "is None", f"give the number of steps, which schedule {kind!r} needs")
     first = max(warmup - 1, 0)  # the last step with factor 1
     share = min((step - first) / max(steps - 1 - first, 1), 1.0)
     remaining = 1.0 - share if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))

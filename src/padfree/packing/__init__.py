@@ -1,4 +1,4 @@
-"""Assign samples to packs and ranks, and lay samples end to end on one token axis."""
+"""Assign samples to packs and ranks. A pack is one token axis on which samples are laid end to end."""
 
 from padfree.packing.balance import balance
 from padfree.packing.collate import collate, pack, unpack

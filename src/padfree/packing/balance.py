@@ -8,9 +8,9 @@ The algorithm is deterministic and has two phases:
     exchange  pairs costly parts with cheap ones; each pair moves or swaps the sample that brings their costs closest.
               Repeats until the costliest part is within `TOLERANCE` of the mean or no exchange helps
 
-The cap is never exceeded. If greedy finds no part for a sample, the initial assignment is made by balancing lengths
-instead of costs, or else by `fill`; exchange then evens out the costs within the cap. If no initial assignment fits,
-`balance` raises `UserError`.
+The cap, a limit on the tokens of a part, is never exceeded. If greedy finds no part for a sample, the initial
+assignment is made by balancing lengths instead of costs. If this fails too, `fill` makes it. The exchange phase then
+evens out the costs within the cap. If no initial assignment fits, `balance` raises `UserError`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
 
 TOLERANCE = 1e-4
-"""Exchange ends when the costliest part is at most this far above the mean, as a fraction of the mean."""
+"""The exchange phase ends when the cost of the costliest part is at most this far above the mean, as a fraction of the
+mean.
+"""
 
 ROUNDS = 64
-"""The maximum number of rounds that exchange makes over all parts."""
+"""The maximum number of rounds of the exchange phase. A round handles all pairs of parts once."""
 
 SHIFTS = 8
-"""The number of ways to form pairs that exchange tries before it stops."""
+"""The exchange phase stops after it has tried this many ways to form pairs without improvement."""
 
 
 def balance(
@@ -48,22 +50,26 @@ def balance(
 ) -> list[Indices]:
     """Partition the samples into k parts with nearly equal sums of `costs` [n].
 
-    Returns k arrays of ascending sample indices; every sample is in one of them. `cap` is a hard limit on the sum of
-    `lengths` [n] in a part. If `lengths` is not given, `cap` limits the sum of `costs`, which must then be integers.
-    With `equal_count`, the sample counts of any two parts differ by at most 1.
-    No part is empty when n >= k; with fewer samples than parts, n parts hold one sample and the others none.
+    There are n samples. Returns k arrays of ascending sample indices; every sample is in exactly one array. `cap` is a
+    hard limit on the sum of `lengths` [n] in a part. If `lengths` is not given, `cap` limits the sum of `costs`, which
+    must then be integers. If `equal_count` is True, the sample counts of any two parts differ by at most 1. No part is
+    empty if n >= k. With fewer samples than parts, n parts hold one sample each, and the other parts are empty.
     """
     cost = _checked_costs(costs)
     need_whole("k", k, 1, "give 1 or more parts")
     if equal_count and k > len(cost):
-        raise UserError("k", f"{k} parts of equal count exceed {len(cost)} samples", f"give at most {len(cost)}")
+        raise UserError(
+            "k",
+            f"{k} parts of equal count need at least {k} samples, but there are {len(cost)}",
+            f"give at most {len(cost)}",
+        )
     length = np.zeros(len(cost), np.int64)
     if lengths is not None:
         length = checked_lengths(lengths)
     elif cap is not None:
         length = checked_lengths(costs, "costs")
     if len(length) != len(cost):
-        raise UserError("lengths", f"{len(length)} entries for {len(cost)} costs", "give one length per sample")
+        raise UserError("lengths", f"has {len(length)} entries for {len(cost)} costs", "give one length per sample")
     if cap is not None:
         _check_cap(length, k, cap)
     limit = int(length.sum()) if cap is None else cap
@@ -100,7 +106,11 @@ def _check_cap(length: Indices, k: int, cap: int) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PartitionProblem:
-    """Input of `partition`, which minimises the largest `offset[p] + sum of cost` over the parts p."""
+    """The input of `partition`: n samples that are divided into k parts.
+
+    `partition` minimises the cost of the costliest part. The cost of part p is `offset[p]` plus the cost of its
+    samples.
+    """
 
     cost: Floats  # [n]
     length: Indices  # [n]
@@ -113,7 +123,10 @@ Parts = list[Indices]
 
 
 def partition(problem: PartitionProblem) -> Parts | None:
-    """The parts, each ascending, or None if no assignment within the cap was found."""
+    """Divide the samples into parts of nearly equal cost. Returns the ascending sample indices of each part.
+
+    Returns None if no assignment within the cap was found.
+    """
     parts = _start(problem)
     if parts is None:
         return None
@@ -122,14 +135,17 @@ def partition(problem: PartitionProblem) -> Parts | None:
 
 
 def sums(values: NDArray[Any], parts: Sequence[Indices]) -> Floats:
-    """[k] the sum of `values` [n] over each part."""
+    """The sum of `values` [n] over the samples of each of the k parts, [k]."""
     part = np.repeat(np.arange(len(parts)), [len(indices) for indices in parts])
     weights = values[np.concatenate(parts)]
     return np.asarray(np.bincount(part, weights=weights, minlength=len(parts)), dtype=np.float64)
 
 
 def _start(problem: PartitionProblem) -> Parts | None:
-    """An assignment within the cap: greedy by cost, else balanced by length, else by `fill`."""
+    """Find an initial assignment within the cap: greedily by cost, else balanced by length, else by `fill`.
+
+    Returns None if no assignment fits.
+    """
     parts = _greedy(problem)
     if parts is not None:
         return parts
@@ -148,17 +164,20 @@ def _start(problem: PartitionProblem) -> Parts | None:
 
 
 def _greedy(problem: PartitionProblem) -> Parts | None:
-    """Samples by falling cost, each to the cheapest part where it fits; None if a sample fits nowhere."""
-    # a tiny constant for each sample, so that samples of cost 0 spread over the parts too
+    """Assign samples by falling cost, each to the cheapest part where it fits.
+
+    Returns None if a sample fits nowhere.
+    """
+    # Add a tiny constant to the cost of each sample, so that samples of cost 0 are also spread over the parts.
     cost = (problem.cost + (1e-9 * problem.cost.max(initial=0.0) or 1.0)).tolist()
     length = problem.length.tolist()
     members: list[list[int]] = [[] for _ in problem.offset]
     free_tokens = [problem.cap] * len(members)
-    # with equal counts, `larger` parts may hold one sample more than `count`
+    # If parts have equal counts, each holds `count` samples, and `larger` of them may hold one more.
     count, larger = divmod(len(cost), len(members)) if problem.equal_count else (len(cost), 0)
     heap = [(load, part) for part, load in enumerate(problem.offset.tolist())]
     heapify(heap)
-    full: list[tuple[int, float, int]] = []  # (-free_tokens, load, part) of parts too full for this sample
+    full: list[tuple[int, float, int]] = []  # (-free_tokens, load, part) of the parts that are too full for this sample
     for index in np.argsort(-problem.cost, kind="stable").tolist():
         need = length[index]
         while full and -full[0][0] >= need:
@@ -186,7 +205,10 @@ def _greedy(problem: PartitionProblem) -> Parts | None:
 
 
 def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
-    """Move one sample to each empty part: the cheapest of the costliest part that has two or more, if there is one."""
+    """Move one sample to each empty part, as long as some part has at least two samples.
+
+    The sample is the cheapest one of the costliest part with at least two samples.
+    """
     parts = list(parts)
     cost = sums(problem.cost, parts)
     givers = [(-cost[p], p) for p, part in enumerate(parts) if len(part) > 1]
@@ -204,11 +226,11 @@ def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
 
 
 def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None) -> Parts:
-    """Swap samples between costly and cheap parts until the costliest is near the mean, or at most `goal`.
+    """Swap samples between costly and cheap parts until the costliest part is near the mean, or at most `goal`.
 
     The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on: k / 2 pairs at
-    once. The samples of a part are one matrix row of `slots` [k, m], followed by at least one empty slot; a swap with
-    an empty slot is a plain move. If no pair can improve, new pairs are formed by rolling the cheap half.
+    once. The samples of a part are one matrix row of `slots` [k, m], followed by at least one empty slot. A swap with
+    an empty slot is a plain move. If no pair can improve, new pairs are formed by rolling the list of cheap parts.
     """
     k, empty = len(parts), len(problem.cost)
     movable, fixed = _split_large(parts, equal=problem.equal_count)
@@ -230,7 +252,7 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
         costly, cheap, gap = costly[apart], cheap[apart], gap[apart]
 
         given, back = slots[costly], slots[cheap]  # [pairs, m]
-        # swapping samples whose costs differ by exactly `gap` would make the two parts equal
+        # Swapping two samples whose costs differ by exactly `gap` makes the costs of the two parts equal.
         missed = np.abs(cost[given][:, :, None] - cost[back][:, None, :] - gap[:, None, None])  # [pairs, m, m]
         if problem.cap < length.sum():
             freed = length[given][:, :, None] - length[back][:, None, :]
@@ -252,10 +274,10 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 
 
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
-    """Split each part into the samples that exchange may move, and the others.
+    """Split each part into the samples that the exchange phase may move, and the others.
 
-    Of a large part only every i-th sample is movable, so that a round compares at most 2 million pairs. With `equal`,
-    every part has the same number of movable samples, so that no slot is empty.
+    In a large part only every i-th sample is movable, so that a round compares at most 2 million pairs of samples. If
+    `equal` is True, every part has the same number of movable samples, so that no slot is empty.
     """
     limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
     movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]

@@ -9,8 +9,8 @@
 Values that belong to the prediction of a token (its label, weight and advantage) are stored at the position that
 predicts it, one position before the token (`at_predictions`).
 
-Each pack keeps its samples in the order they were given. `batch.samples[i].index` is the index of sample i in the
-list that was packed, so that results can always be restored to this order.
+Each pack keeps its samples in the order in which they were given. `batch.samples[i].index` is the index of the pack's
+sample i in the list that was packed, so that results can always be restored to this order.
 """
 
 from __future__ import annotations
@@ -25,23 +25,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges, need_whole, number_array
-from padfree.batch import (
-    IGNORE,
-    Entries,
-    PackedBatch,
-    Rollout,
-    Sample,
-    SampleInfo,
-    Segments,
-    at_predictions,
-    common_fields,
-)
+from padfree.batch import IGNORE, Entries, PackedBatch, Rollout, SampleInfo, at_predictions
 from padfree.choices import SharePrefixes
 from padfree.errors import UserError, need
 from padfree.packing.balance import balance
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
 from padfree.packing.prefixes import FREE, PrefixTree, find_prefixes
+from padfree.sample import Sample, common_fields
+from padfree.segments import Segments
 
 Cost = Callable[[NDArray[Any]], NDArray[Any]]
 
@@ -55,14 +47,14 @@ def pack(
     cost: Cost | None = None,
     weights: Sequence[NDArray[Any]] | None = None,
 ) -> list[PackedBatch]:
-    """Lay samples end to end in as few packs as possible, or in `num_packs` packs of nearly equal cost.
+    """Lay samples end to end in as few packs as possible.
 
-    `max_tokens` is a hard cap on the tokens of a pack, including its pad; a longer sample raises `UserError`. If
-    `num_packs` and `cost` (a `CostModel`, or any function of lengths) are given, the packs are balanced by cost,
-    otherwise by tokens. Each pack is padded to a multiple of `multiple_of` tokens. `weights` holds one [n] array per
-    sample; element t is the weight of the prediction of token t + 1 (see `token_weights`). Without `weights`, every
-    scored token has the same weight and the weights of all packs sum to 1.
-    An empty list of samples gives an empty list of packs.
+    If `num_packs` is given, make this many packs of nearly equal cost. `max_tokens` is a hard cap on the tokens of a
+    pack, including its pad; a longer sample raises `UserError`. If `num_packs` and `cost` (a `CostModel`, or any
+    function of lengths) are given, the packs are balanced by cost, otherwise by tokens. Each pack is padded to a
+    multiple of `multiple_of` tokens. `weights` holds one array [n] per sample of n tokens; element t is the weight of
+    the prediction of token t + 1 (see `token_weights`). Without `weights`, every scored token has the same weight, and
+    the weights of all packs sum to 1. For an empty list of samples, the result is an empty list.
     """
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
         raise UserError("samples", f"got a {type(samples).__name__}", "give a list of padfree.Sample")
@@ -82,9 +74,10 @@ def pack(
 
 
 def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Split [T, ...] values into one view per sample, in the order the samples had before `pack`, without the pad.
+    """Split values [T, ...] of packed tokens into one view per sample, without the pad.
 
-    Takes one batch and one tensor, or the list that `pack` returned and one tensor per batch.
+    The views are in the order that the samples had before `pack`. The arguments are one batch and one tensor, or the
+    list that `pack` returned and one tensor per batch.
     """
     if isinstance(batches, PackedBatch):
         batches, values = [batches], [values]  # type: ignore[list-item]
@@ -97,7 +90,7 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
     if not all(isinstance(batch, PackedBatch) for batch in batches):
         raise UserError("batches", "holds other objects than PackedBatch", "give the list that padfree.pack returned")
     if len(batches) != len(values):
-        raise UserError("values", f"{len(values)} tensors for {len(batches)} batches", "give one tensor per batch")
+        raise UserError("values", f"has {len(values)} tensors for {len(batches)} batches", "give one tensor per batch")
     found = [
         (info.index, piece)
         for batch, tensor in zip(batches, values, strict=True)
@@ -115,8 +108,9 @@ def collate(
 ) -> PackedBatch:
     """Lay all samples end to end in one pack, without a cap.
 
-    With `share_prefixes`, tokens of a prefix that samples have in common are stored once (`Entries`). "auto" compares
-    samples of the same `group` and shares a prefix if `cost` says it pays off; True shares every common prefix.
+    `share_prefixes` says whether the tokens of a prefix that several samples have in common are stored only once
+    (`Entries`). "auto" compares samples of the same `group`, and shares a prefix if this is cheaper according to
+    `cost`. True shares every common prefix.
     """
     packs = pack(samples, weights=weights)
     if not packs:
@@ -127,7 +121,7 @@ def collate(
 
 
 def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
-    """The prefix tree of these samples under this setting; only roots if the setting is False."""
+    """The prefix tree of these samples for a value of `share_prefixes`. If it is False, every sample is a root."""
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
     tokens = [sample.tokens for sample in samples]
@@ -139,12 +133,15 @@ def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: 
 
 
 def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: PrefixTree) -> PackedBatch:
-    """`batch` with its samples stored as the nodes of `tree`; returned unchanged if nothing is shared."""
+    """Convert a batch so that its samples are stored as the nodes of `tree`.
+
+    If the samples share nothing, the batch is returned unchanged.
+    """
     if not tree.is_shared:
         return batch
     assert batch.entries is None
     assert not batch.pad_length
-    # A scored token is predicted at the position before it in its sample.
+    # A label at a position means that the next token of the sample is scored.
     predictions = np.flatnonzero(batch.labels.numpy() != IGNORE)
     chosen = torch.from_numpy(predictions)
     tokens = [samples[i].tokens[a:b] for i, a, b in zip(tree.sample, tree.begin, tree.end, strict=True)]
@@ -205,12 +202,12 @@ def _check_packable(
     if weights is None:
         return
     if len(weights) != len(samples):
-        raise UserError("weights", f"{len(weights)} arrays for {len(samples)} samples", "give one array per sample")
+        raise UserError("weights", f"has {len(weights)} arrays for {len(samples)} samples", "give one array per sample")
     for index, (sample, array) in enumerate(zip(samples, weights, strict=True)):
         if np.shape(array) != (len(sample),):
             raise UserError(
                 f"weights of sample {_label(sample, index)}",
-                f"shape {np.shape(array)} for {len(sample)} tokens",
+                f"has shape {np.shape(array)} for {len(sample)} tokens",
                 "give one weight per token",
             )
         if not np.isfinite(array).all():
@@ -228,7 +225,7 @@ def _label(sample: Sample, index: int) -> str:
 def _partition(
     lengths: NDArray[np.int64], max_tokens: int | None, num_packs: int | None, cost: Cost | None
 ) -> Sequence[NDArray[Any]]:
-    """The samples of each pack: index arrays, ascending."""
+    """Assign samples to packs. Returns the ascending sample indices of each pack."""
     if max_tokens is None and (num_packs is None or num_packs == 1):
         return [np.arange(len(lengths))]
     if num_packs is None:

@@ -1,4 +1,4 @@
-"""Plan a step in which the cost of a pack decides how many ranks share it: short packs one, long samples many.
+"""Plan a step in which the cost of a pack decides how many ranks share it: one for short samples, many for long ones.
 
     wave         rank  0    1    2    3    4    5    6    7        all ranks run wave j at the same time
     0                  [ one sample of 60k    ][ 31k   ][ s ][ s ]   widths 4, 2, 1, 1
@@ -12,11 +12,11 @@ where a process group of its width starts.
 2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
    alone never cuts a sample into parts of fewer than `FEWEST_TOKENS` tokens.
 3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
-4. Packs go to waves by their cost per rank, the costliest first.
+4. Packs are assigned to waves by their cost per rank, the costliest first.
 
-Widths are rounded up to available ones. If that needs too many ranks, the level is raised for wide packs; if tokens do
-not fit, a wave is added. The cheapest of the plans found is used. Each wave has a fixed cost (`WAVE`), because the
-weights are gathered once per wave.
+Widths are rounded up to available widths. If the packs then need too many ranks, the level is raised for wide packs. If
+the tokens do not fit, a wave is added. The cheapest of the plans found is used. Each wave has a fixed cost (`WAVE`),
+because the weights are gathered once per wave.
 """
 
 from __future__ import annotations
@@ -32,23 +32,26 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices
 
 RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""Factors by which the level is raised for wide packs, tried in this order."""
+"""The factors by which the level (the target cost per rank and wave) is raised for wide packs, tried in this order."""
 
 MORE_WAVES = 6
-"""As long as the plan is uneven, plans with more waves are tried: up to this many more than the tokens need."""
+"""While the plan is uneven, plans with more waves are tried: up to this many more than the tokens need."""
 
 WAVE = 0.01
 """The fixed cost of one wave, as a fraction of the cost of the step."""
 
 FEWEST_TOKENS = 512
-"""Tokens per rank below which matmuls do not get faster."""
+"""With fewer tokens per rank than this, matmuls do not get faster."""
 
 EVEN = 1.02
-"""A plan with at most this imbalance is accepted at once."""
+"""A plan with at most this imbalance is accepted without trying others."""
 
 
 def context_sizes(largest: int) -> tuple[int, ...]:
-    """Widths of packs on `largest` ranks, each a divisor of the next: 8 -> 1 2 4 8, 12 -> 1 3 6 12."""
+    """The possible widths of packs on `largest` ranks.
+
+    Each width divides the next: 8 gives 1 2 4 8, 12 gives 1 3 6 12.
+    """
     found = [largest]
     while found[-1] > 1:
         factor = next(number for number in range(2, found[-1] + 1) if found[-1] % number == 0)
@@ -58,11 +61,14 @@ def context_sizes(largest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class WidePlan:
-    """The packs of each rank. A pack that several ranks share appears in the list of each of them."""
+    """The packs of each rank, in J waves.
+
+    A pack that several ranks share appears in the list of each of these ranks.
+    """
 
     micro_batches: tuple[tuple[Indices, ...], ...]  # [ranks][J]
     widths: Indices  # [ranks, J]
-    cost: Floats  # [ranks, J] of the rank's part
+    cost: Floats  # [ranks, J] cost of the rank's part of the pack
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,9 +80,10 @@ class _SizedPack:
 def plan_wide(
     length: Indices, cost: Floats, candidates: Indices, *, ranks: int, max_tokens: int, sizes: Sequence[int]
 ) -> WidePlan:
-    """Plan the samples with the indices `candidates`, given the `length` [n] and `cost` [n] of all samples.
+    """Plan the samples with the indices `candidates`. `length` [n] and `cost` [n] describe all n samples.
 
-    A sample that does not fit even at the largest width gets the largest width.
+    `sizes` are the possible widths of packs: the numbers of ranks that may share a pack. A sample that does not fit
+    even at the largest width gets the largest width.
     """
     tokens, total = int(length[candidates].sum()), float(cost[candidates].sum())
     fewest = max(1, -(-tokens // (ranks * max_tokens)))
@@ -132,12 +139,15 @@ def _attempt(
 
 
 def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int], level: float) -> Indices:
-    """[n] the smallest width at which each rank's part of a sample fits and costs at most the level."""
+    """[n] for each sample, the smallest number of context ranks (its width) that is enough to share it.
+
+    It is enough if the part of one rank has at most `max_tokens` tokens and costs at most `level`.
+    """
     size = np.array(sizes)
     by_cost = np.minimum(cost / level if level else 0.0, np.maximum(length // FEWEST_TOKENS, 1))
     needed = np.maximum(length / max_tokens, by_cost)
     index = np.searchsorted(size, needed * (1 - 1e-12), side="left")  # the first width that suffices
-    # a sample that costs more than the level even on all ranks gets all of them
+    # A sample that costs more than the level even if all ranks share it gets all ranks.
     found: Indices = size[np.minimum(index, len(size) - 1)]
     return found
 
@@ -145,7 +155,10 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to wide packs up to the level, always the costliest that fits; return the remaining samples."""
+    """Add short samples to wide packs up to the level, always the costliest sample that fits.
+
+    `narrow` are the indices of the short samples. Returns the indices of the samples that remain.
+    """
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()
     for pack in packs:
@@ -164,7 +177,10 @@ def _fill_wide(
 
 
 def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
-    """Assign packs to waves and ranks, wide packs first: the free ranks of a wave stay a multiple of the next width."""
+    """Assign packs to waves and ranks. Wide packs are assigned first.
+
+    The number of free ranks of a wave is then always a multiple of the next width.
+    """
     each = np.array([float(cost[pack.samples].sum()) / pack.width for pack in packs])
     width = np.array([pack.width for pack in packs])
     by_cost = np.argsort(-each, kind="stable")
@@ -180,7 +196,8 @@ def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int)
     assert not free.any(), "packs and ranks do not match"
     table = np.empty((ranks, waves), dtype=np.int64)
     for wave, chosen in enumerate(members):
-        # Every second wave assigns its narrow packs to ranks in reverse, so that total costs per rank stay close.
+        # In every second wave, packs of equal width are assigned to ranks in reverse order, so that the total costs of
+        # the ranks stay close.
         ordered = sorted(chosen, key=lambda index: (-width[index], each[index] if wave % 2 else -each[index]))
         table[:, wave] = np.repeat(ordered, width[ordered])
     samples = [np.array(sorted(pack.samples), dtype=np.int64) for pack in packs]

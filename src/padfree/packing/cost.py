@@ -1,12 +1,12 @@
-"""The cost of a sample: linear · n + quadratic · n², plus a constant for each micro-batch and one for each step.
+"""The cost of a sample of n tokens is linear · n + quadratic · n². Each micro-batch and each step add a constant.
 
     tokens of a sample        100        1000        8000
     matmuls                   100 a      1000 a      8000 a       every weight is applied to every token once
     attention             10,000 b  1,000,000 b  64,000,000 b     every token attends to every token before it
 
-Equal numbers of tokens are therefore not equal amounts of work if samples are long. The two factors come from the
-model's config (`from_config`, in FLOPs of forward and backward), or from times measured on the device (`fit`) and
-stored in a JSON file. Packing uses only ratios, so FLOPs and seconds serve equally well.
+Therefore two packs with equal numbers of tokens can take different times, if samples are long. The two factors (a and b
+in the table) come from the model's config (`from_config`, in FLOPs of forward and backward), or from times measured on
+the device (`fit`) and stored in a JSON file. Packing uses only ratios, so FLOPs and seconds serve equally well.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from padfree.sizes import ModelSizes
 Floats = NDArray[np.float64]
 
 FORWARD_AND_BACKWARD = 3
-"""The backward pass costs twice the forward pass: one matmul for the input's gradient, one for the weight's."""
+"""The cost of forward and backward, relative to forward. The backward pass costs twice the forward pass: it has one
+matmul for the gradient of the input and one for the gradient of the weight.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """The cost of a sample of n tokens is linear · n + quadratic · n². A micro-batch costs `constant` more, and a step
-    `step` more (its optimizer update)."""
+    """The cost of a sample of n tokens is linear · n + quadratic · n².
+
+    A micro-batch additionally costs `constant`, and a step costs `step` for its optimizer update.
+    """
 
     linear: float
     quadratic: float = 0.0
@@ -47,18 +51,18 @@ class CostModel:
             need_number(field, value, 0.0, sys.float_info.max, "give a finite number of 0 or more")
 
     def __call__(self, lengths: ArrayLike) -> Floats:
-        """[n] lengths -> [n] costs, without the constants."""
+        """The costs [n] of samples with these lengths [n], without the constants for micro-batches and steps."""
         n = number_array(lengths, "lengths").astype(np.float64)
         return self.linear * n + self.quadratic * n * n
 
     @staticmethod
     def tokens() -> CostModel:
-        """The cost is the number of tokens."""
+        """A cost model in which the cost of a sample is its number of tokens."""
         return CostModel(linear=1.0)
 
     @staticmethod
     def from_config(config: Any) -> CostModel:
-        """FLOPs of forward and backward of an HF causal language model, from its config (object or dict).
+        """A cost model in FLOPs of forward and backward, from the config (object or dict) of a Hugging Face causal LM.
 
         Counts the weights of all matmuls applied to one token (for a mixture of experts: the router, the shared
         experts and the experts the token is routed to), the output head, and causal attention. A layer with a sliding
@@ -70,7 +74,7 @@ class CostModel:
         sizes = ModelSizes.of(config)
         full, windowed = sizes.attention, sizes.windowed_attention
         in_windows = sizes.windowed_layers * sizes.window * (windowed.query + windowed.output)
-        # each weight takes one multiplication and one addition per token; causal attention has n² / 2 pairs
+        # Each weight takes one multiplication and one addition per token. Causal attention has n² / 2 pairs of tokens.
         return CostModel(
             linear=FORWARD_AND_BACKWARD * (2.0 * (sizes.weights + in_windows) + sizes.state_flops),
             quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * (full.query + full.output),
@@ -78,15 +82,15 @@ class CostModel:
 
     @staticmethod
     def fit(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> CostModel:
-        """Fit the model to measured times, by least squares of the relative error, with coefficients of at least 0.
+        """Fit a cost model to measured times, by least squares of the relative error. Coefficients are at least 0.
 
         `lengths[i]` holds the lengths of all samples of micro-batch i, or the length of its only sample. `seconds[i]`
-        is the time of micro-batch i.
+        is the measured time of micro-batch i.
         """
         time = number_array(seconds, "seconds").astype(np.float64)
         if time.ndim != 1 or len(time) != len(lengths) or not len(time):
             raise UserError(
-                "seconds", f"shape {time.shape} for {len(lengths)} measurements", "give one time per micro-batch"
+                "seconds", f"has shape {time.shape} for {len(lengths)} measurements", "give one time per micro-batch"
             )
         if not ((time > 0) & (time < np.inf)).all():
             raise UserError("seconds", f"range from {time.min()} to {time.max()}", "give finite times above 0")

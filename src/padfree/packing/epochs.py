@@ -1,12 +1,13 @@
-"""Read samples in a reproducible order, and return to any point of it.
+"""Read samples in a reproducible order, and return to any position in this order.
 
     source       a b c d           anything with `len` and `[i]`
     position     0 1 2 3 | 4 5 6 7     counts samples over all epochs
     in order     a b c d | a b c d
     shuffled     c a d b | b c a d     one order per epoch, which depends only on (seed, epoch)
 
-A source may have parts with weights. The weight is the number of times that an epoch shows each sample of the part. A
-part of n samples is repeated endlessly in one order, and epoch e shows items floor(e w n) to floor((e + 1) w n):
+A source may have parts with weights. The weight w is the number of times that an epoch shows each sample of the part. A
+part of n samples is repeated endlessly in one order, and epoch e shows items floor(e w n) to floor((e + 1) w n) of this
+sequence:
 
     part of 5, weight 0.5, order 3 0 4 1 2     epoch 0: 3 0      epoch 1: 4 1 2      epoch 2: 3 0   ...
     part of 2, weight 2                        epoch 0: 0 0 1 1  ...
@@ -37,30 +38,32 @@ from padfree.packing.fill import Indices
 T = TypeVar("T")
 
 PART_SEED = 0x9E3779B97F4A7C15
-"""Makes the order inside a part differ from the orders of epochs."""
+"""Combined with the seed by XOR, so that the order inside a part differs from the orders of epochs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePart:
-    """A range of consecutive samples of a source, and how many times an epoch shows each of them."""
+    """A range of consecutive samples of a source, and the number of times that an epoch shows each of them (the
+    weight).
+    """
 
     size: int
     weight: Fraction
 
     def shown(self, epochs: int) -> int:
-        """Number of samples that the first `epochs` epochs show."""
+        """The number of samples of this part that the first `epochs` epochs show."""
         return math.floor(epochs * self.weight * self.size)
 
 
 class EpochOrder:
-    """The samples that each epoch shows, in order. `parts`, one after the other, make up the whole source."""
+    """The samples that each epoch shows, in order. The `parts`, one after the other, make up the whole source."""
 
     def __init__(self, parts: Sequence[SourcePart], *, shuffle: bool, seed: int) -> None:
         self.parts, self.shuffle, self.seed = tuple(parts), shuffle, seed
         self._inside: dict[int, Indices] = {}  # by part
 
     def start(self, epoch: int) -> int:
-        """Number of samples shown before this epoch."""
+        """The number of samples shown before this epoch."""
         return sum(part.shown(epoch) for part in self.parts)
 
     def epoch_at(self, position: int) -> int:
@@ -74,7 +77,7 @@ class EpochOrder:
         return low
 
     def __call__(self, epoch: int) -> Indices:
-        """[n] indices into the source."""
+        """The samples that this epoch shows, in order, as indices [n] into the source."""
         first, found = 0, []
         for number, part in enumerate(self.parts):
             items = np.arange(part.shown(epoch), part.shown(epoch + 1)) % max(part.size, 1)
@@ -94,7 +97,10 @@ class EpochOrder:
 
 
 class EpochReader(Generic[T]):
-    """Reads a source in order. `position` counts the samples read, over all epochs; `peek` shows the next one."""
+    """Reads a source in order.
+
+    `position` counts the samples read, over all epochs, and `peek` returns the next sample.
+    """
 
     def __init__(
         self,
@@ -128,7 +134,7 @@ class EpochReader(Generic[T]):
         self.source, self.shuffle, self.seed, self.epochs = source, shuffle, seed, epochs
         self.position = 0
         self._iterator: Iterator[T] | None = None
-        self._next: list[T] = []  # if the source is an iterable: the next sample, if it has been read ahead
+        self._next: list[T] = []  # only for an iterable: the next sample, if it has been read ahead
         self._epoch: tuple[int, Indices] | None = None  # first position of the cached epoch, and its order
 
     def settings(self) -> dict[str, Any]:
@@ -153,7 +159,7 @@ class EpochReader(Generic[T]):
 
     @property
     def round(self) -> int:
-        """The number of consecutive positions after which every sample is certain to have been shown."""
+        """A number of consecutive positions in which every sample of the source occurs at least once."""
         if self.parts is None:
             return self.length or 0
         return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))
@@ -193,7 +199,10 @@ class EpochReader(Generic[T]):
         self._next = []
 
     def restore(self, position: int, wanted: list[int]) -> list[tuple[int, T]]:
-        """Move to this position, and read the samples of the `wanted` earlier positions again."""
+        """Move to this position, and read the samples at the `wanted` earlier positions again.
+
+        Returns (position, sample) for each of them.
+        """
         if self.length is not None:
             self.position = position
             return [(earlier, self._at(earlier)) for earlier in wanted]
@@ -216,9 +225,10 @@ class EpochReader(Generic[T]):
 
 
 def shuffled(length: int, seed: int, epoch: int) -> Indices:
-    """An order of `length` samples that depends only on seed and epoch: by a 64-bit hash of (seed, epoch, index).
+    """An order of `length` samples that depends only on seed and epoch.
 
-    A resumed run sees the same order, whatever the library versions.
+    Samples are sorted by a hash of (seed, epoch, index). A resumed run gets the same order, whatever the library
+    versions.
     """
     hashes = np.arange(length, dtype=np.uint64)
     for part in (epoch, seed):
@@ -228,5 +238,5 @@ def shuffled(length: int, seed: int, epoch: int) -> Indices:
 
 
 def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The `values`-th outputs of splitmix64 seeded with 0."""
+    """The outputs of the random number generator splitmix64 with seed 0 at the indices `values`."""
     return splitmix64(values * np.uint64(SPLITMIX64[0]))

@@ -1,4 +1,4 @@
-"""Pack samples into as few bins of a hard capacity as possible.
+"""Pack samples into as few bins as possible. No bin exceeds its capacity in tokens.
 
     lengths   5 3 5 2 2 7     capacity 8
     histogram 7:1  5:2  3:1  2:2
@@ -38,7 +38,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bins(Sequence[Indices]):
-    """A sequence of index arrays in two flat arrays: bin b is `indices[offsets[b]:offsets[b + 1]]`, ascending."""
+    """A list of index arrays, stored in two flat arrays: bin b is `indices[offsets[b]:offsets[b + 1]]`, ascending."""
 
     indices: Indices  # [n] each sample once
     offsets: Indices  # [bins + 1]
@@ -63,7 +63,7 @@ class Bins(Sequence[Indices]):
             yield self.indices[start:end]
 
     def sums(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[bins] the sum of `values` [n] over each bin; no bin is empty."""
+        """The sum of `values` [n] over the samples of each bin, [bins]. No bin is empty."""
         return np.add.reduceat(values[self.indices], self.offsets[:-1]) if len(self) else values[:0]
 
 
@@ -89,7 +89,7 @@ def fill(lengths: ArrayLike, capacity: int) -> Bins:
 
 
 def checked_lengths(lengths: ArrayLike, field: str = "lengths") -> Indices:
-    """Lengths as a flat int64 array. Errors name the field and the sample."""
+    """Check lengths and return them as a flat int64 array. Error messages name the field and the sample."""
     array = integer_array(lengths, field)
     if array.min(initial=0) < 0:
         index = int(array.argmin())
@@ -98,7 +98,10 @@ def checked_lengths(lengths: ArrayLike, field: str = "lengths") -> Indices:
 
 
 def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
-    """Sample indices by falling length (ties in input order), the distinct lengths above 0 (falling), their counts."""
+    """Return three things: sample indices by falling length, the distinct lengths above 0 (falling), and their counts.
+
+    Samples of equal length keep their order.
+    """
     top = int(lengths.max(initial=0))
     if top <= max(len(lengths), 1 << 16):
         codes, counts = lengths, np.bincount(lengths, minlength=1)
@@ -106,14 +109,17 @@ def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
     else:
         values, codes, counts = np.unique(lengths, return_inverse=True, return_counts=True)
         top = len(values) - 1
-    # numpy sorts 16-bit keys by radix, several times as fast as wider keys
+    # numpy uses radix sort for 16-bit keys, which is several times as fast as sorting wider keys
     keys = np.subtract(top, codes).astype(np.uint16 if top < 1 << 16 else np.int64)
     there = (counts > 0) & (values > 0)
     return np.argsort(keys, kind="stable"), values[there][::-1].tolist(), counts[there][::-1].tolist()
 
 
 class _Step(NamedTuple):
-    """`num_bins` bins with `free_tokens` free tokens take `per_bin` samples each and keep `left` free tokens."""
+    """One step of the algorithm: `num_bins` bins with `free_tokens` free tokens take `per_bin` samples each.
+
+    Afterwards each of these bins has `left` free tokens.
+    """
 
     free_tokens: int
     left: int
@@ -132,8 +138,9 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
     that can take the next. New bins come from the queue of `capacity` free tokens.
     """
     steps: list[_Step] = []
-    free_sizes: list[int] = []  # free tokens of the waiting bins, ascending, distinct
-    put: defaultdict[int, int] = defaultdict(int)  # free tokens -> bins that ever joined this queue
+    free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
+    # number of bins that ever joined the queue of each number of free tokens
+    put: defaultdict[int, int] = defaultdict(int)
     taken: defaultdict[int, int] = defaultdict(int)  # free tokens -> bins that left this queue
     for length, count in zip(values, counts, strict=True):
         while count:
@@ -157,10 +164,11 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
 
 
 def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
-    """The bin of each sample, longest sample first.
+    """The bin of each sample, in the order of falling sample length.
 
-    All queues are laid end to end, the queue of new bins first. Each slot points to the slot that its bin came from;
-    following the pointers ends in the queue of new bins, whose indices number the bins in the order of opening.
+    All queues are concatenated, the queue of new bins first. Each slot points to the slot that its bin came from.
+    Following the pointers ends in the queue of new bins, whose indices number the bins in the order in which they were
+    opened.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Find the prefixes that the samples of a pack share, so that they are computed once: pure functions on token ids.
+"""Find the prefixes that the samples of a pack share, so that each is computed once: pure functions on token ids.
 
     samples    0: p p p a a      1: p p p b b b      2: p p p b c        of one group
     nodes      0: p p p     1: a a     2: b     3: b b     4: c
@@ -8,8 +8,8 @@
 Samples of one group are compared from their first token on. A shared prefix may end anywhere: after the prompt, inside
 a response, or at the end of a sample. Equal samples end in the same node.
 
-Sharing has a cost: the keys of shared tokens are copied for every node below them, and every node is one more segment
-for the kernels. `SharingCost` estimates it. A prefix that does not pay off is not shared.
+Sharing has a cost, which `SharingCost` estimates: the keys of shared tokens are copied for every node below them, and
+every node is one more segment for the kernels. A prefix is shared only if this saves time.
 """
 
 from __future__ import annotations
@@ -30,31 +30,38 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharingCost:
-    """The cost of sharing, expressed in tokens that could be computed in the same time.
+    """The cost of sharing a prefix, in the unit "time to compute one token": `key` per copied key, `node` per new node.
 
     In a layer of a 4B model, copying one key in forward and backward moves about 24 KiB, and computing a token takes
-    0.6 GFLOP. The copy takes about 0.5% of the token's time. On average a node leaves half a tile of queries empty.
+    0.6 GFLOP. The copy takes about 0.5% of the time of computing the token. A node wastes half a tile of queries on
+    average.
     """
 
     key: float = 0.01
     node: float = 32.0
 
     def pays(self, model: CostModel, *, num_samples: int, begin: int, end: int, num_keys: int) -> bool:
-        """Whether `num_samples` samples with a total of `num_keys` tokens should share their tokens [begin, end)."""
+        """Whether sharing the tokens [begin, end) of `num_samples` samples saves time.
+
+        `num_keys` is the total number of tokens of these samples.
+        """
         pairs = float(end) ** 2 - float(begin) ** 2
         saved = (num_samples - 1) * (model.linear * (end - begin) + model.quadratic * pairs)
         return saved > model.linear * (self.node + self.key * num_keys)
 
 
 FREE = SharingCost(key=0.0, node=0.0)
-"""With this cost every common prefix is shared, because sharing costs nothing."""
+"""A cost of zero, with which every common prefix is shared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefixTree:
-    """The nodes of one pack in preorder, and the node where each of its B samples ends. Made by `find_prefixes`."""
+    """The prefix tree of a pack: N nodes in preorder, and the node where each of B samples ends.
 
-    parents: Indices  # [N], -1 for a root
+    Made by `find_prefixes`.
+    """
+
+    parents: Indices  # [N] the parent of each node, -1 for a root
     sample: Indices  # [N] a sample whose path contains the node
     begin: Indices  # [N] the node's tokens are sample.tokens[begin:end]; begin is also their first position
     end: Indices  # [N]
@@ -62,12 +69,12 @@ class PrefixTree:
 
     @property
     def lengths(self) -> Indices:
-        """[N] tokens of each node."""
+        """The number of tokens of each of the N nodes, [N]."""
         return self.end - self.begin
 
     @property
     def num_tokens(self) -> int:
-        """C, the number of tokens that are computed."""
+        """The number of tokens that are computed: the tokens of all nodes, each once."""
         return int(self.lengths.sum())
 
     @property
@@ -76,20 +83,23 @@ class PrefixTree:
         return bool((self.parents >= 0).any()) or len(self.parents) < int((self.last >= 0).sum())
 
     def cost(self, model: CostModel) -> float:
-        """The cost of the nodes: each token once, and (query, key) pairs with all keys of the path."""
+        """The cost of the tree: each token is computed once, and each query attends to all keys of its path."""
         pairs = self.end.astype(np.float64) ** 2 - self.begin.astype(np.float64) ** 2
         return float(model.linear * self.num_tokens + model.quadratic * pairs.sum())
 
     @property
     def roots(self) -> Indices:
-        """[B] the root of each sample's path, -1 for an empty sample. Samples with different roots share nothing."""
+        """The root of the path of each of B samples, [B]; -1 for an empty sample.
+
+        Samples with different roots share nothing.
+        """
         root = np.arange(len(self.parents))
         for node in np.flatnonzero(self.parents >= 0).tolist():
             root[node] = root[self.parents[node]]
         return np.where(self.last >= 0, np.append(root, -1)[self.last], -1)
 
     def restricted(self, samples: NDArray[Any]) -> PrefixTree:
-        """The tree of the samples with the indices `samples`, renumbered in this order.
+        """The tree of some of the samples. Sample i of the new tree is sample `samples[i]` of this tree.
 
         These samples still share the same prefixes. A node with a single remaining child is merged with this child.
         """
@@ -118,7 +128,7 @@ class PrefixTree:
         return _tree(nodes, [new_index[node] for node in last])
 
     def token_positions(self) -> Indices:
-        """[T] the index in the pack of each token of the samples laid end to end."""
+        """For each of the T tokens of all samples laid end to end, its index in the pack, [T]."""
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         positions = [path_tokens(self.parents, offsets, node) for node in self.last.tolist()]
         return np.concatenate([np.zeros(0, dtype=np.int64), *positions])
@@ -132,9 +142,10 @@ def find_prefixes(
     overhead: SharingCost | None = None,
     across_groups: bool = False,
 ) -> PrefixTree:
-    """The prefix tree of samples with these `tokens` [n] each. Samples of one group are compared; None is no group.
+    """Find the prefix tree of samples with these `tokens`, one array [n] per sample.
 
-    `across_groups` compares all samples. `cost` and `overhead` decide which prefixes pay off.
+    Only samples of one group are compared. A sample whose group is None is not compared with others. If `across_groups`
+    is True, all samples are compared. `cost` and `overhead` decide which prefixes are worth sharing.
     """
     model, overhead = cost or CostModel.tokens(), overhead or SharingCost()
     families: dict[Hashable, list[int]] = {}
@@ -148,7 +159,7 @@ def find_prefixes(
 
 
 class _Growth:
-    """Builds a tree, one family of samples at a time."""
+    """Builds a prefix tree, one family of samples at a time."""
 
     def __init__(self, tokens: Sequence[NDArray[Any]], model: CostModel, overhead: SharingCost) -> None:
         self.tokens, self.model, self.overhead = tokens, model, overhead
@@ -170,7 +181,8 @@ class _Growth:
         common = [0] + [
             common_length(self.tokens[one], self.tokens[other]) for one, other in itertools.pairwise(ordered)
         ]
-        stack = [(0, len(ordered), 0, -1)]  # members [low, high), tokens already in nodes, the parent node
+        # (low, high, begin, parent): members [low, high) share `begin` tokens, which end in node `parent`
+        stack = [(0, len(ordered), 0, -1)]
         while stack:
             low, high, begin, parent = stack.pop()
             if high - low == 1:
@@ -178,7 +190,8 @@ class _Growth:
                 self.last[sample] = self._node(parent, sample, begin, len(self.tokens[sample]))
                 continue
             end = min(common[low + 1 : high])
-            # Samples that end here come first. The others are split where neighbours have only `end` tokens in common.
+            # Samples that end in this node come first. The others are split where two neighbours have only `end` tokens
+            # in common.
             ending = low
             while ending < high and len(self.tokens[ordered[ending]]) == end:
                 ending += 1
@@ -198,7 +211,7 @@ class _Growth:
         return self.overhead.pays(self.model, num_samples=len(members), begin=begin, end=end, num_keys=num_keys)
 
     def _node(self, parent: int, sample: int, begin: int, end: int) -> int:
-        """Add a node and return its index. If it would be empty, return the parent instead."""
+        """Add a node and return its index. If the node would have no tokens, return the parent instead."""
         if begin == end:
             return parent
         self.nodes.append((parent, sample, begin, end))
@@ -206,7 +219,7 @@ class _Growth:
 
 
 def _tree(nodes: list[tuple[int, int, int, int]], last: list[int]) -> PrefixTree:
-    """Build a tree from (parent, sample, begin, end) tuples."""
+    """Build a `PrefixTree`. `nodes`: parent, sample, begin and end of each node; `last`: last node of each sample."""
     columns = np.array(nodes, dtype=np.int64).reshape(-1, 4).T
     parents, sample, begin, end = (np.ascontiguousarray(column) for column in columns)
     return PrefixTree(parents=parents, sample=sample, begin=begin, end=end, last=np.array(last, dtype=np.int64))

@@ -1,13 +1,13 @@
-"""Plan a step so that samples that share prefixes stay together if that pays off.
+"""Plan a step so that samples that share prefixes stay in one pack, if this makes the step cheaper.
 
     samples      0 1 2 3 share a prompt     4 5 share another     6 shares nothing
     families     [0 1 2 3]                  [4 5]                 [6]
     units        [0 1 2 3] [4 5] [6]        each planned like one sample: its tokens (shared ones once) and its cost
 
-A family that does not fit into a pack is divided, and each part computes the prefix again. All families are divided
-into 2, 4, 8, ... parts as long as the ranks are unbalanced and the step gets cheaper: one group on two ranks becomes
-two halves. Planning uses the prefix tree of the whole step; a pack uses the tree restricted to its samples
-(`PrefixTree.restricted`), so that it holds exactly the planned tokens.
+A family that does not fit into a pack is divided, and each part computes the prefix again. As long as the ranks are
+unbalanced and the step gets cheaper, all families are divided into 2, 4, 8, ... parts. For example, a single group on
+two ranks is divided into two halves. Planning uses the prefix tree of the whole step. A pack uses the tree restricted
+to its samples (`PrefixTree.restricted`), so that it holds exactly the planned tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from padfree.packing.prefixes import PrefixTree
 from padfree.packing.step_plan import StepPlan, plan_step
 
 BALANCED = 1.02
-"""Up to this imbalance, families are not divided further, because each part computes the prefix again."""
+"""If the imbalance is at most this, families are not divided further, because each part computes the prefix again."""
 
 
 def plan_shared_step(
@@ -39,11 +39,12 @@ def plan_shared_step(
     groups: Sequence[Hashable] | None = None,
     contexts: Sequence[int] = (1,),
 ) -> StepPlan:
-    """Plan one step over samples of these `lengths` [n] that share `prefixes`. See `plan_step`.
+    """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
 
-    No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are given, the samples of a group are never
-    divided. With several `contexts`, a part of a family has at most `max_tokens` tokens, which one rank holds. A longer
-    sample shares nothing, and its pack is divided over as many ranks as it needs.
+    Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are
+    given, the samples of a group are never divided. `contexts` are the numbers of ranks that may share a pack. If there
+    are several, a part of a family has at most `max_tokens` tokens, which one rank holds. A longer sample shares
+    nothing, and its pack is divided over as many ranks as it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]
@@ -79,14 +80,15 @@ def _whole_groups(groups: Sequence[Hashable]) -> list[Indices]:
 
 
 def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices]:
-    """The families: samples that share a root, in tree order, so that neighbours share the most.
+    """Group the samples into families: samples whose paths in the prefix tree have the same root.
 
-    Each sample that shares nothing is a family by itself.
+    The samples of a family are in tree order, so that neighbours share the most. A sample that shares nothing is a
+    family by itself.
     """
     order = np.argsort(prefixes.last, kind="stable")
     root = prefixes.roots[order]
     alone = too_long[order] | (root < 0)
-    # A sample longer than a pack gets its own pack, whatever it shares.
+    # A sample that is longer than a pack is a family by itself, even if it shares a prefix.
     key = np.where(alone, len(prefixes.parents) + np.arange(len(order)), root)
     by_key = np.argsort(key, kind="stable")
     borders = np.flatnonzero(np.diff(key[by_key])) + 1
@@ -94,7 +96,7 @@ def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices
 
 
 def _units(prefixes: PrefixTree, family: Indices, parts: int, max_tokens: int) -> list[Indices]:
-    """Divide the family into `parts` parts, and into more if one of them does not fit into a pack."""
+    """Divide the family into `parts` parts, or into more if one of these does not fit into a pack."""
     units: list[Indices] = []
     todo = [part for part in np.array_split(family, min(parts, len(family))) if len(part)][::-1]
     while todo:
@@ -117,7 +119,7 @@ def _plan(
     model: CostModel,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan the units like samples, then replace each unit by its samples."""
+    """Plan the step with each unit in place of a sample, then replace each unit by its samples."""
     trees = [prefixes.restricted(unit) for unit in units]
     tokens = np.array([tree.num_tokens for tree in trees], dtype=np.int64)
     costs = [tree.cost(model) for tree in trees]
@@ -139,5 +141,5 @@ def _plan(
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
+    """The numbers 1, 2, 4, ... below `most`, and `most` itself."""
     return [*(1 << bit for bit in range((most - 1).bit_length())), most]

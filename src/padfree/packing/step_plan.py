@@ -4,15 +4,16 @@
                                rank 1   [1 2]    [4 6 8]
                                         j = 0    j = 1          all ranks run micro-batch j at the same time
 
-Ranks wait for each other in every micro-batch, so a step costs Σⱼ maxᵣ cost[r][j]. The plan consists of slots, one
-for each (rank, j):
+Ranks wait for each other in every micro-batch, so the cost of a step is Σⱼ maxᵣ cost[r][j], over ranks r and
+micro-batches j. The plan consists of slots, one for each (rank, j). It is made in three steps:
 
 1. Use as few slots as the samples need at `max_tokens`, rounded up to a multiple of the ranks, so that every rank has
    the same number of micro-batches.
 2. Spread the samples over the slots with `balance`: nearly equal cost in each, never more than `max_tokens`.
-3. Sort the slots by cost and cut them into groups of `ranks`. The costliest group runs first, at the same time.
+3. Sort the slots by cost and cut them into groups of `ranks` slots, which run at the same time. The costliest group
+   runs first.
 
-With several `contexts` a pack may be shared by several ranks: see `padfree.packing.context_sizes`.
+If `contexts` has several entries, several ranks may share a pack: see `padfree.packing.context_sizes`.
 
 If a single sample costs more than an average slot, the slots that run at the same time as this sample get more work, up
 to `max_tokens`, and the other slots get less. The plan depends only on lengths, ranks, max_tokens and the cost model.
@@ -39,30 +40,31 @@ from padfree.packing.prefixes import PrefixTree
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
 GOOD_ENOUGH = 1.002
-"""An imbalance up to this is accepted without a second attempt with uneven slots."""
+"""A plan with at most this imbalance is accepted. Otherwise a second plan with uneven slots is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class StepPlan:
-    """`micro_batches[rank][j]`: ascending sample indices. Made by `plan_step`.
+    """The plan of one step, made by `plan_step`: `micro_batches[rank][j]` holds ascending sample indices.
 
-    If `widths` is set, `widths[rank, j]` neighbouring ranks share the pack of micro-batch j and list the same samples.
-    Otherwise a rank is a data rank, and the plan does not say how many context ranks share its packs.
+    Every rank runs J micro-batches. If `widths` is set, `widths[rank, j]` neighbouring ranks share the pack of
+    micro-batch j and list the same samples. Otherwise a rank of the plan is a data rank, and the plan does not say how
+    many context ranks share its packs.
 
     With fewer samples than slots some micro-batches are empty arrays, so that every rank still runs the same number of
     backward passes.
     """
 
     micro_batches: MicroBatches  # [ranks][J]
-    lengths: Indices  # [n] after truncation; 0 for a dropped sample
+    lengths: Indices  # [n] length of each sample after truncation; 0 for a dropped sample
     max_tokens: int
     cost: Floats  # [ranks, J] of the rank's part
     truncated: Indices  # samples cut to max_tokens
     dropped: Indices  # samples in no micro-batch
     alone: Indices  # samples longer than max_tokens, each of them the only sample of its micro-batch
-    prefixes: PrefixTree | None = None  # the prefix tree of all samples; None: samples share no prefix
-    computed: Indices | None = None  # [ranks, J] tokens of each micro-batch, shared ones once; None: nothing is shared
-    widths: Indices | None = None  # [ranks, J]; None: no pack is shared between ranks of the plan
+    prefixes: PrefixTree | None = None  # the prefix tree of all samples; None if samples share no prefix
+    computed: Indices | None = None  # [ranks, J] tokens that each micro-batch computes; None if nothing is shared
+    widths: Indices | None = None  # [ranks, J] number of ranks that share each pack; None if none is shared
 
     @staticmethod
     def empty(*, ranks: int, max_tokens: int) -> StepPlan:
@@ -84,25 +86,28 @@ class StepPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """J, the same on every rank."""
+        """The number of micro-batches J, which is the same on every rank."""
         return len(self.micro_batches[0])
 
     @property
     def tokens(self) -> Indices:
-        """[ranks, J] tokens of the samples of each micro-batch. A pack that ranks share counts at the first of them."""
+        """The number of tokens of the samples of each micro-batch, [ranks, J].
+
+        If several ranks share a pack, its tokens are counted only for the first of these ranks.
+        """
         tokens = [[self.lengths[batch].sum() for batch in batches] for batches in self.micro_batches]
         return np.array(tokens, dtype=np.int64).reshape(self.ranks, self.num_micro_batches) * self.is_first
 
     @property
     def is_first(self) -> NDArray[np.bool_]:
-        """[ranks, J] whether a rank is the first, or the only one, of the ranks that share its pack."""
+        """Whether each rank is the first, or the only one, of the ranks that share its pack, as bools [ranks, J]."""
         if self.widths is None:
             return np.ones((self.ranks, self.num_micro_batches), dtype=np.bool_)
         first: NDArray[np.bool_] = np.arange(self.ranks)[:, None] % self.widths == 0
         return first
 
     def packs_of(self, rank: int) -> list[tuple[Indices, int | None]]:
-        """[J] the samples of each pack of a rank, and the number of ranks that share the pack.
+        """For each of the J packs of a rank: its samples, and the number of ranks that share it.
 
         This number is None if the plan has no `widths`.
         """
@@ -110,37 +115,41 @@ class StepPlan:
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
     def padded_tokens(self, context: int = 1) -> int:
-        """Tokens of all packs including pads: every rank of a pack holds the same number of tokens, at least one.
+        """The number of tokens of all packs, including padding.
 
-        `context` ranks share a pack if the plan has no `widths`.
+        All ranks of a pack hold the same number of tokens, at least one. If the plan has no `widths`, `context` ranks
+        share each pack.
         """
         width = np.full_like(self.computed_tokens, context) if self.widths is None else self.widths
         return int((np.maximum(-(-self.computed_tokens // width), 1) * width)[self.is_first].sum())
 
     @property
     def computed_tokens(self) -> Indices:
-        """[ranks, J] tokens that each micro-batch computes."""
+        """The number of tokens that each micro-batch computes, [ranks, J]. The tokens of a shared prefix count once."""
         return self.tokens if self.computed is None else self.computed
 
     @property
     def sharing(self) -> float:
-        """ρ: tokens of the samples divided by tokens computed."""
+        """The tokens of all samples divided by the tokens that are computed. It is 1 if samples share no prefixes."""
         computed = int(self.computed_tokens.sum())
         return int(self.tokens.sum()) / computed if computed else 1.0
 
     @property
     def step_cost(self) -> float:
-        """Σⱼ maxᵣ cost[r][j]."""
+        """The cost of the step: for each micro-batch the cost of the costliest rank, summed over the micro-batches."""
         return float(self.cost.max(0).sum())
 
     @property
     def imbalance(self) -> float:
-        """The cost of the step divided by its cost if no rank ever waited; 1 is perfect."""
+        """The cost of the step divided by its cost if no rank ever waited for another. A perfect plan has 1."""
         return _imbalance(self.cost)
 
     @property
     def fill(self) -> float:
-        """Tokens divided by the capacity of the micro-batches. An overlong sample counts up to max_tokens."""
+        """The number of tokens divided by the capacity of the micro-batches.
+
+        An overlong sample counts up to max_tokens.
+        """
         held = np.minimum(self.computed_tokens, self.max_tokens * (1 if self.widths is None else self.widths))
         return float(held.sum() / (held.size * self.max_tokens)) if held.size else 0.0
 
@@ -156,17 +165,18 @@ def plan_step(
     costs: ArrayLike | None = None,
     contexts: Sequence[int] = (1,),
 ) -> StepPlan:
-    """Plan one step over samples of these `lengths` [n]. Without a cost model the cost is the number of tokens.
+    """Plan one step over n samples with these `lengths` [n]: assign each sample to a rank and a micro-batch.
 
-    With more than one of `contexts`, each a divisor of the next and of `ranks`, the plan chooses for every pack how
-    many neighbouring ranks share it. `max_tokens` limits the tokens on one rank.
+    Without a cost model, the cost of a sample is its number of tokens. `max_tokens` limits the tokens of a micro-batch
+    on one rank. `contexts` are the numbers of neighbouring ranks that may share a pack; each divides the next, and all
+    divide `ranks`. If there are several, the plan chooses one of them for every pack.
 
     Samples with the same entry in `groups` [n] go into one micro-batch and are planned like one sample. `costs` [n]
-    are the costs of the samples, if they do not follow from the lengths.
+    gives the costs of the samples, if they do not follow from the lengths.
 
     `overlong` says what happens to a sample longer than `max_tokens`: it raises an error ("error"), is cut
-    ("truncate"), is left out ("drop"), or gets its own micro-batch ("alone"). The plan lists these samples. With at
-    least as many samples as slots, no micro-batch is empty.
+    ("truncate"), is left out ("drop"), or gets its own micro-batch ("alone"). The plan lists the overlong samples. If
+    there are at least as many samples as micro-batches on all ranks, no micro-batch is empty.
     """
     length = checked_lengths(lengths).copy()
     for field, value in (("ranks", ranks), ("max_tokens", max_tokens)):
@@ -198,9 +208,9 @@ def _plan_groups(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan whole groups like samples: the length and cost of a group are the sums over its samples."""
+    """Plan whole groups in place of samples. The length and cost of a group are the sums over its samples."""
     if len(groups) != len(length):
-        raise UserError("groups", f"{len(groups)} entries for {len(length)} samples", "give one group per sample")
+        raise UserError("groups", f"has {len(groups)} entries for {len(length)} samples", "give one group per sample")
     if overlong == "truncate":
         raise UserError(
             "overlong",
@@ -236,9 +246,10 @@ def _plan(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan samples of `length` [n], which is changed in place to the length that remains of each sample.
+    """Plan n samples of `length` [n]. Returns the plan.
 
-    `cost` maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
+    The array `length` is changed in place: it gets the length that remains of each sample. `cost` is a function that
+    maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
     """
     limit = max_tokens * contexts[-1]
     too_long = np.flatnonzero(length > limit)
@@ -294,7 +305,7 @@ def _plan(
 
 
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
-    """The samples of `problem` in few slots. The number of slots plus `num_alone` is a multiple of `ranks`.
+    """Divide the samples of `problem` into few slots. The number of slots plus `num_alone` is a multiple of `ranks`.
 
     The number is found by binary search between the number that the tokens need and the number that `fill` needs. The
     latter always suffices, but `partition` may succeed with fewer slots.
@@ -321,7 +332,7 @@ def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Part
 
 
 def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatches, Floats]:
-    """Assign slots to (rank, j): the `ranks` costliest get j = 0, the next `ranks` slots get j = 1, and so on.
+    """Assign slots to ranks and micro-batches j: the `ranks` costliest slots get j = 0, the next get j = 1, and so on.
 
     Returns the micro-batches and their costs [ranks, J]. For every second j the ranks are assigned in reverse, so that
     the total costs of the ranks stay close.
@@ -333,17 +344,23 @@ def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatch
 
 
 def _imbalance(cost: Floats) -> float:
-    """Σⱼ maxᵣ cost[r, j] divided by the mean cost of a rank."""
+    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by the mean cost of a rank.
+
+    `cost` is [ranks, micro-batches].
+    """
     mean = float(cost.sum()) / len(cost)
     return float(cost.max(0).sum()) / mean if mean else 1.0
 
 
 def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
-    """[J] the target cost of the slots of each micro-batch j: the cost of the costliest single sample that must run in
-    it. If no single sample stands out, all micro-batches have the same target.
+    """The target cost of the slots of each of J micro-batches, [J].
 
-    Costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches are 12 per rank. The 9 makes the first level 9 and leaves 3 for the
-    second: [9 | 3 3 3] and [3 | 3] take 12, whereas four nearly even slots, [9 | 3 3] and [3 3 | 3], take 15.
+    It is the cost of the costliest single sample that must run in the micro-batch. If no single sample stands out, all
+    micro-batches have the same target.
+
+    For example, samples with costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches cost 12 per rank. The sample of cost 9
+    makes the first target 9 and leaves 3 for the second. The micro-batches [9 | 3 3 3] and [3 | 3] then cost 9 + 3 = 12
+    in total. Four nearly even slots, [9 | 3 3] and [3 3 | 3], would cost 9 + 6 = 15.
     """
     single = np.sort(sample_cost)[::-1][::ranks][:num_micro_batches]
     level = np.zeros(num_micro_batches)

@@ -8,11 +8,12 @@
 
 One rule forms a batch. The buffer is filled until it holds `buffer_size` samples and at least `budget` tokens. Its
 samples are visited from the oldest to the newest, and each sample that still fits is taken. The oldest is always taken,
-so that no sample waits forever. At the end of the source the buffer drains: every sample is returned once.
+so that no sample waits forever. At the end of the source, the remaining samples of the buffer form the last batches, so
+that every sample is returned once.
 
 A batch depends on the data, the seed and the number of batches before it, never on the number of ranks. The state of a
-stream is a few integers, suitable for JSON: how many samples were read, and which of them wait in the buffer. A resumed
-stream reads the waiting samples again, by `source[i]` or by reading an iterable from its start.
+stream can be saved as JSON. It consists of a few integers: how many samples were read, and which of them wait in the
+buffer. A resumed stream reads the waiting samples again, by `source[i]` or by reading an iterable from its start.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 class _Batcher(Generic[T]):
-    """What both batchers share: the source, the counters, and the settings that a saved state must match."""
+    """The base class of both batchers: the source, the counters, and the settings that a saved state must match."""
 
     SETTINGS: ClassVar[tuple[str, ...]]
 
@@ -41,7 +42,7 @@ class _Batcher(Generic[T]):
         self.indices: list[int] = []
 
     def __iter__(self) -> Self:
-        """The batcher itself: a second loop continues where the first one stopped."""
+        """Return the batcher itself, so that a second loop continues where the first one stopped."""
         return self
 
     def _settings(self) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class _Batcher(Generic[T]):
 
 
 class TokenBudgetBatcher(_Batcher[T]):
-    """Yields lists of samples whose lengths sum to at most `budget` tokens; the module docstring gives the rule.
+    """Yields batches: lists of samples with at most `budget` tokens in total. The module docstring gives the rule.
 
     source        anything with `len` and `[i]`, or any iterable (then without shuffle, and epochs = 1)
     shuffle       a different order in each epoch, which depends only on `seed` and is the same on every machine
@@ -114,7 +115,7 @@ class TokenBudgetBatcher(_Batcher[T]):
                 self._buffer.append(item)
                 tokens += item.tokens
             fruitless = 0 if item is not None and item.tokens else fruitless + 1
-            # without this check an endless stream over a source without tokens would never return
+            # Without this check, an endless stream over a source without any tokens would never return.
             if self._reader.epochs is None and fruitless > self._reader.round:
                 raise UserError(
                     "source",
@@ -123,7 +124,10 @@ class TokenBudgetBatcher(_Batcher[T]):
                 )
 
     def _admitted(self, position: int, sample: T, *, again: bool = False) -> _Waiting[T] | None:
-        """Apply the overlong policy; None if the sample is dropped. With `again` it does not count as overlong."""
+        """Apply the `overlong` setting to a sample. Returns None if the sample is dropped.
+
+        If `again` is True, the sample was read before and is not counted as overlong a second time.
+        """
         tokens = self._length(sample)
         index = self._reader.index(position)
         if tokens <= self.budget:
@@ -144,7 +148,7 @@ class TokenBudgetBatcher(_Batcher[T]):
         return _Waiting(position, index, sample, tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the stream between two batches: integers, strings and lists."""
+        """The state of the stream between two batches, as a dict of integers, strings and lists."""
         return {
             "settings": self._settings(),
             "step": self.step,
@@ -154,7 +158,7 @@ class TokenBudgetBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called, with the same settings and the same data."""
+        """Continue exactly where `state_dict` was called. The settings and the data must be the same."""
         _check_settings(state, self._settings())
         samples = self._reader.restore(state["position"], state["buffer"])
         admitted = [self._admitted(position, sample, again=True) for position, sample in samples]
@@ -163,11 +167,11 @@ class TokenBudgetBatcher(_Batcher[T]):
 
 
 class FixedSizeBatcher(_Batcher[T]):
-    """Yields lists of `batch_size` samples, in order or shuffled; the last batch of an epoch may be smaller.
+    """Yields batches: lists of `batch_size` samples, in order or shuffled. The last batch of an epoch may be smaller.
 
-    `max_length` limits the tokens of a sample. A longer sample raises an error, or is cut with `overlong="truncate"`
-    and counted in `num_overlong`.
-    `indices`, `step`, `shuffle`, `seed`, `epochs`, `length`, `parts` and the state work as in `TokenBudgetBatcher`.
+    `max_length` limits the tokens of a sample. A longer sample raises an error. If `overlong` is "truncate", it is cut
+    instead and counted in `num_overlong`. `indices`, `step`, `shuffle`, `seed`, `epochs`, `length`, `parts` and the
+    state work as in `TokenBudgetBatcher`.
     """
 
     SETTINGS = ("batch_size", "max_length", "overlong")
@@ -195,7 +199,7 @@ class FixedSizeBatcher(_Batcher[T]):
 
     def __next__(self) -> list[T]:
         while not self._reader.ended:
-            # collected samples are kept if the next one raises an error
+            # The samples collected so far are kept if the next sample raises an error.
             self._batch.append(self._admitted(self._reader.peek()))
             self._reader.advance()
             if len(self._batch) == self.batch_size or self._reader.at_epoch_end:
@@ -223,7 +227,7 @@ class FixedSizeBatcher(_Batcher[T]):
         return _cut(sample, self.max_length)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the stream between two batches."""
+        """The state of the stream between two batches, as a dict of integers, strings and lists."""
         return {
             "settings": self._settings(),
             "step": self.step,
@@ -232,7 +236,7 @@ class FixedSizeBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called, with the same settings and the same data."""
+        """Continue exactly where `state_dict` was called. The settings and the data must be the same."""
         _check_settings(state, self._settings())
         self._reader.restore(state["position"], [])
         self._batch, self.indices = [], []
@@ -257,7 +261,7 @@ def _num_tokens(sample: Any) -> int:
 
 
 def _cut(sample: T, length: int) -> T:
-    """The first `length` tokens: `sample.truncated(length)` if the sample has this method, else a slice."""
+    """Cut a sample to its first `length` tokens, with its method `truncated` if it has one, else with a slice."""
     truncated = getattr(sample, "truncated", None)
     cut: T = truncated(length) if truncated is not None else sample[:length]  # type: ignore[index]
     return cut
@@ -271,7 +275,9 @@ def _check_positive(**values: int) -> None:
 def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     saved = state.get("settings")
     if not isinstance(saved, Mapping):
-        raise UserError("state", "has no settings", "give a dict that state_dict of a batcher returned")
+        raise UserError(
+            "state", "has no entry 'settings'", "give a dict that the state_dict method of a batcher returned"
+        )
     for name, value in settings.items():
         if saved.get(name) != value:
             raise UserError(

@@ -5,5 +5,5 @@ run_folder     ownership of the folder, and the lock of the process that writes 
 run_files      opens the files of a run together
 metrics_file   one line per step
 events         events of a run other than steps
-trackers       forward metrics to TensorBoard, W&B and trackio
+trackers       forward metrics to TensorBoard, W&B, trackio and MLflow
 """

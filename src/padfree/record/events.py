@@ -18,7 +18,7 @@
     failed          the error that ended the run
 
 `step` is the number of optimizer steps done before the event. `metrics.jsonl` looks as if the run had never been
-interrupted; this file records the interruptions.
+interrupted; `events.jsonl` records the interruptions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Events:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: Kind, *, step: int, **fields: Any) -> None:
-        """Append one line. If a killed run left an incomplete last line, end it first."""
+        """Append one event of this kind with `fields`. If a killed run left an incomplete last line, end it first."""
         if not self._writes:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -67,8 +67,15 @@ def _context(mesh: Mesh) -> str:
     return f"1 to {max(mesh.contexts)}" if mesh.contexts else f"{mesh.context.size}"
 
 
+def _experts(mesh: Mesh) -> str:
+    return "" if mesh.experts is None else f", experts over {mesh.experts['expert'].size()}"
+
+
 def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
-    """The fields of a start event: versions, device, number of processes and their layout."""
+    """Return the fields of a `start` event: versions, device, number of processes and their layout.
+
+    `replicate`: number of replicas of the sharded model.
+    """
     device = mesh.device
     shard = mesh.data.size // replicate
     return {
@@ -78,5 +85,5 @@ def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
         "padfree": __version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": mesh.loss.size,
-        "layout": f"{replicate} replicate x {shard} shard x {_context(mesh)} context",
+        "layout": f"{replicate} replicate x {shard} shard x {_context(mesh)} context{_experts(mesh)}",
     }

@@ -1,7 +1,7 @@
 """Names of the files of a run folder.
 
-run.json                 marks the folder as padfree's, with the id of the run
-run.lock                 locked by the process that writes
+run.json                 marks the folder as a run folder of padfree, with the id of the run
+run.lock                 locked by the process that writes to the folder
 run.holder.json          the process that holds the lock
 config.json              the settings
 metrics.jsonl            one line per step

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, or a family of metrics with a word in capitals in the name."""
+    """One metric, or a family of metrics: a part of its name in capitals, e.g. NAME, stands for any name."""
 
     name: str
     unit: str
@@ -38,7 +38,7 @@ class MetricGroup:
 
 STEP = MetricGroup(
     "Every step",
-    "Every line of metrics.jsonl. Values are of the global batch unless stated otherwise.",
+    "In every line of metrics.jsonl. Values are over the global batch unless stated otherwise.",
     (
         Metric("step", "steps", "Index of the optimizer step, from 0."),
         Metric("loss", "loss", "The minimised value: the weighted sum of the losses of all scored tokens."),
@@ -69,17 +69,18 @@ STEP = MetricGroup(
         Metric(
             "imbalance",
             "ratio",
-            "Planned cost of the step divided by its cost if no rank waited; 1 is perfect balance.",
+            "Planned cost of the step divided by the cost if no rank had to wait for another; 1 is perfect balance.",
         ),
         Metric(
             "imbalance_measured",
             "ratio",
-            "Forward time of the slowest data rank divided by the mean over data ranks; not with `parallel.compile`.",
+            "Forward time of the slowest data rank divided by the mean over data ranks; not with `parallel.compile` or "
+            "`parallel.expert`.",
         ),
         Metric(
             "tflops_per_device",
             "TFLOP/s",
-            "Model FLOPs per second and device; recomputation and embedding look-ups are not counted.",
+            "Model FLOPs per second on each device; recomputation and embedding look-ups are not counted.",
         ),
         Metric(
             "mfu",
@@ -109,8 +110,8 @@ LOSS = MetricGroup(
         Metric(
             "loss/accuracy",
             "share",
-            "DPO and reward models: pairs whose chosen answer scores higher. KTO: answers on the side of z₀ that their "
-            "label names.",
+            "DPO and reward models: share of pairs whose chosen answer scores higher. KTO: share of answers whose "
+            "log-ratio is above z₀ if they are desirable, below z₀ if not.",
         ),
         Metric("loss/margin", "reward", "DPO and reward models: score of the chosen answer minus the rejected one."),
         Metric("loss/chosen", "reward", "DPO and reward models: score of the chosen answer."),
@@ -120,9 +121,11 @@ LOSS = MetricGroup(
         Metric("loss/advantage", "advantage", "RL: advantage; skipped samples count as 0."),
         Metric("loss/ratio", "ratio", "RL: ratio of the policy to the old policy."),
         Metric("loss/approx_kl", "nats", "RL: log π_old - log π."),
-        Metric("loss/clip_fraction", "share", "RL: tokens whose ratio is clipped."),
+        Metric("loss/clip_fraction", "share", "RL: share of tokens whose ratio is clipped."),
         Metric("loss/importance_weight", "ratio", "RL with `loss.corrections`: product of the correction factors."),
-        Metric("loss/masked_fraction", "share", "RL with `loss.corrections`: tokens whose factor is 0."),
+        Metric(
+            "loss/masked_fraction", "share", "RL with `loss.corrections`: share of tokens whose correction factor is 0."
+        ),
         Metric("loss/entropy", "nats", "RL with `loss.entropy_coefficient`: entropy of the policy."),
         Metric("loss/kl", "nats", "RL: KL estimate against the reference. KTO: z₀, the KL estimate of the batch."),
         Metric(
@@ -134,8 +137,8 @@ LOSS = MetricGroup(
         Metric(
             "loss/router",
             "loss",
-            "With `loss.load_balancing`: load-balancing loss without its coefficient; the number of experts per token "
-            "if all experts are used equally.",
+            "With `loss.load_balancing`: load-balancing loss without its coefficient. It equals the number of experts "
+            "per token if all experts are used equally.",
         ),
     ),
 )
@@ -150,22 +153,28 @@ BATCH = MetricGroup(
         Metric("reward_min", "reward", "Lowest reward."),
         Metric("reward_max", "reward", "Highest reward."),
         Metric("source/NAME/reward", "reward", "With a mixture: mean reward of the source."),
-        Metric("groups", "groups", "Groups of the rollout batch (`loss.advantage=given`: samples)."),
+        Metric(
+            "groups", "groups", "Number of groups of the rollout batch; with `loss.advantage=given`, number of samples."
+        ),
         Metric(
             "groups_without_signal",
             "groups",
-            "Groups with one sample or with equal rewards: their advantages are 0.",
+            "Number of groups with one sample or with equal rewards; their advantages are 0.",
         ),
         Metric("response_length", "tokens", "Mean number of trained tokens of a response."),
-        Metric("response_length_min", "tokens", "Shortest response."),
-        Metric("response_length_max", "tokens", "Longest response."),
-        Metric("response_cut", "share", "Responses that end without an end token."),
+        Metric("response_length_min", "tokens", "Number of trained tokens of the shortest response."),
+        Metric("response_length_max", "tokens", "Number of trained tokens of the longest response."),
+        Metric("response_cut", "share", "Share of responses that were cut off before an end token."),
         Metric(
             "reverse_kl",
             "nats",
             "With `loss.advantage=teacher`: mean log-probability of the policy minus that of the teacher.",
         ),
-        Metric("responses_from_log", "responses", "After a resume: responses of rank 0 that were not sampled again."),
+        Metric(
+            "responses_from_log",
+            "responses",
+            "After a resume: number of rank 0's responses that were reused instead of sampled again.",
+        ),
     ),
 )
 
@@ -196,8 +205,8 @@ TIMES = MetricGroup(
         Metric(
             "sampler_tokens_per_second",
             "tokens/s",
-            "Trained tokens of the responses divided by `seconds/sampling`; with `rollout.staleness`, the rate "
-            "that the sampler reports.",
+            "Number of trained tokens of the responses divided by `seconds/sampling`; with `rollout.staleness`, the "
+            "rate that the sampler reports.",
         ),
     ),
 )
@@ -211,14 +220,16 @@ CRITIC = MetricGroup(
         Metric(
             "critic/explained_variance",
             "share",
-            "Variance of the returns that the values explain, before the updates with a batch.",
+            "Share of the variance of the returns that the values explain, before the updates of a batch.",
         ),
         Metric("critic/value", "reward", "Mean value over scored tokens."),
         Metric("critic/return", "reward", "Mean return over scored tokens."),
-        Metric("critic/clip_fraction", "share", "Values that the clip limits."),
+        Metric("critic/clip_fraction", "share", "Share of values that are clipped."),
         Metric("critic/gradient_norm", "norm", "Gradient norm of the critic before clipping."),
         Metric("critic/lr", "rate", "Learning rate of the critic."),
-        Metric("critic/lr/adamw", "rate", "With `optimizer.name=muon`: of the critic's other parameters."),
+        Metric(
+            "critic/lr/adamw", "rate", "With `optimizer.name=muon`: learning rate of the critic's other parameters."
+        ),
     ),
 )
 
@@ -226,38 +237,68 @@ COLLECTION = MetricGroup(
     "Sampling",
     "RL whose responses are sampled in the run. An engine of your own adds `sampler/NAME` for each of its metrics.",
     (
-        Metric("groups_requested", "groups", "With `rollout.filter`: groups that were requested for the batch."),
-        Metric("groups_equal", "groups", "With `rollout.filter`: groups whose rewards are all equal."),
         Metric(
-            "groups_surplus", "groups", "With `rollout.filter`: groups with different rewards that were not needed."
+            "groups_requested", "groups", "With `rollout.filter`: number of groups that were requested for the batch."
         ),
-        Metric("overlong_share", "share", "With `rollout.overlong_buffer`: samples that were penalised."),
+        Metric("groups_equal", "groups", "With `rollout.filter`: number of groups whose rewards are all equal."),
+        Metric("groups_surplus", "groups", "With `rollout.filter`: number of surplus groups, whose rewards differ."),
+        Metric("overlong_share", "share", "With `rollout.overlong_buffer`: share of samples that were penalised."),
         Metric("overlong_penalty", "reward", "With `rollout.overlong_buffer`: mean penalty."),
         Metric("raw_reward", "reward", "With `rollout.overlong_buffer`: mean reward before the penalty."),
-        Metric("version_age", "steps", "With `rollout.staleness`: mean optimizer steps since a token was sampled."),
-        Metric("version_age_max", "steps", "With `rollout.staleness`: most optimizer steps since a token was sampled."),
-        Metric("queue_finished", "groups", "With `rollout.staleness`: finished groups ahead of training."),
-        Metric("queue_unfinished", "groups", "With `rollout.staleness`: unfinished groups ahead of training."),
-        Metric("groups_dropped", "groups", "With `rollout.staleness`: groups that were too old after a resume."),
+        Metric(
+            "version_age",
+            "steps",
+            "With `rollout.staleness`: mean number of optimizer steps since a token was sampled.",
+        ),
+        Metric(
+            "version_age_max",
+            "steps",
+            "With `rollout.staleness`: largest number of optimizer steps since a token was sampled.",
+        ),
+        Metric(
+            "queue_finished",
+            "groups",
+            "With `rollout.staleness`: number of finished groups in the queue ahead of training.",
+        ),
+        Metric(
+            "queue_unfinished",
+            "groups",
+            "With `rollout.staleness`: number of unfinished groups in the queue ahead of training.",
+        ),
+        Metric(
+            "groups_dropped",
+            "groups",
+            "With `rollout.staleness`: number of groups dropped after a resume because they were too old.",
+        ),
         Metric("sampler/tokens_per_second", "tokens/s", "Sampling rate of rank 0."),
-        Metric("sampler/seconds", "s", "Servers: time of the requests of rank 0."),
-        Metric("sampler/tokens", "tokens", "Servers: tokens sampled for rank 0."),
-        Metric("sampler/retried", "requests", "Servers: requests that were retried."),
-        Metric("sampler/restarts", "restarts", "Servers: restarts of servers that the run launched."),
-        Metric("sampler/servers", "servers", "Servers: servers that have the current weights."),
-        Metric("sampler/weight_sync_seconds", "s", "Servers: time of the last weight sync, without the canary."),
+        Metric("sampler/seconds", "s", "Servers: total time of the requests of rank 0."),
+        Metric("sampler/tokens", "tokens", "Servers: number of tokens sampled for rank 0."),
+        Metric("sampler/retried", "requests", "Servers: number of requests that were retried."),
+        Metric(
+            "sampler/restarts", "restarts", "Servers: how many times the run restarted a server that it had launched."
+        ),
+        Metric("sampler/servers", "servers", "Servers: number of servers that have the current weights."),
+        Metric("sampler/weight_sync_seconds", "s", "Servers: time of the last weight sync, without the canary check."),
         Metric("sampler/weight_sync_bytes", "bytes", "Servers: bytes sent in the last weight sync."),
         Metric(
             "sampler/canary_difference",
             "nats",
             "Servers: mean difference between the log-probabilities of server and trainer on fixed sequences.",
         ),
-        Metric("sampler/canary_largest", "nats", "Servers: largest difference on the fixed sequences."),
-        Metric("sampler/canary_sampled_difference", "nats", "Servers: mean difference on tokens that the server drew."),
+        Metric(
+            "sampler/canary_largest",
+            "nats",
+            "Servers: largest difference between these log-probabilities on the fixed sequences.",
+        ),
+        Metric(
+            "sampler/canary_sampled_difference",
+            "nats",
+            "Servers: mean difference between these log-probabilities on tokens that the server sampled.",
+        ),
         Metric(
             "sampler/canary_followed",
             "ratio",
-            "Servers: change of the server's log-probabilities since the last sync divided by the trainer's.",
+            "Servers: change of the server's log-probabilities since the last sync, divided by the trainer's change.",
         ),
     ),
 )
@@ -266,22 +307,34 @@ EPISODES = MetricGroup(
     "Environments and agents",
     "RL with `rollout.environment` or `rollout.agent`.",
     (
-        Metric("episodes", "episodes", "Episodes that the batch is trained on."),
-        Metric("samples_per_episode", "samples", "Mean number of samples (leaves) of an episode."),
+        Metric("episodes", "episodes", "Number of episodes in the batch."),
+        Metric("samples_per_episode", "samples", "Mean number of samples of an episode."),
         Metric("turns", "turns", "Mean number of turns of a sample."),
         Metric("environment_tokens", "tokens", "Mean number of tokens per sample that the environment added."),
         Metric(
             "episodes_failed",
             "episodes",
-            "Episodes or rewards that raised or hung; also with `rollout.on_failure=skip`.",
+            "Number of episodes and rewards that raised an error or hung, also with `rollout.on_failure=skip`.",
         ),
-        Metric("groups_failed", "groups", "Groups that were left out because of a failure."),
+        Metric("groups_failed", "groups", "Number of groups that were left out because of such a failure."),
         Metric("environment/NAME", "own", "Mean of a metric that `policy.trajectory(metrics=...)` received."),
-        Metric("agent/calls", "calls", "Calls of the agents of the batch."),
-        Metric("agent/cuts", "calls", "Calls whose text did not continue what the model had seen."),
-        Metric("agent/conversations", "conversations", "Further conversations that agents opened."),
-        Metric("agent/refused", "calls", "Calls that left no room for a response."),
-        Metric("agent/sampling_overridden", "calls", "Calls that asked for other sampling parameters."),
+        Metric("agent/calls", "calls", "Number of calls that the agents of the batch made."),
+        Metric("agent/cuts", "calls", "Number of calls whose text did not continue the text that the model had seen."),
+        Metric(
+            "agent/conversations",
+            "conversations",
+            "Number of conversations that agents opened in addition to the first.",
+        ),
+        Metric(
+            "agent/refused",
+            "calls",
+            "Number of calls that were refused because their text left no tokens for a response.",
+        ),
+        Metric(
+            "agent/sampling_overridden",
+            "calls",
+            "Number of calls that asked for other sampling parameters than those of the run.",
+        ),
     ),
 )
 
@@ -296,17 +349,20 @@ EVALUATION = MetricGroup(
         Metric(
             "eval/accuracy",
             "share",
-            "SFT and distillation: tokens that are the most probable ones. Others: as `loss/accuracy`.",
+            "SFT and distillation: share of tokens to which the model gives the highest probability. Others: as "
+            "`loss/accuracy`.",
         ),
         Metric(
-            "eval/margin", "reward", "DPO, KTO and reward models: as `loss/margin`; KTO: desirable minus undesirable."
+            "eval/margin",
+            "reward",
+            "DPO and reward models: as `loss/margin`. KTO: `loss/desirable` minus `loss/undesirable`.",
         ),
         Metric("eval/kl", "nats", "KTO: z₀ of all held-out answers."),
         Metric("eval/reward", "reward", "RL: mean reward of the responses."),
-        Metric("eval/pass@1", "share", "RL: responses whose reward is at least `eval.pass_threshold`."),
-        Metric("eval/pass@k", "share", "RL: prompts with a passing response among `eval.samples_per_prompt`."),
-        Metric("eval/response_length", "tokens", "RL: mean length of a response."),
-        Metric("eval/response_cut", "share", "RL: responses that end without an end token."),
+        Metric("eval/pass@1", "share", "RL: share of responses whose reward is at least `eval.pass_threshold`."),
+        Metric("eval/pass@k", "share", "RL: share of prompts with a passing response among `eval.samples_per_prompt`."),
+        Metric("eval/response_length", "tokens", "RL: mean number of tokens of a response."),
+        Metric("eval/response_cut", "share", "RL: share of responses that were cut off before an end token."),
     ),
 )
 
@@ -314,7 +370,7 @@ METRIC_GROUPS = (STEP, LOSS, BATCH, TIMES, CRITIC, COLLECTION, EPISODES, EVALUAT
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:
-    """The given names that no table contains. `eval/SOURCE/...` counts as `eval/...`."""
+    """Return those of the given names that no table contains. `eval/SOURCE/...` counts as `eval/...`."""
     known = [metric for group in METRIC_GROUPS for metric in group.metrics]
     return [name for name in names if not any(metric.matches(each) for each in _spellings(name) for metric in known)]
 

@@ -2,7 +2,7 @@
 
     {"step": 3, "loss": 2.1, "gradient_norm": 0.8, "lr": 1e-05, "tokens": 4096, "tokens_per_second": 9100.0, ...}
 
-A resumed run drops the lines of steps that it will repeat, so that the file equals that of an uninterrupted run.
+A resumed run drops the lines of steps that it will repeat. The file thus equals the file of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.choices import ROLLOUT_ARRAYS
 from padfree.errors import UserError
 from padfree.record.file_names import METRICS
+from padfree.sample import Sample
 
 
 class MetricsFile:
-    """`metrics.jsonl` in the run folder, or a similar file. Only rank 0 writes."""
+    """A file with one JSON line per step, such as `metrics.jsonl` in the run folder. Only rank 0 writes."""
 
     def __init__(self, folder: Path, *, rank: int, step: int = 0, name: str = METRICS) -> None:
-        """Open the file `name` in the folder, and drop its lines of `step` and later steps."""
+        """Open the file `name` in the folder, and drop its lines for step `step` and later steps."""
         self.path = folder / name
         self._writes = rank == 0
         if self._writes:
@@ -56,7 +56,10 @@ class MetricsFile:
 
 
 def line_number(path: Path, number: int, line: str, field: str) -> int:
-    """The integer under `field` in a line of one of the run's own files."""
+    """Return the integer under `field` in `line`, the JSON text of line `number` of the file `path`.
+
+    Raise a `UserError` if there is none: the file was then not written by a run.
+    """
     try:
         value = json.loads(line)[field]
     except (ValueError, KeyError, TypeError):

@@ -29,7 +29,7 @@ class RunFiles:
 def open_run_files(
     config: Config, mesh: Mesh, *, step: int, evaluated: bool, resumed: Mapping[str, Any] | None
 ) -> RunFiles:
-    """Open the files of a run that continues after `step` steps. `evaluated`: this step was evaluated already.
+    """Open the files of a run that continues after `step` steps. `evaluated`: whether it was evaluated after that step.
 
     `resumed`: fields of the resume event; None if the run does not resume a checkpoint.
     """

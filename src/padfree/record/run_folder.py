@@ -56,7 +56,7 @@ LOCK_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The run that a folder belongs to."""
+    """The content of `run.json`: which run the folder belongs to."""
 
     run: str
     padfree: str
@@ -66,7 +66,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """The process that writes to a folder."""
+    """The content of `run.holder.json`: the process that writes to the folder."""
 
     pid: int
     host: str
@@ -74,7 +74,7 @@ class Holder:
 
 
 def check_run_folder(config: Config) -> None:
-    """Refuse a folder that a run must not write to. Writes nothing."""
+    """Raise a `UserError` if a run must not write to `run.folder`. This function writes nothing."""
     folder = Path(config.run.folder)
     try:
         folder.stat()
@@ -83,7 +83,7 @@ def check_run_folder(config: Config) -> None:
         pass
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # name too long, a loop of links, no permission
+    except (OSError, ValueError, RuntimeError) as error:  # e.g. a long name, or a loop of links
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             "run.folder", f"{shortened(str(folder))} cannot be used ({reason})", "give another folder"
@@ -121,7 +121,7 @@ def check_run_folder(config: Config) -> None:
 
 
 def _check_inputs(config: Config, folder: Path) -> None:
-    """Refuse a run folder that contains an input of the run, or lies inside a data folder."""
+    """Raise a `UserError` if the run folder contains an input of the run, or lies inside a data folder."""
     resolved = folder.resolve()
     inputs = [
         ("model.path", config.model.path),
@@ -175,7 +175,7 @@ def read_identity(folder: Path) -> Identity:
 
 @contextmanager
 def held_run_folder(config: Config) -> Iterator[Identity]:
-    """Hold the lock of the run folder for the duration of the block. Collective."""
+    """Context manager that holds the lock of the run folder, and yields the identity of the run. Collective."""
     first = not dist.is_initialized() or dist.get_rank() == 0
     identity, lock, error = None, None, None
     if first:
@@ -221,7 +221,7 @@ def _lock(config: Config) -> tuple[Identity, FileLock]:
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Refuse a folder that another run is writing to."""
+    """Raise a `UserError` if another run is writing to the folder."""
     if not (folder / LOCK).exists():
         return
     lock = FileLock(folder / LOCK)
@@ -272,7 +272,7 @@ def _made_by_older_version(folder: Path) -> bool:
 
 
 def _identity_of_rank_0(identity: Identity | None) -> Identity:
-    """Broadcast the identity of rank 0 to every rank."""
+    """Broadcast the run's identity from rank 0, and return it on every rank. Other ranks pass None."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert identity is not None
         return identity
@@ -283,7 +283,7 @@ def _identity_of_rank_0(identity: Identity | None) -> Identity:
 
 
 def _not_shared(folder: Path, identity: Identity) -> str | None:
-    """An error message if rank 0's folder is not visible on this rank's host."""
+    """Return an error message if this rank's host does not see the folder of rank 0; otherwise None."""
     deadline = time.monotonic() + SHOWN_SECONDS
     while (read_json(folder / MARKER) or {}).get("run") != identity.run:
         if time.monotonic() > deadline:
@@ -297,7 +297,7 @@ def _not_shared(folder: Path, identity: Identity) -> str | None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` while writing to the folder into a `UserError`."""
+    """Context manager that turns an `OSError` while writing to the folder into a `UserError`."""
     try:
         yield
     except OSError as error:

@@ -1,18 +1,23 @@
-"""Forward metrics from rank 0 to TensorBoard, W&B and trackio, as `[track]` configures.
+"""Forward metrics from rank 0 to TensorBoard, W&B, trackio and MLflow, as `[track]` configures.
 
     track.tensorboard = true        run folder/tensorboard       a resumed run hides the points that it will repeat
     track.wandb = "project"         run folder/wandb             one W&B run, resumed with the id in trackers.json
     track.trackio = "project"       trackio's own folder         one trackio run, resumed with the name in trackers.json
+    track.mlflow = "experiment"     MLflow's server or database  one MLflow run, resumed with the id in trackers.json
 
 `metrics.jsonl` is always written and holds the same numbers. W&B reads its own environment variables: with
-WANDB_MODE=offline everything stays local. W&B and trackio cannot delete points, so steps that a resumed run repeats
-appear twice. `step` is logged as a metric and is W&B's x-axis.
+WANDB_MODE=offline everything stays local. W&B, trackio and MLflow cannot delete points, so steps that a resumed run
+repeats appear twice. `step` is logged as a metric and is W&B's x-axis.
+
+A tracker that cannot be started is refused before the first step. A tracker that fails later does not end the run: the
+first error is shown as a warning, and the tracker gets the metrics of the following steps.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,24 +25,34 @@ from typing import Any
 
 from padfree.config import TrackConfig
 from padfree.errors import UserError
+from padfree.record.mlflow_tracker import MlflowTracker
+from padfree.warning import PadfreeWarning
+
+PACKAGES = {
+    "tensorboard": "padfree[track]",
+    "wandb": "padfree[track]",
+    "trackio": "padfree[track]",
+    "mlflow": "padfree[mlflow]",
+}
+"""The trackers, which are also names of settings and packages, and what to install."""
 
 FILE = "trackers.json"
-"""File in the run folder with the ids of the run at the trackers."""
+"""The file in the run folder that holds the ids under which the trackers know the run."""
 
 Log = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], Any]
 
 
 def require_trackers(config: TrackConfig) -> None:
-    """Refuse a tracker whose package is missing, before any work is done."""
-    for name in ("tensorboard", "wandb", "trackio"):
+    """Raise a `UserError` if the settings name a tracker whose package is not installed."""
+    for name, package in PACKAGES.items():
         found = find_spec(name) if getattr(config, name) else None
-        # find_spec also finds a folder of that name, e.g. the one W&B creates where it is started; it has no origin.
+        # find_spec also finds a plain folder of that name, e.g. the one that W&B writes. A folder has no origin.
         if getattr(config, name) and (found is None or found.origin is None):
             raise UserError(
                 f"track.{name}",
                 f", but the package {name} is missing",
-                "pip install 'padfree[track]', or leave the setting out",
+                f"pip install '{package}', or leave the setting out",
                 value=getattr(config, name),
             )
 
@@ -48,33 +63,49 @@ class Trackers:
     def __init__(
         self, config: TrackConfig, folder: Path, settings: Mapping[str, Any], *, rank: int, step: int = 0
     ) -> None:
-        """`settings`: shown with the run. `step`: the next step to be logged."""
-        self._targets: list[tuple[Log, Close]] = []
+        """`settings`: the run's settings, which the trackers show. `step`: the next step to be logged."""
+        self._targets: dict[str, tuple[Log, Close]] = {}
+        self._failed: set[str] = set()
         if rank:
             return
         require_trackers(config)
         if config.tensorboard:
-            self._targets.append(_tensorboard(folder / "tensorboard", settings, step))
+            self._targets["tensorboard"] = _tensorboard(folder / "tensorboard", settings, step)
         if config.wandb is not None:
-            self._targets.append(_wandb(config.wandb, folder, settings))
+            self._targets["wandb"] = _wandb(config.wandb, folder, settings)
         if config.trackio is not None:
-            self._targets.append(_trackio(config.trackio, folder, settings))
+            self._targets["trackio"] = _trackio(config.trackio, folder, settings)
+        if config.mlflow is not None:
+            self._targets["mlflow"] = _mlflow(config.mlflow, folder, settings)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log the metrics that are numbers."""
+        """Log those of the metrics that are numbers."""
         numbers = {
             name: float(value)
             for name, value in metrics.items()
             if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
         }
-        for log, _ in self._targets:
-            log(step, numbers)
+        for name, (log, _) in self._targets.items():
+            self._try(name, log, step, numbers)
 
     def close(self) -> None:
         """Flush the trackers. Nothing can be logged afterwards."""
-        for _, close in self._targets:
-            close()
+        for name, (_, close) in self._targets.items():
+            self._try(name, close)
         self._targets.clear()
+
+    def _try(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
+        """Call a tracker. Its package may raise anything; the run goes on."""
+        try:
+            call(*arguments)
+        except Exception as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                reason = " ".join(str(error).split())
+                message = (
+                    f"track.{name}: {type(error).__name__}: {reason}; the run goes on, metrics.jsonl has all metrics"
+                )
+                warnings.warn(message, PadfreeWarning, stacklevel=3)
 
 
 def _tensorboard(folder: Path, settings: Mapping[str, Any], step: int) -> tuple[Log, Close]:
@@ -122,19 +153,29 @@ def _trackio(project: str, folder: Path, settings: Mapping[str, Any]) -> tuple[L
     return lambda step, numbers: trackio.log(dict(numbers), step=step), trackio.finish
 
 
+def _mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> tuple[Log, Close]:
+    tracker = MlflowTracker(experiment, folder, settings, _read_names(folder / FILE).get("mlflow"))
+    _write_name(folder, "mlflow", tracker.run_id)
+    return tracker.log, tracker.close
+
+
 def _name_of(folder: Path, tracker: str) -> str:
     """The name or id of this run at a tracker: created at the first start, kept after every restart."""
-    path = folder / FILE
-    names = _read_names(path)
+    names = _read_names(folder / FILE)
     if tracker not in names:
-        # W&B's ids must not contain some characters that a folder name may contain.
+        # A folder name may contain characters that W&B does not allow in an id.
         readable = "" if tracker == "wandb" else f"{folder.resolve().name}-"
         names[tracker] = f"{readable}{secrets.token_hex(4)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".writing")
-        temporary.write_text(json.dumps(names, indent=1), encoding="utf-8")
-        temporary.replace(path)
+        _write_name(folder, tracker, names[tracker])
     return names[tracker]
+
+
+def _write_name(folder: Path, tracker: str, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILE
+    temporary = path.with_suffix(".writing")
+    temporary.write_text(json.dumps({**_read_names(path), tracker: name}, indent=1), encoding="utf-8")
+    temporary.replace(path)
 
 
 def _read_names(path: Path) -> dict[str, str]:

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from padfree.batch import Sample
+    from padfree.sample import Sample
 
 Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
-"""(samples, temperature) -> the trainer's log-probability of every token, [n] for each sample. Collective."""
+"""Function of samples and a temperature that returns the trainer's log-probabilities [n] of each sample. Collective."""
 
 OnResponse = Callable[[int, "Response"], None]
 """Called with the index of a request and its response, which is partial if a weight sync interrupted it."""
@@ -46,12 +46,14 @@ OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingRequest:
-    """One response to sample: at most `max_new_tokens` tokens after `tokens`, with the random numbers of `key`."""
+    """A request for one response: at most `max_new_tokens` tokens after `tokens`, with random numbers from `key`."""
 
     tokens: NDArray[np.integer[Any]]  # [n] the prompt
     max_new_tokens: int
-    key: int  # from `sampling_rng.response_keys`; the seed of servers. 0 (`sampling_rng.GREEDY`): greedy decoding
-    partial: Response | None = None  # the part sampled by earlier weights, to be continued
+    # Random key, from `sampling_rng.response_keys`. Servers use it as the seed. `sampling_rng.GREEDY` (0) means greedy
+    # decoding.
+    key: int
+    partial: Response | None = None  # the beginning of the response, sampled by earlier weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,21 +61,21 @@ class Response:
     """A sampled response. `ended`: the last token is a stop token; otherwise the response reached its token limit."""
 
     tokens: NDArray[np.int64]  # [m]
-    logprobs: NDArray[np.float32]  # [m] of the sampled tokens, at the sampling temperature
+    logprobs: NDArray[np.float32]  # [m] log-probabilities of the tokens at the sampling temperature
     ended: bool
     version: int  # policy version (number of optimizer steps) of the oldest weights that sampled one of its tokens
-    versions: NDArray[np.int64] | None = None  # [m] policy version of each token; None: `version` for all
+    versions: NDArray[np.int64] | None = None  # [m] policy version of each token; None: all have `version`
 
     @property
     def token_versions(self) -> NDArray[np.int64]:
-        """[m] policy version of each token."""
+        """Return [m]: the policy version of each token."""
         return np.full(len(self.tokens), self.version, np.int64) if self.versions is None else self.versions
 
     def is_whole(self, max_new_tokens: int) -> bool:
         return self.ended or len(self.tokens) >= max_new_tokens
 
     def followed_by(self, rest: Response) -> Response:
-        """Concatenate this partial response and its continuation."""
+        """Return the concatenation of this partial response and its continuation `rest`."""
         return Response(
             tokens=np.concatenate([self.tokens, rest.tokens]),
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
@@ -87,7 +89,7 @@ class Sampler(Protocol):
     """Samples responses from a policy. All ranks call the same methods in the same order."""
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
-        """Sample from the current weights of `trained` from now on. Collective."""
+        """Sample from the current weights of `trained` from now on. `version`: their policy version. Collective."""
 
     def sample(
         self,
@@ -96,10 +98,14 @@ class Sampler(Protocol):
         on_progress: OnProgress | None = None,
         on_finished: OnFinished | None = None,
     ) -> list[Response]:
-        """Return the responses to this rank's requests, in order. `on_finished` receives each response once."""
+        """Return the responses to this rank's requests, in order.
+
+        `on_progress` receives the number of finished responses from time to time. `on_finished` receives each response
+        once.
+        """
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last weight sync and the last sampling."""
+        """Return metrics of the last weight sync and of the last call of `sample`, by name."""
 
     def close(self) -> None:
         """Release all resources. The sampler cannot be used afterwards."""
@@ -114,10 +120,10 @@ class AsyncSampler(Sampler, Protocol):
 
     @property
     def stuck(self) -> bool:
-        """Whether requests are waiting, but no reachable server has the weights any more. Then call `renew`."""
+        """Whether requests are waiting, but no reachable server has the weights any more. If so, call `renew`."""
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
-        """Queue these requests after the earlier ones and return. Other threads call `on_response`."""
+        """Queue these requests after the earlier ones, and return at once. Other threads call `on_response`."""
 
     def renew(self) -> None:
         """Send the weights of the last `update_weights` again. Collective."""

@@ -1,6 +1,7 @@
 """An asyncio event loop in its own thread, for episodes and server requests that run while other threads compute.
 
-The thread and those of `asyncio.to_thread` are daemons: a call that never returns does not keep the process alive.
+This thread and the threads of `asyncio.to_thread` are daemons: a call that never returns does not keep the process
+alive.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CLOSING = 10.0
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """An executor that runs each call in a new daemon thread. The process does not wait for them at exit."""
+    """An executor that runs each call in a new daemon thread. At exit, the process does not wait for these threads."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -41,7 +42,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class LoopThread:
-    """The event loop. It starts when it is first used. `name`: the name of its thread."""
+    """An asyncio event loop in its own thread. It starts when it is first used. `name`: the name of the thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -61,10 +62,10 @@ class LoopThread:
         return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run until `close`. An episode that stops the loop, or a task that calls `sys.exit()`, does not end it.
+        """Run the loop until `close`, even if an episode stops it or a task calls `sys.exit()`.
 
-        asyncio re-raises SystemExit and KeyboardInterrupt of a task from `run_forever`. Awaiting the task raises them
-        as well.
+        If a task raises SystemExit or KeyboardInterrupt, asyncio raises it from `run_forever` too. It can be ignored
+        here, because whoever awaits the task also gets it.
         """
         while not self._closing:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -75,7 +76,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of the coroutine. An interrupt of the waiting thread cancels it."""
+        """Run the coroutine in the loop, and return its result. An interrupt of the waiting thread cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -86,7 +87,10 @@ class LoopThread:
         self.loop.call_soon_threadsafe(function, *args)
 
     def seconds_blocked(self) -> float:
-        """For how many seconds, at least, the loop has been blocked. Call it repeatedly: each call may send a probe."""
+        """Return a lower bound of the seconds for which the loop has been blocked.
+
+        Call this repeatedly: each call may send a probe to the loop, and later calls see whether it was answered.
+        """
         sent = self._probe_sent
         if sent is None:
             self._probe_sent = sent = time.monotonic()
@@ -97,7 +101,7 @@ class LoopThread:
         self._probe_sent = None
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel all tasks, run `last`, and stop the loop. Does not wait longer than CLOSING seconds."""
+        """Cancel all tasks, run the coroutine of `last`, and stop the loop. Wait at most CLOSING seconds."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
             assert self._thread is not None

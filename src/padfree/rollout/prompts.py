@@ -68,7 +68,10 @@ def read_prompts(
     *,
     max_new_tokens: int,
 ) -> Prompts:
-    """Read prompts from files, folders of files, or a data set of the Hub."""
+    """Read prompts from files, folders of files, or a data set of the Hub.
+
+    `max_new_tokens`: the maximum number of tokens of a response.
+    """
     settings = settings or RolloutDataSettings()
     check_mapping(settings.columns, PROMPT_SCHEMA)
     reader = _Reader(tokenizer, settings)
@@ -91,7 +94,7 @@ def read_prompts(
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(tuple(first or ())):
             collected.rows_per_file[source.name] += len(chunk.numbers)
-            # If no row can be parsed there are no fields, and reporting the errors needs none.
+            # If no row can be parsed, there are no fields. Reporting the errors of the rows does not need them.
             results = reader.read(chunk, fields or Fields(kind="prompt", columns={}))
             for line, result in zip(chunk.numbers, results, strict=True):
                 collected.add(result, source.name, line, source.unit)
@@ -107,7 +110,7 @@ class _PromptRead:
 
 
 class _Reader:
-    """Tokenises rows."""
+    """Tokenises the rows of prompt files."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutDataSettings) -> None:
         self._encoder = Encoder(tokenizer, append_eos=False)
@@ -123,7 +126,7 @@ class _Reader:
         return self._rows.template_names
 
     def read(self, chunk: Chunk, fields: Fields) -> list[_PromptRead | RowError]:
-        """Read the rows of a chunk, in order."""
+        """Return the prompt of each row of a chunk, in order, or the error of the row."""
         rows = [attempt(record_of, record) for record in chunk.records]
         asked = [row if isinstance(row, RowError) else attempt(self._asked, row, fields) for row in rows]
         texts = [one if isinstance(one, RowError) else attempt(self._text, one) for one in asked]
@@ -197,7 +200,7 @@ class _CollectedPrompts:
             )
 
     def _tokens_left(self, length: int, file: str, line: int) -> int:
-        """Maximum length of the response; 0 if the prompt is dropped."""
+        """Return the maximum length of the response to a prompt of `length` tokens; 0 if the prompt is dropped."""
         limit, wanted = self._settings.max_length, self._max_new_tokens
         if limit is None or length + wanted <= limit:
             return wanted

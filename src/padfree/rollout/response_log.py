@@ -1,4 +1,4 @@
-"""The response log: responses sampled since the last checkpoint, on disk. A killed run does not sample them again.
+"""The response log: responses sampled since the last checkpoint, on disk. After a kill, they are not sampled again.
 
     checkpoint       10                                20
     training         |  11   12   13 ...               |  21 ...
@@ -71,15 +71,15 @@ class _Location:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A part that is still needed."""
+    """A part of the log that is still needed."""
 
     weights: str
-    highest: int = 0  # the last batch whose responses it may contain
+    highest: int = 0  # the last batch whose responses this part may contain
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """The file that is being written."""
+    """The file of the log that is being written."""
 
     origin: Origin
     path: Path
@@ -104,9 +104,9 @@ class ResponseLog:
     # Parts
 
     def purge(self, origin: Origin | None) -> int:
-        """Remove the files that do not belong to a run resumed at `origin` (None: all files). Returns their number.
+        """Remove the files that a run resumed at `origin` cannot use (None: all files). Return their number.
 
-        Only one rank calls it.
+        Only one rank calls this.
         """
         kept = set() if origin is None else {path for path, _ in _belonging(self._files(), origin)}
         removed = [path for path in self._files() if path not in kept]
@@ -115,9 +115,9 @@ class ResponseLog:
         return len(removed)
 
     def begin(self, origin: Origin, *, after: int) -> int:
-        """Resume at `origin`; return the number of stored responses of batches after `after`.
+        """Start the part of the log that begins at `origin`, and find the stored responses that this run can reuse.
 
-        Every rank calls it, after `purge`.
+        Return the number of stored responses of batches after `after`. Every rank calls this, after `purge`.
         """
         for path, head in _belonging(self._files(), origin):
             part = self._parts.setdefault(head["step"], _Part(head["weights"]))
@@ -132,7 +132,8 @@ class ResponseLog:
     def turn(self, origin: Origin, *, after: int, highest: int) -> None:
         """Start a new part for a checkpoint that covers all batches up to `after`.
 
-        `highest` is the last batch requested so far. Call this before collecting the state of the checkpoint.
+        `origin`: the state of the run at the checkpoint. `highest`: the last batch requested so far. Call this before
+        the state of the checkpoint is collected.
         """
         assert self._open is not None
         with self._lock:
@@ -142,7 +143,7 @@ class ResponseLog:
             self._start(origin, after=after)
 
     def drop(self, step: int) -> None:
-        """Remove the parts covered by the checkpoint of this step, which is complete. Only one rank calls it."""
+        """Remove the parts that the complete checkpoint of step `step` covers. Only one rank calls this."""
         covered = self._covered.get(step)
         if covered is None:
             return
@@ -152,7 +153,7 @@ class ResponseLog:
             del self._parts[earlier]
 
     def close(self) -> None:
-        """Stop writing. Removes a file without responses."""
+        """Stop writing, and remove the file if it has no responses."""
         with self._lock:
             if self._open is None:
                 return
@@ -179,7 +180,7 @@ class ResponseLog:
             self._create()
 
     def _create(self) -> None:
-        """Open the file. An existing file is continued if it has the same origin, else replaced."""
+        """Open the file. An existing file is continued if it has the same origin; otherwise it is replaced."""
         assert self._open is not None
         origin, path = self._open.origin, self._open.path
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +200,7 @@ class ResponseLog:
             self._open.file = None
 
     def _files(self, step: int | None = None) -> list[Path]:
-        """The files of one part, or of all parts."""
+        """Return the files of the part that begins at `step`, or of all parts if `step` is None."""
         if not self.folder.is_dir():
             return []
         files = sorted(path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
@@ -235,7 +236,7 @@ class ResponseLog:
                 os.fsync(self._open.file)
 
     def find(self, batch: int, number: int, tokens: Tokens) -> Response | None:
-        """Find the response, complete or partial, with this number and these prompt tokens."""
+        """Return the stored response, complete or partial, with this number and these prompt tokens, or None."""
         location = self._index.get((batch, number, _checksum(tokens)))
         if location is None:
             return None
@@ -266,7 +267,7 @@ def _step_of(path: Path) -> int:
 
 
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
-    """The files, with their first lines, that belong to a run resumed at `origin`; oldest first.
+    """Return the files that belong to a run resumed at `origin`, each with its first line; oldest first.
 
     These are the part with this origin, the parts that its first line lists, and the parts whose first line lists it.
     """
@@ -286,7 +287,7 @@ def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[s
 
 
 def _head(path: Path) -> dict[str, Any] | None:
-    """The first line of a file; None if it is not a valid first line of a part."""
+    """Return the first line of a file; None if it is not a valid first line of a part of the log."""
     try:
         with path.open("rb") as file:
             head = _decoded_line(file.readline())
@@ -300,7 +301,7 @@ def _origin_of(head: dict[str, Any]) -> Origin:
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over the lines with responses: offset and content."""
+    """Yield the offset and the content of each line with responses."""
     with path.open("rb") as file:
         offset = 0
         for line in file:
@@ -325,7 +326,7 @@ def _encoded_line(values: dict[str, Any]) -> bytes:
 
 
 def _decoded_line(line: bytes) -> dict[str, Any] | None:
-    """Decode a line; None if it is incomplete or damaged."""
+    """Return the JSON content of a line; None if the line is incomplete or damaged."""
     text = line[_CHECKSUM + 1 :].rstrip(b"\n")
     try:
         whole = line.endswith(b"\n") and int(line[:_CHECKSUM], 16) == zlib.crc32(text)
@@ -339,7 +340,7 @@ def _checksum(tokens: Tokens) -> int:
 
 
 def _encoded(response: Response) -> dict[str, Any]:
-    """All fields as JSON values. Arrays [n] are stored as bytes, so that they are restored exactly."""
+    """Return all fields of a response as JSON values. Arrays are encoded as bytes, so that no bit is lost."""
     entry: dict[str, Any] = {}
     for item in fields(response):
         value = getattr(response, item.name)

@@ -4,8 +4,8 @@
     noise    (key, position, token) -> Gumbel  argmax(logits + noise) is a sample from softmax(logits)
 
 There is no generator state. A response gets the same noise in any batch, on the CPU and on a GPU, in the first run and
-in a resumed one. If logits differ by rounding, the sampled token is the same unless the two largest sums differ by no
-more than the rounding.
+in a resumed one. If logits differ by rounding, the sampled token is the same, unless the two largest sums of logit and
+noise differ by no more than the rounding.
 
 `GREEDY` is the key of a response without noise: it takes the most likely token at every position.
 
@@ -26,11 +26,11 @@ from torch import Tensor
 from padfree.arrays import SPLITMIX64, splitmix64
 
 GREEDY = 0
-"""The key of greedy decoding. A hash has this value with probability 2**-64."""
+"""The key that means greedy decoding. A random key has this value with probability 2**-64."""
 
 
 def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Keys [R] of these responses. Responses are numbered over the whole global batch."""
+    """Return the random keys [R] of `responses` [R], which are numbers within the whole global batch `batch`."""
     values = np.zeros(len(responses), np.uint64)
     for part in (np.uint64(seed), np.uint64(batch), responses.astype(np.uint64)):
         values = splitmix64(values ^ part)
@@ -38,15 +38,16 @@ def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArra
 
 
 def key_behind(key: int, position: int) -> int:
-    """The key for the rest of a response from this position on, for samplers that use the key as a seed."""
+    """Return the key for the rest of a response from `position` on, for samplers that use the key as a seed."""
     values = splitmix64(np.array([key], np.int64).view(np.uint64) ^ np.uint64(position))
     return int(splitmix64(values).view(np.int64)[0])
 
 
 def turn_key(key: int, path: tuple[int, ...]) -> int:
-    """Key of a turn of an episode. `path`: the branches that lead to it, then the number of the turn.
+    """Return the random key of a turn of an episode. `key`: the key of the episode's response.
 
-    The first turn of the root has the key of the response. All turns of a greedy episode are greedy.
+    `path`: the branches that lead to the turn, then the number of the turn. The first turn of the root has `key`
+    itself. All turns of a greedy episode are greedy.
     """
     if key == GREEDY or path == (0,):
         return key
@@ -57,7 +58,10 @@ def turn_key(key: int, path: tuple[int, ...]) -> int:
 
 
 def gumbel_noise(keys: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
-    """Gumbel noise [R, V] float32 for one position of each response. `keys` [R] int64; `position` an int or [R]."""
+    """Return Gumbel noise [R, V] float32 for one position of each response.
+
+    `keys` [R] int64: random keys of the responses. `position`: an int for all responses, or [R].
+    """
     at_position = _mixed_on_device(keys ^ position)
     tokens = torch.arange(vocabulary, dtype=torch.int64, device=keys.device)
     noise = _gumbel(_mixed_on_device(at_position[:, None] ^ tokens))
@@ -65,11 +69,11 @@ def gumbel_noise(keys: Tensor, position: int | Tensor, vocabulary: int) -> Tenso
 
 
 LARGE = 4096
-"""On the CPU, `gumbel_argmax` restricts vocabularies of this size and above to candidate tokens."""
+"""On the CPU, `gumbel_argmax` computes noise only for candidate tokens if the vocabulary has at least this size."""
 
 CANDIDATES = 20.0
 RARE = 2.0**-10
-"""`gumbel_argmax` ignores tokens with a probability below RARE / CANDIDATES unless their hash is in the top RARE."""
+"""`gumbel_argmax` ignores a token if its probability is below RARE / CANDIDATES and its hash is not in the top RARE."""
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tensor:
@@ -81,8 +85,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)
 
-    The largest sum is above -log(CANDIDATES), and so belongs to a candidate, except once in exp(CANDIDATES), about 5e8,
-    samples. In that case all V tokens are compared. The result is always exact.
+    If the largest sum is above -log(CANDIDATES), it therefore belongs to a candidate. Only once in exp(CANDIDATES),
+    about 5e8, samples it is not above that bound; then all V tokens are compared. The result is always exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:
@@ -106,7 +110,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
     sums = scores[responses, tokens] + _gumbel(_mixed_on_device(at_position[responses] ^ tokens))
     best, first = _largest(sums.numpy(), responses.numpy(), num_responses)
     sampled = torch.from_numpy(np.append(tokens.numpy(), 0)[first])
-    # 1e-3 is far larger than the rounding of a sum. NaN scores also take this path.
+    # If the best sum is this small, a token that is not a candidate may have a larger one, so all tokens are compared.
+    # 1e-3 is far larger than the rounding of a sum. NaN scores are also compared in full.
     unsure = torch.from_numpy(~(best > 1e-3 - math.log(CANDIDATES)))
     if unsure.any():
         noise = gumbel_noise(keys[unsure], _select(position, unsure), vocabulary)
@@ -121,7 +126,10 @@ def _select(position: int | Tensor, chosen: Tensor) -> int | Tensor:
 def _largest(
     values: NDArray[np.float32], groups: NDArray[np.int64], num_groups: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The largest value of each group and the index of its first occurrence; -inf and -1 for an empty group."""
+    """Return the largest value of each group, and the index of its first occurrence.
+
+    For an empty group they are -inf and -1. `groups`: the group of each value.
+    """
     best, first = np.full(num_groups, -np.inf, np.float32), np.full(num_groups, -1)
     np.maximum.at(best, groups, values)
     index = np.flatnonzero(values == best[groups])[::-1]
@@ -130,13 +138,16 @@ def _largest(
 
 
 def _candidates(scores: NDArray[np.float32], at_position: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """The tokens [n] of each response that may have the largest sum. `scores` [r, V]; `at_position` [r] hashes."""
+    """Return, for each response, the tokens [n] that may have the largest sum of score and noise.
+
+    `scores` [r, V]: log-probabilities. `at_position` [r]: hashes of key and position.
+    """
     vocabulary = scores.shape[1]
     tokens = np.arange(vocabulary, dtype=np.uint64)
     hashes, shifted = np.empty_like(tokens), np.empty_like(tokens)
     candidates = []
     for own_scores, start in zip(scores, at_position.view(np.uint64), strict=True):
-        # All of splitmix64 but its last step, which changes only the lowest of the 32 bits that the noise uses.
+        # Compute splitmix64 without its last step, which changes only the lowest of the 32 bits that the noise uses.
         np.bitwise_xor(tokens, start, out=hashes)
         hashes += np.uint64(SPLITMIX64[0])
         for bits, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
@@ -149,13 +160,16 @@ def _candidates(scores: NDArray[np.float32], at_position: NDArray[np.int64]) -> 
 
 
 def _gumbel(hashes: Tensor) -> Tensor:
-    """Gumbel noise of these hashes, float32 of the same shape."""
+    """Return the Gumbel noise of these hashes, float32 of the same shape."""
     uniform = (_shifted(hashes, 32).double() + 0.5) * 2.0**-32  # from integers 0 to 2**32 - 1
     return -torch.log(-torch.log(uniform)).float()
 
 
 def _mixed_on_device(values: Tensor) -> Tensor:
-    """`splitmix64` in torch, bit for bit. Torch has no unsigned 64-bit multiplication, but signed ones wrap equally."""
+    """Return the `splitmix64` hashes of these values, computed in torch, bit for bit.
+
+    Torch has no unsigned 64-bit multiplication, but the signed one gives the same bits.
+    """
     increment, first, second = (_signed(number) for number in SPLITMIX64)
     values = values + increment
     values = (values ^ _shifted(values, 30)) * first
@@ -164,7 +178,7 @@ def _mixed_on_device(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Logical right shift. The right shift of torch is arithmetic: it repeats the sign bit."""
+    """Return the values shifted right logically. Torch's own right shift is arithmetic: it repeats the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,10 +1,11 @@
 """Time limits for calls of user functions. A late call raises a UserError.
 
-    main thread       SIGALRM interrupts the function: sleeping, computing in Python, matching a regular expression
+    main thread       SIGALRM interrupts the function, e.g. while it sleeps or matches a regular expression
     other threads     a separate daemon thread runs the function, and is abandoned if it is late
 
-A reward that is called in the main thread stays there, because libraries that grade answers set alarms themselves
-(`signal.alarm`), which is possible in the main thread only. The alarm of such a library replaces this time limit.
+A reward function that is called in the main thread runs there, because libraries that grade answers set alarms
+themselves (`signal.alarm`), which is possible in the main thread only. The alarm of such a library replaces this time
+limit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from padfree.errors import UserError, shown_error
 Result = TypeVar("Result")
 
 AGAIN = 1.0
-"""Seconds between repeated alarms, in case the function catches the first one."""
+"""Seconds between repeated alarms: a function may catch the exception of the first alarm."""
 
 
 class _AlarmError(BaseException):
@@ -29,7 +30,7 @@ class _AlarmError(BaseException):
 
 
 def call_within(seconds: float, message: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Return the result of the function; raise a UserError with this message if it takes longer than `seconds`."""
+    """Return `function(*args)`. Raise a `UserError` with this message if the call takes longer than `seconds`."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         return _with_alarm(seconds, message, function, *args)
     return _in_thread(seconds, message, function, *args)
@@ -86,7 +87,7 @@ def _in_thread(seconds: float, message: str, function: Callable[..., Result], *a
 
 
 def shown_safely(error: BaseException) -> str:
-    """The result of `shown_error`, or only the name of the class if computing the message fails."""
+    """Return the result of `shown_error`, or only the name of the class if the error's own `__str__` fails."""
     try:
         return shown_error(error)
     except Exception:
@@ -94,7 +95,7 @@ def shown_safely(error: BaseException) -> str:
 
 
 class DaemonPool:
-    """A pool of at most `max_threads` daemon threads. The process does not wait for them at exit."""
+    """A pool of at most `max_threads` daemon threads. At exit, the process does not wait for these threads."""
 
     def __init__(self, max_threads: int, name: str) -> None:
         self._max_threads, self._name = max_threads, name
@@ -103,14 +104,14 @@ class DaemonPool:
         self._closed = False
 
     def submit(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call the function in a thread. It must not raise."""
+        """Call the function in a thread of the pool. The function must not raise an exception."""
         self._calls.put((function, args))
         if self._num_threads < self._max_threads:
             self._num_threads += 1
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Drop calls that have not started."""
+        """Close the pool: drop calls that have not started."""
         self._closed = True
         for _ in range(self._num_threads):
             self._calls.put((lambda: None, ()))

@@ -1,4 +1,4 @@
-"""Checks of token ids and responses from user code, agents and servers, at the point where they arrive.
+"""Check token ids and responses from user code, agents and servers, at the point where they arrive.
 
     an agent's call    prompt: [1, 2, 999999]        status 400; the episode continues      (environment.gateway)
     an environment     policy.add([999999])          the episode fails                      (environment.episode_policy)
@@ -30,18 +30,21 @@ ROUNDING = 1e-3
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Number of embeddings of the model."""
+    """Return the number of embeddings of the model."""
     embeddings = model.get_input_embeddings()
     return int(getattr(embeddings, "num_embeddings", None) or model.config.get_text_config().vocab_size)
 
 
 def tokenizer_size(tokenizer: Any) -> int:
-    """One more than the largest token id of the tokenizer."""
+    """Return the largest token id of the tokenizer plus one."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
-    """Return the ids as Python integers. Raise an error unless they are a flat list of 0 to `vocabulary - 1`."""
+    """Return the ids as Python integers. Raise a `UserError` unless they are a flat list of 0 to `vocabulary - 1`.
+
+    `what`: what the message calls them.
+    """
     if isinstance(ids, np.ndarray) or type(ids).__module__ == "torch":
         ids = ids.tolist()
     if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray, memoryview)):
@@ -62,7 +65,11 @@ def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
 
 
 def checked_response(response: Any, request: SamplingRequest, vocabulary: int, what: str, *, whole: bool) -> Response:
-    """Check a response of a user's engine. `whole`: it must be complete, not interrupted by a weight sync."""
+    """Check a response of a user's engine, and return it. Raise a `UserError` if it is invalid.
+
+    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `what`: the engine's name in
+    the message.
+    """
 
     def need(right: bool, problem: str, fix: str) -> None:
         if not right:

@@ -1,6 +1,7 @@
-"""FSDP2: one unit per layer, and the root unit for the rest.
+"""Shard a model with FSDP2: one unit per layer, and the root unit for all other parameters.
 
 A module whose parameters match any sharding rule but the last is a separate unit inside its layer, with its own mesh.
+If the mesh of the run divides experts over ranks, the rule for them is added in front (`padfree.sharding.experts`).
 Gradients are summed over ranks, not averaged: token weights already contain the global normaliser.
 """
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh
 from padfree.model.structure import layers_of
+from padfree.sharding.experts import divide_experts
 from padfree.sharding.rules import Rule, rules_by_module, shard_everything
 
 
@@ -29,10 +31,16 @@ def shard_model(
     reshard: bool = True,
     offload: bool = False,
     rules: Sequence[Rule] = (),
+    recompute_experts: bool = False,
 ) -> None:
-    """Shard a model over all data and context ranks, except parameters for which one of `rules` applies."""
+    """Shard a model over all data and context ranks, except parameters for which one of `rules` applies.
+
+    `recompute_experts`: recompute divided experts in backward. It is for compiled layers that recompute activations in
+    their graphs: divided experts are outside these graphs.
+    """
     lower = dtype != torch.float32
-    # Inputs keep their dtype: FSDP2 would traverse the batch and round its weights and log-probabilities.
+    # Inputs keep their dtype. Otherwise FSDP2 would traverse the batch and round its token weights and
+    # log-probabilities.
     precision = (
         MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if lower
@@ -43,11 +51,13 @@ def shard_model(
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
+    if mesh.experts is not None:
+        rules = (*divide_experts(model, mesh.experts, recompute=recompute_experts), *rules)
     common: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload_policy}
     last = shard_everything(mesh.fsdp)
     for module, rule in rules_by_module(model, (*rules, last)).items():
         if rule is not last:
-            cut = partial(_shard_along, dim=rule.dim)
+            cut = partial(_shard_along, rule=rule)
             fully_shard(module, mesh=rule.mesh, reshard_after_forward=reshard, shard_placement_fn=cut, **common)
     for layer in layers_of(model):
         fully_shard(layer, mesh=last.mesh, reshard_after_forward=reshard, **common)
@@ -58,5 +68,5 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
-def _shard_along(parameter: nn.Parameter, dim: int) -> Shard:
-    return Shard(dim)
+def _shard_along(parameter: nn.Parameter, rule: Rule) -> Shard:
+    return Shard(rule.dim_of(parameter))

@@ -1,4 +1,4 @@
-"""The gradient norm of parameters that are distributed over ranks, each on its own mesh.
+"""Compute the gradient norm of parameters that are distributed over ranks, each on its own mesh.
 
     placement of a gradient          contents of the ranks along that mesh dimension
     Shard                            different parts: their squares are summed over ranks
@@ -23,7 +23,7 @@ GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """[] float64 on `device`: the norm of the whole gradient, the same on every rank. Collective."""
+    """The norm of the whole gradient, as a float64 tensor [] on `device`. It is the same on every rank. Collective."""
     by_placement: dict[GradientPlacement, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad

@@ -1,24 +1,24 @@
-"""A plain Hugging Face model plus an ordered list of transformations, applied from outside.
+"""Prepare a plain Hugging Face model for training with an ordered list of transformations:
 
     attach          attention within each sample                         padfree.model.attach
     freeze          no gradients: reference models, teachers
     adapters        trained instead of the weights                       lora.rank
     compile         each layer separately                                parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
-    shard           FSDP2: one unit per layer, the rest in the root      more than one process
+    shard           FSDP2: one unit per layer, the rest in the root      more than one process; parallel.expert
     master weights  float32 masters with bfloat16 compute copies         one process: `padfree.optim.master_weights`
 
-Files keep the original parameter names. With bfloat16, weights and gradients are float32 between steps and bfloat16 in
-forward and backward: FSDP2 converts them when it gathers, `master_weights` in a single process. Frozen weights are kept
-in bfloat16, because every use would round them to it. With `reshard` only the layers in use have a bfloat16 copy (a
-single process then uses FSDP2, too). Without `reshard` all layers keep a bfloat16 copy, which costs two bytes per
-weight and no time. With `offload`, shards, gradients and optimizer state are on the CPU, and the weights of a unit are
-on the device only while the unit computes.
+Files keep the original parameter names. In bfloat16 training, weights and gradients are float32 between steps and
+bfloat16 in forward and backward. FSDP2 converts them when it gathers weights; in a single process `master_weights`
+converts them. Frozen weights are kept in bfloat16, because every use would round them to it. With `reshard`, only the
+layers in use have a bfloat16 copy, and a single process uses FSDP2 too. Without `reshard`, all layers keep a bfloat16
+copy, which costs two bytes per weight and no time. With `offload`, shards, gradients and optimizer state are on the
+CPU, and the weights of a unit are on the device only while the unit computes.
 
 Embeddings, last norm and head belong to the root unit. They are gathered while `inside(model, function)` runs, so that
 `function` can score hidden states with the head's weight. All gradients of this weight, including that of a fused loss,
 are reduced over the ranks at the end of backward. FSDP2 finds the tensors that `function` returns only in nested
-tuples, lists and dicts, so a loss must be returned in one of these.
+tuples, lists and dicts, so the loss must be returned in such a container.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")
 
 ENTRY = "run_inside"
-"""The method that FSDP2 treats as an additional forward of the model."""
+"""The name of the method that FSDP2 treats as an additional forward of the model."""
 
 
 def transformations(
@@ -65,14 +65,18 @@ def transformations(
     lora: LoraConfig | None = None,
     rules: Sequence[Rule] = (),
 ) -> list[Transformation]:
-    """The transformations of a model, in order. `rules` select parameters that are not sharded over all ranks."""
+    """The transformations of a model, in the order in which they are applied.
+
+    `rules` select parameters that are not sharded over all ranks.
+    """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
         steps.append(_freeze)
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora))
     assert checkpointing != "host" or compile != "none", "host checkpointing needs compiled layers"
-    # In compiled layers the compiler does "selective" and "host". All other cases use PyTorch's checkpointing.
+    # In compiled layers, the compiler implements the modes "selective" and "host". All other cases use PyTorch's
+    # activation checkpointing.
     by_compiler = compile != "none" and checkpointing in ("selective", "host")
     if compile != "none":
         kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]
@@ -82,12 +86,22 @@ def transformations(
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
         steps.append(partial(_keep_master_weights, dtype=dtype))
     elif mesh.loss.size > 1 or dtype != torch.float32 or offload:
-        steps.append(partial(shard_model, mesh=mesh, dtype=dtype, reshard=reshard, offload=offload, rules=rules))
+        steps.append(
+            partial(
+                shard_model,
+                mesh=mesh,
+                dtype=dtype,
+                reshard=reshard,
+                offload=offload,
+                rules=rules,
+                recompute_experts=by_compiler,
+            )
+        )
     return steps
 
 
 def parallelize(model: PreTrainedModel, steps: list[Transformation]) -> None:
-    """Apply the transformations. The model may be on the meta device and get its weights later."""
+    """Apply the transformations to a model in place. The model may be on the meta device and get its weights later."""
     for step in steps:
         step(model)
 
@@ -122,7 +136,8 @@ def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) 
         register_fsdp_forward_method(model, ENTRY)
     result: Result = getattr(model, ENTRY)(function, *args)
     if not torch.is_grad_enabled():
-        # No backward pass will reshard the weights, and weights that change later must be gathered again.
+        # Without gradients, no backward pass reshards the weights. Reshard them here, because weights that change later
+        # must be gathered again.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -4,9 +4,11 @@
              shard_everything(mesh.fsdp)]
 
 A rule places a parameter on a mesh with one dimension (sharded over it) or two (replicated over the first, sharded over
-the second). `dim` is the tensor dimension that is sharded. FSDP2 gathers the parameters of a module together. Therefore
-a module becomes an FSDP2 unit of its own if none of its parameters matches the last rule, and it raises an error if its
-parameters match rules with different meshes.
+the second). `dim` is the tensor dimension that is sharded. A rule with `split` divides dimension 0 over another mesh
+first. FSDP2 does not gather over that mesh: each rank computes with its own part (`padfree.sharding.experts`).
+
+FSDP2 gathers the parameters of a module together. Therefore a module becomes an FSDP2 unit of its own if none of its
+parameters matches the last rule, and it raises an error if its parameters match rules with different meshes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from padfree.model.roles import Role, roles_of
 
 
 class ParameterInfo(NamedTuple):
-    """A parameter with its module and role: the input of a rule."""
+    """The input of a rule: a parameter with its module and its role in the model."""
 
     module: nn.Module
     name: str  # within its module
@@ -30,21 +32,31 @@ class ParameterInfo(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Parameters for which `applies` is true are sharded over `mesh` along their dimension `dim`."""
+    """A sharding rule. Parameters for which `applies` is true are sharded over `mesh` along their dimension `dim`."""
 
     name: str
     applies: Callable[[ParameterInfo], bool]
     mesh: DeviceMesh
     dim: int = 0
+    split: DeviceMesh | None = None  # with it, `dim` is the first dimension after 0 that the ranks of `mesh` divide
+
+    def dim_of(self, parameter: nn.Parameter) -> int:
+        """The dimension of this parameter that is sharded over `mesh`."""
+        if self.split is None:
+            return self.dim
+        shards = self.mesh.size(self.mesh.ndim - 1)
+        found = next((dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % shards == 0), None)
+        assert found is not None, f"{tuple(parameter.shape)} has no dimension that {shards} ranks divide"
+        return found
 
 
 def shard_everything(mesh: DeviceMesh) -> Rule:
-    """The last rule: shard dimension 0 over all ranks of `mesh`."""
+    """The last rule: shard dimension 0 of every parameter over all ranks of `mesh`."""
     return Rule("fsdp", lambda _: True, mesh)
 
 
 def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, Rule]:
-    """The rule that applies to each module that directly holds parameters."""
+    """For each module that directly holds parameters: the rule that applies to them."""
     roles, found = roles_of(model), dict[nn.Module, Rule]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

@@ -4,9 +4,10 @@
     grpo        .7 -.7 | 0   0        for every token of the sample
 
 `grpo`, `dr_grpo` (without the standard deviation) and `rloo` compare a sample with its group. `reinforce++` uses the
-reward as the return of every scored token, `reinforce++_baseline` the reward minus the group's mean; both whiten over
-all scored tokens of the rollout batch. `given` keeps the advantages of the samples. `teacher` (`teacher_advantages`)
-and `gae` (`padfree.train.critic`) use another model. Entry j of an array belongs to token j.
+reward as the return of every scored token, and `reinforce++_baseline` uses the reward minus the group's mean. Both then
+whiten the returns over all scored tokens of the rollout batch. `given` keeps the advantages that the samples already
+have. `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`) use another model. Entry j of an array belongs
+to token j.
 
 A group has no signal if all its rewards are equal (b above) or if it is a single sample. Its advantages are then 0, and
 it does not affect the weights. Every step counts these groups, and rollout files without any signal are refused.
@@ -23,7 +24,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padfree.batch import Sample
 from padfree.choices import Advantage
 from padfree.errors import UserError
 from padfree.losses import (
@@ -33,10 +33,11 @@ from padfree.losses import (
     rloo_advantages,
     spread,
 )
+from padfree.sample import Sample
 
 
 def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
-    """Return the samples with advantages [n]. `samples` must contain whole groups."""
+    """Return the samples with advantages [n] of the given kind. `samples` must contain whole groups."""
     assert kind not in ("teacher", "gae"), "see teacher_advantages, and padfree.train.critic"
     if kind == "given":
         for sample in samples:
@@ -65,10 +66,11 @@ def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
 def teacher_advantages(
     samples: Sequence[Sample], teacher: Sequence[NDArray[Any]], policy: Sequence[NDArray[Any]]
 ) -> list[Sample]:
-    """Return the samples with log t − log p of each scored token as its advantage: on-policy distillation.
+    """Return the samples with advantages for on-policy distillation: log t − log p of each scored token.
 
-    `teacher`, `policy`: log-probabilities [n] of each sample. If tokens are drawn from p, the expected advantage is
-    minus the reverse KL at that position, and the gradient of the policy loss is that of the KL.
+    t and p are the probabilities that the teacher and the policy give to the token. `teacher`, `policy`:
+    log-probabilities [n] of each sample. If the policy sampled the tokens, the expected advantage at a position is
+    minus the reverse KL divergence KL(p ‖ t), and the policy loss has the gradient of this divergence.
     """
     return [
         sample.with_numbers(advantages=np.where(sample.scored, theirs - own, 0.0).astype(np.float32))
@@ -77,7 +79,7 @@ def teacher_advantages(
 
 
 def reverse_kl(samples: Sequence[Sample]) -> float:
-    """An estimate of KL(p | t): minus the mean of the `teacher_advantages` over all scored tokens."""
+    """Return an estimate of KL(policy ‖ teacher): minus the mean of `teacher_advantages` over all scored tokens."""
     total = sum(float(_given(sample).sum(dtype=np.float64)) for sample in samples)
     return -total / max(sum(sample.num_labels for sample in samples), 1)
 
@@ -99,7 +101,7 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Count groups with and without signal. `samples` must contain whole groups.
+    """Count the groups with and without a learning signal. `samples` must contain whole groups.
 
     For `reinforce++`, all samples form one group.
     """
@@ -117,7 +119,10 @@ def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
 
 
 def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str | None:
-    """Refuse the rollouts of `path` if no group has a signal; return a note if only some have one."""
+    """Raise a `UserError` if no group has a learning signal; return a note if only some have one.
+
+    `path`: the file of the rollouts, for the message. `kind`: see `with_advantages`.
+    """
     if kind in ("teacher", "gae"):  # these advantages are not known yet
         return None
     signal = signal_of(samples, kind)
@@ -125,9 +130,9 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
         return None
     name = "samples" if kind == "given" else "groups"
     counts = f"{signal.alone:,} of one sample, {signal.equal:,} with equal rewards"
-    why = "whose advantages are all 0" if kind == "given" else f"with nothing to compare ({counts})"
+    why = "whose advantages are all 0" if kind == "given" else f"without a learning signal ({counts})"
     if signal.without < signal.groups:
-        return f"data.path: {signal.without:,} of {signal.groups:,} {name} {why} teach nothing"
+        return f"data.path: {signal.without:,} of {signal.groups:,} {name} {why} do not change the weights"
     differ = len({sample.reward for sample in samples}) > 1
     if kind == "given":
         cure = "give other rollouts, or set another loss.advantage"
@@ -159,12 +164,12 @@ def _reward(sample: Sample, kind: str) -> float:
 
 
 def _scored(samples: Sequence[Sample]) -> Tensor:
-    """[Σn] mask of scored tokens of all samples."""
+    """Return [Σn]: the mask of scored tokens, for all samples concatenated."""
     return torch.from_numpy(np.concatenate([sample.scored for sample in samples]))
 
 
 def _groups(samples: Sequence[Sample], kind: str) -> tuple[Tensor, int]:
-    """[B] group index of each sample, in the order of first appearance; and the number of groups."""
+    """Return [B]: the group index of each sample, counted by first appearance; and the number of groups."""
     numbers: dict[str | int, int] = {}
     for sample in samples:
         if sample.group is None:

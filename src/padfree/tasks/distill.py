@@ -4,8 +4,9 @@
                             ->  student                hidden [T/cp, D] ---+-> divergence of each prediction, in chunks
 
 Both models use the same pack: its sample boundaries and its division over ranks do not depend on the model. The loss is
-computed while the root units of both models are gathered, each with its own head. It also computes the student's
-gradients, so that backward does not need the teacher, whose weights are resharded immediately.
+computed while the FSDP root units of both models, which contain their heads, are gathered. The loss also computes the
+gradient of the student's hidden states. Backward therefore does not need the teacher, and its weights are resharded
+immediately.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, LocalBatch
-from padfree.config import Config
+from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import DistillSettings
 from padfree.head import DistillationLoss, distillation_loss
 from padfree.head.budget import Memory
@@ -30,7 +31,7 @@ from padfree.tasks.reading import TrainingData
 
 
 class DistillationMicroBatchLoss:
-    """The divergence between student and teacher, weighted by token."""
+    """The loss of a pack: the divergence between student and teacher at each prediction, times its token weight."""
 
     keeps_groups: ClassVar[bool] = False
 
@@ -77,12 +78,15 @@ class DistillationMicroBatchLoss:
 
 
 class Distill(sft.SFT):
-    """Reads data and measures like SFT. With `[rollout]` it reads prompts, which the student answers."""
+    """The task of `padfree distill`. It reads data and evaluates like SFT.
 
-    def read(self, config: Config, tokenizer: Any, **options: Any) -> TrainingData:
-        if config.rollout.source is not None:
-            return rl.TASK.read(config, tokenizer, **options)
-        return super().read(config, tokenizer, **options)
+    With `[rollout]`, it reads prompts instead, which the student answers.
+    """
+
+    def read(self, data: DataConfig, rollout: RolloutConfig, tokenizer: Any, **options: Any) -> TrainingData:
+        if rollout.source is not None:
+            return rl.TASK.read(data, rollout, tokenizer, **options)
+        return super().read(data, rollout, tokenizer, **options)
 
     def micro_batch_loss(  # type: ignore[override]
         self, settings: DistillSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None

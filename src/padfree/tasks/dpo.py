@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel
 
 from padfree.batch import LocalBatch
-from padfree.config import Config
+from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import DPOSettings
 from padfree.cp.shard import sum_over_context
 from padfree.data import SFTDataSettings, load_pairs
@@ -26,7 +26,7 @@ from padfree.tasks.task import Task
 
 
 class PairMicroBatchLoss:
-    """Preference losses on pairs of answers."""
+    """The preference loss (DPO, IPO, hinge, SimPO or ORPO) of the pairs of answers in a pack."""
 
     keeps_groups: ClassVar[bool] = True
     teacher: ClassVar[None] = None
@@ -44,15 +44,16 @@ class PairMicroBatchLoss:
 class DPO(Task):
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(config.data, day))
-        return of_store(load_pairs(list(config.data.path), tokenizer, settings, progress=progress))
+        settings = SFTDataSettings(**text_settings(data, day))
+        return of_store(load_pairs(list(data.path), tokenizer, settings, progress=progress))
 
     def micro_batch_loss(
         self, settings: DPOSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import LocalBatch, Sample
-from padfree.config import Config, LossConfig
+from padfree.batch import LocalBatch
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.config.loss_settings import KTOSettings
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import sum_over_context
@@ -41,6 +41,7 @@ from padfree.data.records import RowError, shown, string
 from padfree.data.tokenize import PairTokenizer
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput, segment_sum, spread
+from padfree.sample import Sample
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, scored_inputs
 from padfree.tasks.reading import TrainingData, of_store, text_settings
@@ -50,7 +51,7 @@ from padfree.tasks.task import Models, Task
 
 
 class LabelTokenizer(PairTokenizer):
-    """A prompt, an answer and its label make one sample. Only the answer is trained."""
+    """Makes one sample from a row with a prompt, an answer and its label. Only the answer is trained."""
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
         if self.renders_chat:
@@ -66,7 +67,7 @@ class LabelTokenizer(PairTokenizer):
 
 
 class LabelledDataset(TokenizedDataset):
-    """Answers with a label, stored as the `reward` of the sample: 1 for desirable, 0 for undesirable."""
+    """Dataset of answers with a label, which becomes the sample's `reward`: 1 for desirable, 0 for undesirable."""
 
     samples_per_row: ClassVar[int | None] = 1
 
@@ -82,7 +83,7 @@ class LabelledDataset(TokenizedDataset):
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """Pair each prompt with the answer of the previous sample; the first prompt gets the last answer."""
+    """Return one sample per prompt, with the answer of the previous sample. The first prompt gets the last answer."""
     starts = [int(np.argmax(sample.mask)) for sample in samples]  # where the answers begin
     longest = max((int((sample.terms or {}).get("longest", 0)) for sample in samples), default=0)
     found = []
@@ -98,14 +99,17 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """[B] Log-probability of each answer: the sum over its tokens. Unscored tokens are 0."""
+    """Return [B]: the log-probability of each answer, i.e. the sum of `logprobs` [n], which is 0 at unscored tokens."""
     return np.array([own.sum(dtype=np.float64) for own in logprobs], dtype=np.float64)
 
 
 def with_reference_point(
     samples: Sequence[Sample], own: NDArray[np.float64], theirs: NDArray[np.float64]
 ) -> list[Sample]:
-    """Return the samples with z₀, computed from both models' log-probabilities [B] of the mismatched pairs."""
+    """Return the samples with the reference point z₀ (see the module docstring).
+
+    `own` and `theirs` [B]: log-probabilities of the mismatched pairs under the policy and under the reference.
+    """
     point = max(0.0, float(np.mean(own - theirs)))
     return [replace(sample, terms={**(sample.terms or {}), "kl": point}) for sample in samples]
 
@@ -116,9 +120,10 @@ def with_reference_point(
 def kto_loss(
     logratios: Tensor, labels: Tensor, point: Tensor, settings: KTOSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[B] each: losses, their derivatives by x, rewards beta · x, and whether an answer is on the right side of z₀.
+    """Return four tensors [B]: losses, their derivatives with respect to x, rewards beta · x, and correctness.
 
-    `logratios` [B]: x of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point` [B]: z₀.
+    An answer is correct if x is above z₀ for a desirable answer, and below it for an undesirable one. `logratios` [B]:
+    x = log π − log π_ref of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point` [B]: z₀.
     """
     desirable = labels > 0
     sign = torch.where(desirable, 1.0, -1.0).to(logratios)
@@ -130,10 +135,10 @@ def kto_loss(
 
 
 class KTOMicroBatchLoss:
-    """The loss of the answers of a pack.
+    """The KTO loss of the answers of a pack.
 
-    Under context parallelism a rank holds only some tokens of an answer. It returns its share of the answer's loss,
-    with the gradient of the whole loss for its tokens.
+    Under context parallelism, a rank holds only some tokens of an answer. The rank returns its share of the answer's
+    loss. The gradient for its tokens is that of the whole loss.
     """
 
     keeps_groups: ClassVar[bool] = False
@@ -154,7 +159,7 @@ class KTOMicroBatchLoss:
         labels, point = _known(batch)
         losses, slopes, rewards, right = kto_loss(totals, labels, point, self.settings)
         losses, weight = share * losses, 1.0 / batch.batch_samples
-        # The value is this rank's share; the gradient is that of the whole loss for this rank's tokens.
+        # The value is this rank's share of the loss. The gradient for this rank's tokens is that of the whole loss.
         attached = losses + slopes * (local - local.detach())
         by_label = {"desirable": share * labels, "undesirable": share * (1.0 - labels)}
         return LossOutput(
@@ -177,14 +182,17 @@ class KTOMicroBatchLoss:
 
 
 def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
-    """Two [B] float64 tensors: the label of each sample (1 desirable, 0 undesirable), and its reference point z₀."""
+    """Return two float64 tensors [B]: the label of each sample (1 desirable, 0 undesirable), and z₀ of each sample."""
     labels = np.array([info.reward for info in batch.samples], dtype=np.float64)
     point = np.array([(info.terms or {})["kl"] for info in batch.samples], dtype=np.float64)
     return to_device(labels, batch.labels.device), to_device(point, batch.labels.device)
 
 
 class AnswerMeasure:
-    """Loss, accuracy (share of answers on the right side of z₀), KL, and the mean reward of each label."""
+    """Measures the loss, the accuracy, the KL divergence and the mean reward of each label on held-out answers.
+
+    An answer is correct if its log-ratio is above z₀ and it is desirable, or below z₀ and undesirable.
+    """
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "desirables", "desirable", "undesirable")
     keeps_groups: ClassVar[bool] = False
@@ -208,15 +216,16 @@ class AnswerMeasure:
 class KTO(Task):
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(config.data, day))
-        paths = list(config.data.path)
+        settings = SFTDataSettings(**text_settings(data, day))
+        paths = list(data.path)
         found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, LABEL_SCHEMA, progress=progress)
         return of_store(found)
 

@@ -20,23 +20,23 @@ LARGEST_EXPONENT = 709.0
 
 
 class PackMeasure(Protocol):
-    """Computes sums for each sample of a pack, or this context rank's share of them."""
+    """Computes sums for each sample of a pack. If context ranks share the pack, it computes this rank's share."""
 
     names: ClassVar[tuple[str, ...]]
     keeps_groups: ClassVar[bool]
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """[B, 1 + len(names)] float64: for each sample a count, and one sum for each of `names`.
+        """Return [B, 1 + len(names)] float64: for each sample a count, then one sum for each of `names`.
 
-        The count is the number of tokens, pairs or answers over which the sums run. A mean is a sum over the count.
+        The count is the number of tokens, pairs or answers that the sums add up. A mean is a sum divided by the count.
         """
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """The metrics to report, from the means by name."""
+        """Return the metrics to report, by name. `means`: the mean of each of `names`."""
 
 
 class TokenMeasure:
-    """Negative log-likelihood of the scored tokens, and the share of them that the model ranks first."""
+    """Measures the negative log-likelihood of the scored tokens, and the share of them that the model ranks first."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     keeps_groups: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class TokenMeasure:
 
 
 class PairMeasure:
-    """Loss, accuracy and margin of each pair. A pair belongs to the source of its chosen answer."""
+    """Measures loss, accuracy and margin of each pair of answers. A pair belongs to the source of its chosen answer."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     keeps_groups: ClassVar[bool] = True

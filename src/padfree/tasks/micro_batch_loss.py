@@ -4,8 +4,9 @@
       TokenMicroBatchLoss   losses of tokens (SFT, policy losses), fused with the head if possible
       other classes         losses of whole answers, each in the file of its task
 
-`Engine` plans, computes token weights, builds packs, calls the loss once for each pack, runs backward and sums up. The
-constructor of a loss takes everything else that it needs, e.g. a teacher. `LocalBatch` holds the data of the pack.
+`Engine` plans a step, computes token weights, builds packs, calls the loss once for each pack, runs backward and adds
+up the results. `LocalBatch` holds the data of the pack. A loss that needs anything else, e.g. a teacher, takes it in
+its constructor.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class MicroBatchLoss(Protocol):
 
     @property
     def teacher(self) -> PreTrainedModel | None:
-        """The frozen model that the loss uses, or None."""
+        """The frozen teacher model that the loss uses; None if it uses none."""
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Return the loss of `batch`, with `token_losses` [T/cp].
@@ -57,7 +58,7 @@ class MicroBatchLoss(Protocol):
 
 
 def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float, memory: Memory) -> LossInputs:
-    """Run the model on a pack, and return the inputs of a loss with the log-probabilities [T/cp] of its labels."""
+    """Run the model on a pack. Return the inputs of a loss, including the log-probabilities [T/cp] of the labels."""
     scores = score(
         hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=temperature,
         num_labels=batch.num_labels, memory=memory,
@@ -66,7 +67,10 @@ def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float,
 
 
 class TokenMicroBatchLoss:
-    """Losses of single tokens. If the loss of a token depends only on its own log-probability, no logits are stored."""
+    """Losses of single tokens, e.g. SFT and policy losses.
+
+    If the loss of a token depends only on its own log-probability, no logits are stored.
+    """
 
     keeps_groups: ClassVar[bool] = False
     teacher: ClassVar[None] = None
@@ -96,7 +100,7 @@ class TokenMicroBatchLoss:
 
 
 def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """[P, 2] indices of (chosen, rejected) in the samples of a pack; [P] float64 weights and margins of the pairs."""
+    """Return the P pairs of a pack: indices [P, 2] of their (chosen, rejected) samples, weights [P] and margins [P]."""
     pairs = preference_pairs(() if batch.is_filler else batch.samples)
     weights = np.full(len(pairs), 2.0 / batch.batch_samples)
     terms = [batch.samples[index].terms or {} for index in pairs[:, 0].tolist()]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.config import DataConfig
 from padfree.config.inputs import check_regular
 from padfree.data import DataReport, StoredSamples, TokenizedDataset
@@ -16,6 +15,7 @@ from padfree.data.formats import reading_notes
 from padfree.data.store import read_metadata
 from padfree.errors import UserError
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 
 Samples = Sequence[Sample | Prompt] | StoredSamples
 
@@ -34,7 +34,10 @@ class TrainingData:
 
 
 def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[str, Any]:
-    """The arguments for `padfree.data` that control tokenisation. A chat template is read from its file."""
+    """Return the arguments of the readers in `padfree.data` that control tokenisation.
+
+    If `data.chat_template` is set, the template is read from its file. `day`: the date for chat templates.
+    """
     names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
     chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
     chosen["day"] = day
@@ -44,7 +47,7 @@ def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[st
 
 
 def read_template(name: str, setting: str = "data.chat_template") -> str:
-    """Read a chat template from a file."""
+    """Return the text of the chat template in the file `name`. `setting`: for error messages."""
     path = Path(name).expanduser()
     check_regular(path, setting, once=False)
     try:
@@ -53,7 +56,7 @@ def read_template(name: str, setting: str = "data.chat_template") -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
     if reason is not None:
-        raise UserError(setting, f"{name} cannot be used ({reason})", "give a file with a template")
+        raise UserError(setting, f"{name} cannot be used ({reason})", "give a text file with a chat template")
     return text
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, LocalBatch
-from padfree.config import Config
+from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import RewardModelSettings
 from padfree.cp.shard import sum_over_context
 from padfree.data import SFTDataSettings, load_pairs
@@ -31,16 +31,16 @@ from padfree.tasks.task import Task
 
 
 def pack_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """Scores at this rank's positions, exactly 0 at positions without a label.
+    """Return the outputs of the scalar head at this rank's positions, and exactly 0 at positions without a label.
 
-    The shape is [T/cp] or, if samples share prefixes, [e]: one entry per label.
+    The shape is [T/cp]. If samples share prefixes, it is [e], with one entry per label.
     """
     scores = scalar_scores(hidden_states(model, batch), scalar_head_of(model))
     return torch.where(batch.labels != IGNORE, scores, 0.0)
 
 
 class RewardMicroBatchLoss:
-    """The Bradley-Terry loss of pairs of answers."""
+    """The Bradley-Terry loss of the pairs of answers in a pack."""
 
     keeps_groups: ClassVar[bool] = True
     teacher: ClassVar[None] = None
@@ -59,15 +59,16 @@ class RewardMicroBatchLoss:
 class RewardModel(Task):
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(config.data, day))
-        return of_store(load_pairs(list(config.data.path), tokenizer, settings, progress=progress, margins=True))
+        settings = SFTDataSettings(**text_settings(data, day))
+        return of_store(load_pairs(list(data.path), tokenizer, settings, progress=progress, margins=True))
 
     def micro_batch_loss(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from padfree.config import Config
+from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import SFTSettings
 from padfree.data import SFTDataSettings, load_sft
 from padfree.data.prepare import Progress
@@ -21,15 +21,16 @@ from padfree.tasks.task import Task
 class SFT(Task):
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data, day))
-        return of_store(load_sft(list(config.data.path), tokenizer, settings, progress=progress))
+        settings = SFTDataSettings(loss_on=data.loss_on, **text_settings(data, day))
+        return of_store(load_sft(list(data.path), tokenizer, settings, progress=progress))
 
     def micro_batch_loss(
         self, settings: SFTSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None

@@ -5,7 +5,8 @@
     a pack          -> micro_batch_loss   a loss that can be differentiated
     held-out data   -> measure            sums for each sample, from which an evaluation computes its metrics
 
-`Models` are the models that a task may use. Their results are the same on every rank and in any layout.
+`Models` are the models that a task may use. Their results are the same on every rank and for any division of the
+samples over ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample, with_arrays
-from padfree.config import Config, LossConfig
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
+from padfree.sample import Sample, with_arrays
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
 from padfree.tasks.reading import TrainingData
@@ -38,7 +39,7 @@ Entry j belongs to token j and is 0 if token j is not scored.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Models:
-    """The models that can score samples. A field is None if the run has no such model."""
+    """Functions that score samples, one for each model of the run. A field is None if the run has no such model."""
 
     policy: Logprobs  # the model in training, with its current weights
     reference: Logprobs | None = None
@@ -47,32 +48,39 @@ class Models:
 
 
 class Task(ABC):
-    """The behaviour of one training command."""
+    """Base class: what one training command, e.g. `padfree dpo`, reads, minimises and measures."""
 
     @abstractmethod
     def read(
         self,
-        config: Config,
+        data: DataConfig,
+        rollout: RolloutConfig,
         tokenizer: Any,
         *,
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
     ) -> TrainingData:
-        """Read and tokenise the data of `config.data`."""
+        """Read and tokenise the data. Arguments: see `padfree.train.training_data`.
+
+        `rollout` says whether the run samples responses to prompts.
+        """
 
     @abstractmethod
     def micro_batch_loss(
         self, settings: Any, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
     ) -> MicroBatchLoss:
-        """The loss to minimise. `settings`: the `TaskSettings` of this task."""
+        """Return the loss to minimise. `settings`: the `TaskSettings` of this task."""
 
     @abstractmethod
     def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
-        """The measure for held-out samples."""
+        """Return the measure that evaluates held-out samples."""
 
     def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:
-        """Add what the updates of a global batch need from other models; return the samples and metrics."""
+        """Add what the updates of a global batch need from `models`, e.g. log-probabilities of the reference.
+
+        Return the samples with these values, and metrics by name.
+        """
         if models.reference is not None:
             samples = with_arrays(samples, ref_logprobs=models.reference(samples))
         return samples, {}
@@ -80,17 +88,20 @@ class Task(ABC):
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
         """Whether `prepare` needs the weights that the previous batch's updates produce.
 
-        `asks`: the run has a reference, a teacher or a critic.
+        `asks`: whether the run has a reference, a teacher or a critic.
         """
         return False
 
     def evaluation(self, samples: list[Sample], models: Models, loss: LossConfig) -> Callable[[], list[Sample]]:
-        """A function that returns the samples of an evaluation. The frozen reference scores them only once."""
+        """Return a function that returns the samples of an evaluation, with everything that the measure needs.
+
+        The function is called before each evaluation. The frozen reference scores the samples only the first time.
+        """
         prepared, _ = self.prepare(samples, models, loss)
         return lambda: prepared
 
 
 def task_of(command: str) -> Task:
-    """The task of a command: `TASK` in the module with the command's name."""
+    """Return the task of a command, e.g. "sft": the variable `TASK` of the module `padfree.tasks.sft`."""
     found: Task = importlib.import_module(f"padfree.tasks.{command}").TASK
     return found

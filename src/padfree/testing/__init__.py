@@ -5,5 +5,5 @@ line_server    a small server engine, the second implementation of `ServerApi`
 models         small random models of many architectures, and packs of random tokens
 tokenizers     tokenizers of a few hundred tokens, and chat templates of several kinds
 
-Of padfree itself, only `padfree demo` imports this package (`tests/test_layers.py`).
+Inside padfree, only `padfree demo` imports this package; `tests/test_layers.py` checks this.
 """

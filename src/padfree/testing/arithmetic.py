@@ -1,12 +1,12 @@
-"""A task that two CPU cores can learn: problems with verifiable answers, a tokenizer, a model, two recipes.
+"""A task that a model can learn on two CPU cores: problems with verifiable answers, a tokenizer, a model, two recipes.
 
     prompt     Ann has 3 apples in January.     worked     February +4: 3+4=7     half of the responses: correct, and
                February +4.                                March -2: 7-2=5        as long as the problem
                March -2.                                   #### 5
                How many?                        guessed    #### 6                 the others: short, and mostly wrong
 
-A model that is fine-tuned on both kinds of responses learns both. The reward (the number after the hashes) then teaches
-it to work the answer out.
+A model that is fine-tuned on both kinds of responses learns both. RL then teaches it to work the answer out, because
+the reward checks the number after the hashes.
 
     write_task(folder, sizes)                   data/train.jsonl, data/prompts.jsonl, model/
     train(sft_config(folder, sizes))            sft/
@@ -51,7 +51,10 @@ class Sizes:
 
 
 def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, str]]:
-    """Rows with `prompt`, `response` and `answer`. The number of steps is log-normal, at most `most_steps`."""
+    """Yield `count` rows with `prompt`, `response` and `answer`.
+
+    The number of steps of a problem has a log-normal distribution, cut off at `most_steps`.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(count):
         prompt, work, answer = _problem(rng, most_steps)
@@ -63,7 +66,7 @@ def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, 
 
 
 def _problem(rng: np.random.Generator, most_steps: int) -> tuple[str, list[str], int]:
-    """One problem: its text, the lines of its solution, and its answer."""
+    """Return the text of a random problem, the lines of its solution, and its answer."""
     total = int(rng.integers(0, LARGEST + 1))
     sentences = [f"{rng.choice(NAMES)} has {total} {rng.choice(THINGS)} in {MONTHS[0]}."]
     work = []
@@ -88,7 +91,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> list[dict[str, str
 
 
 def train_tokenizer(rows: list[dict[str, str]]) -> Any:
-    """Train byte-level BPE on the rows; every digit is a token."""
+    """Train a byte-level BPE tokenizer on the texts of the rows. Every digit is a separate token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -145,7 +148,7 @@ def write_task(folder: Path, sizes: Sizes, *, head: int | None = None) -> tuple[
 
 
 def sft_config(folder: Path, sizes: Sizes) -> Config:
-    """Settings of the fine-tuning run."""
+    """Return the settings of the fine-tuning run. `folder`: the folder that `write_task` wrote."""
     return config_from_dict(
         {
             "model": {"path": str(folder / "model")},
@@ -160,7 +163,7 @@ def sft_config(folder: Path, sizes: Sizes) -> Config:
 
 
 def rl_config(folder: Path, sizes: Sizes) -> Config:
-    """Settings of the RL run, which starts from the fine-tuned model."""
+    """Return the settings of the RL run, which starts from the fine-tuned model in `folder`."""
     return config_from_dict(
         {
             "model": {"path": str(folder / "sft" / "model")},

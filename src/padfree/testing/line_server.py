@@ -5,10 +5,10 @@
     rollout.engine = "padfree.testing.line_server:make_line_sampler"
     rollout.servers = ["tcp://127.0.0.1:4000"]
 
-Each connection carries one call. The request is a line, `{"call": "complete", "tokens": [7, 8], ...}`. The answer is a
-line, `{"ok": ...}`, `{"failed": "why"}` if the server failed, or `{"refused": "why"}` if it would reject the same call
-again. Every answer to `complete` contains the version of the weights. There is no KV cache: each token is a forward
-pass over the whole sequence, so the engine suits tiny models only.
+Each connection carries one call. The request is one line of JSON: `{"call": "complete", "tokens": [7, 8], ...}`. The
+answer is one line of JSON: `{"ok": ...}` with the result, `{"failed": "why"}` if the server failed, or `{"refused":
+"why"}` if it would reject the same call again. Every answer to `complete` contains the version of the weights. There is
+no KV cache: each token is a forward pass over the whole sequence, so the engine suits tiny models only.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ LONGEST_LINE = 1 << 28
 
 
 def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> ServerSampler:
-    """Make the sampler, for `rollout.engine`."""
+    """Make the sampler. Set `rollout.engine` to this function; its arguments are those of every engine."""
     return make_server_sampler(LineServer, config, mesh, trained, tokenizer, score)
 
 
 class LineServer(ServerApi):
-    """The trainer's side of the protocol."""
+    """The trainer's side of the protocol: sends calls to one server."""
 
     async def check(self, served: ServedModel) -> str:
         about = await self.call("about")
-        with self.reading("about did not answer a name and a vocabulary"):
+        with self.reading("about did not return a name and a vocabulary"):
             name, vocabulary = str(about["name"]), int(about["vocabulary"])
         if vocabulary != served.vocabulary:
             raise UserError(
@@ -66,7 +66,7 @@ class LineServer(ServerApi):
 
     async def version(self, *, timeout: float | None = None) -> str | None:
         about = await self.call("about", timeout=timeout)
-        with self.reading("about answered without a version"):
+        with self.reading("about did not return a version"):
             return None if about["version"] is None else str(about["version"])
 
     async def complete(
@@ -81,7 +81,7 @@ class LineServer(ServerApi):
             stops=list(sampling.stops),
             version=str(version),
         )
-        with self.reading("complete answered without tokens"):
+        with self.reading("complete did not return tokens"):
             answered, reason = found["version"], str(found["reason"])
             tokens, logprobs = checked_tokens(found["tokens"], found["logprobs"])
         self.need_version(answered, version)
@@ -93,7 +93,7 @@ class LineServer(ServerApi):
         scored = await self.call(
             "score", sequences=list(map(list, sequences)), num_sampled=num_sampled, temperature=temperature
         )
-        with self.reading("score answered without log-probabilities"):
+        with self.reading("score did not return log-probabilities"):
             return [(list(tokens), [float(value) for value in logprobs]) for tokens, logprobs in scored]
 
     async def pause(self) -> None:
@@ -123,7 +123,7 @@ class LineServer(ServerApi):
         return [*arguments, *options]
 
     async def call(self, name: str, *, timeout: float | None = None, **arguments: Any) -> Any:
-        """Send one call and return the answer."""
+        """Send the call `name` with its arguments, and return the `ok` value of the answer. `timeout`: in seconds."""
         seconds = timeout or self.timeout
         try:
             async with asyncio.timeout(seconds):
@@ -153,7 +153,7 @@ class LineServer(ServerApi):
 
 
 class RefusedError(Exception):
-    """Raised in the server for a call that it would reject again."""
+    """Raised inside the server for a call that it would reject every time. The answer is then `refused`."""
 
 
 class LineService:
@@ -237,7 +237,10 @@ class LineService:
     async def _sample(
         self, prompt: list[int], max_new_tokens: int, seed: int, temperature: float, stops: list[int]
     ) -> tuple[list[int], list[float], str]:
-        """Sample tokens; return them, their log-probabilities, and the reason for the end."""
+        """Sample a response; return its tokens, their log-probabilities, and the reason why it ended.
+
+        `stops`: token ids that end a response.
+        """
         generator, pauses = torch.Generator().manual_seed(seed), self._pauses
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -254,7 +257,7 @@ class LineService:
         return tokens, logprobs, "length"
 
     async def _logits(self, tokens: list[int]) -> Tensor:
-        """[n, V] float32 logits of the model for these tokens."""
+        """Return the float32 logits [n, V] of the model for these n tokens."""
         if max(tokens) >= self.model.config.vocab_size:
             raise RefusedError(f"token {max(tokens)} is not in the vocabulary")
         async with self._compute:

@@ -22,8 +22,9 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from padfree.batch import PackedBatch, Sample
+from padfree.batch import PackedBatch
 from padfree.packing.collate import collate
+from padfree.sample import Sample
 
 VOCABULARY = 64
 WINDOW = 5
@@ -102,7 +103,7 @@ _YARN: dict[str, Any] = {
     "original_max_position_embeddings": 16,
 }
 
-# name: (model class, config values in addition to the basic ones; None removes a basic value)
+# By name: the model class, and config values in addition to the basic ones. None removes a basic value.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -213,7 +214,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# architectures with mixer layers, or with chunked attention
+# Architectures with mixer layers, or with chunked attention.
 ARCHITECTURES |= {
     "bailing_hybrid": (
         "BailingHybridForCausalLM",
@@ -364,11 +365,14 @@ MIXERS = (
 """Architectures with layers that have a recurrent state."""
 
 EXPERTS = tuple(name for name, (_, extra) in ARCHITECTURES.items() if any("expert" in key for key in extra))
-"""Architectures with experts. One changed token changes the matmul shapes of other tokens, and so their rounding."""
+"""Architectures with experts. A changed token can change the matmul shapes, and so the rounding, of other tokens."""
 
 
 def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Make a small model of this architecture in training mode, with `changes` to its config."""
+    """Make a small model of architecture `name`, a key of `ARCHITECTURES`, in training mode.
+
+    `changes`: values of its config that replace the usual ones.
+    """
     class_name, extra = ARCHITECTURES[name]
     model_class = getattr(transformers, class_name, None)
     if model_class is None:
@@ -395,7 +399,10 @@ def randomise(model: nn.Module) -> None:
 
 
 def row(lengths: Sequence[int], *, pad: int = 0, seed: int = 0, vocabulary: int = VOCABULARY) -> PackedBatch:
-    """A pack of random samples of these lengths, followed by `pad` padding tokens. Each sample starts with id 0."""
+    """Return a pack of random samples of these lengths, followed by `pad` padding tokens.
+
+    Each sample starts with token id 0.
+    """
     rng = np.random.default_rng(seed)
     tokens = [rng.integers(0, vocabulary, length) for length in lengths]
     for sample in tokens:
@@ -408,9 +415,10 @@ LETTERS = "0123456789+-*/=# abcdefghijklmnopqrstuvwxyz"
 
 
 def save_with_tokenizer(folder: Path, *, writes_back: bool = False, **changes: Any) -> Path:
-    """Save a small Qwen3 with tied embeddings and a tokenizer of single letters in the format of transformers.
+    """Save a small Qwen3 with tied embeddings, and a tokenizer of single letters, in the format of transformers.
 
-    With `writes_back`, decoded text equals the original; otherwise it has spaces between letters.
+    With `writes_back`, decoded text equals the original; otherwise it has spaces between letters. `changes`: values of
+    the model's config that replace the usual ones.
     """
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))

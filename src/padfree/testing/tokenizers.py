@@ -85,7 +85,7 @@ def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **change
 
 
 class CharacterTokenizer(PreTrainedTokenizer):
-    """One token per character, in Python: the kind of tokenizer that has no offsets."""
+    """A tokenizer written in Python, with one token per character. Such tokenizers give no character offsets."""
 
     vocab_files_names: ClassVar[dict[str, str]] = {}  # type: ignore[misc]
 

@@ -1,10 +1,10 @@
-"""Which causal language models of the installed transformers padfree can train packed.
+"""Find out which causal language models of the installed transformers padfree can train packed.
 
     python -m padfree.tools.architectures lfm2 rwkv     the lines of the table for these model types
 
-Each architecture is built on the meta device from the default config of its class, and attached. If that fails, the
-table gives the reason. `COMPLETED` adds the arguments that some default configs lack. `padfree.tools.reference_pages`
-writes the whole table to docs/reference/architectures.md.
+Each architecture is built on the meta device from the default config of its class, and then prepared for packed
+training (`attach`). If that fails, the table gives the reason. `COMPLETED` adds the arguments that some default configs
+lack. `padfree.tools.reference_pages` writes the whole table to docs/reference/architectures.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from padfree.model.interface import chunk_of
 from padfree.model.mixers import KINDS, installed
 
 PATIENCE = 120
-"""Maximum number of seconds for building and attaching one architecture."""
+"""Maximum number of seconds to build one architecture and prepare it for packed training."""
 
 COMPLETED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -39,7 +39,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
-"""By model type: arguments that the default config lacks, so that no model can be built from it."""
+"""By model type: config arguments without which no model can be built, and which the default config lacks."""
 
 PACK_KERNELS = {
     "gated_delta": "flash-linear-attention",
@@ -51,7 +51,7 @@ PACK_KERNELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """One line of the table of architectures."""
+    """One line of the table of architectures: a model class, and whether padfree can train it packed."""
 
     model_type: str
     class_name: str
@@ -84,7 +84,10 @@ class Architecture:
 
 
 def try_architecture(model_type: str) -> Architecture:
-    """Build and attach one architecture. If that fails, the result has the reason."""
+    """Build one architecture, prepare it for packed training, and return its line of the table.
+
+    If that fails, the line has the reason.
+    """
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(PATIENCE)
@@ -126,7 +129,7 @@ def _short(text: str) -> str:
 
 
 def architectures_page(found: list[Architecture]) -> str:
-    """The Markdown page with the table."""
+    """Return the Markdown page with the table of these architectures."""
     attached = sum(each.attached for each in found)
     mixers = "\n".join(
         f"- `{name}`: {(sys.modules[kind.matches.__module__].__doc__ or '').splitlines()[0]}"
@@ -154,7 +157,7 @@ kernel" names what runs all samples of a pack in one call.
 
 
 def try_all() -> list[Architecture]:
-    """Every causal language model of transformers; this takes some minutes."""
+    """Return the table's line for every causal language model of transformers. This takes some minutes."""
     _silence()
     return [try_architecture(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
 

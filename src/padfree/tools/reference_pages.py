@@ -26,14 +26,15 @@ SECTION_PAGES = {
     "rollout.launch": "[vLLM](../guides/vllm.md)",
     "loss": "[losses](../concepts/losses.md)",
     "critic": "[losses](../concepts/losses.md)",
-    "parallel": "[context parallelism](../concepts/context-parallelism.md)",
+    "parallel": "[context parallelism](../concepts/context-parallelism.md) and [expert "
+    "parallelism](../concepts/expert-parallelism.md)",
     "checkpoint": "[checkpoints](../guides/checkpoints.md)",
 }
 """By section of the settings: the page that explains it."""
 
 
 def quick_pages() -> dict[str, str]:
-    """Markdown by file name, without the page of architectures."""
+    """Return the Markdown of every page except the architectures, by file name."""
     return {
         "index.md": index_page(),
         "settings.md": settings_page(),
@@ -64,7 +65,7 @@ architectures
 
 
 def settings_page() -> str:
-    """The Markdown page of all settings, with one table per section."""
+    """Return the Markdown page of all settings, with one table per section."""
     entries, sections = setting_entries(), section_entries()
     parts = [
         """# Settings
@@ -104,19 +105,19 @@ def _meaning(entry: SettingEntry) -> str:
 
 
 def _type_cell(entry: SettingEntry) -> str:
-    """The type with its choices in code: `auto` or int."""
+    """Return the type of a setting as Markdown, with its choices as code: `auto` or int."""
     parts = re.split(r"(, | or )", entry.type)
     return "".join(f"`{part}`" if part in entry.choices else part for part in parts)
 
 
 def _name_pattern(entries: Sequence[SettingEntry]) -> re.Pattern[str]:
-    """A pattern that finds names of settings in a text, with or without a value: `rollout.filter=equal`."""
+    """Return a pattern that finds names of settings in a text, with or without a value: `rollout.filter=equal`."""
     names = sorted((entry.name for entry in entries if "." in entry.name), key=len, reverse=True)
     return re.compile(rf"(?<![\w.`/])(?:{'|'.join(map(re.escape, names))})(?![\w])(?:=[\w/.-]*\w)?")
 
 
 def metrics_page() -> str:
-    """The Markdown page of all metrics, with one table per group."""
+    """Return the Markdown page of all metrics, with one table per group."""
     parts = [
         """# Metrics
 
@@ -134,7 +135,7 @@ def _group(group: MetricGroup) -> str:
 
 
 def backends_page() -> str:
-    """The Markdown page with the capabilities of the attention backends."""
+    """Return the Markdown page with the capabilities of the attention backends."""
     return f"""# Attention backends
 
 `model.attention=auto` takes the first backend of this table that supports the device, the dtype and the layers of the
@@ -145,7 +146,7 @@ backend, and "`auto`" for which dtypes it is chosen by default. [Attention](../c
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first row is the header."""
+    """Return a Markdown table of these rows; the first row is the header."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 

@@ -1,7 +1,7 @@
 """Training: SFT and RL share one loop, on any number of processes.
 
 run             train: a whole run, from its settings to the exported model
-start_run       opens and restores what a run needs, up to its trainer
+start_run       opens the run's files, restores its checkpoint, and creates its trainer
 trainer         Trainer: the loop over batches, updates, metrics, evaluations and checkpoints
 batch_preparer  global batches with advantages and log-probabilities
 engine          one optimizer step over a global batch
@@ -12,15 +12,17 @@ critic          PPO's value model and its advantages
 evaluate        metrics on held-out data
 setup           builds loss, models and engine from the settings
 training_data   tokenizer, samples and the batcher that groups them into global batches
-preflight       refuses runs that cannot work before anything is written or loaded
+preflight       checks a run's settings and data, and refuses the run before anything is written or loaded
+check_data      refuses data that a run cannot train on
+count_steps     the number of optimizer steps of a run
 resolve_auto    the values that `auto` settings take on this device
 limits          the token ids and positions that a model accepts
 resume          settings that may change between a checkpoint and the run that resumes from it
 rl              the reference model, reward models, and batches of sampled responses
 step_metrics    the metrics of a step, by name
-early_imports   imports packages of the first GPU step while the data is read
+early_imports   imports the packages that the first GPU step needs, while the data is read
 determinism     deterministic algorithms, and random states
-signals         SIGTERM and SIGINT
+signals         agreement between ranks to stop after SIGTERM or SIGINT
 """
 
 from padfree.optim.optimizer import make_optimizer

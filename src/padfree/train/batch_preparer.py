@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.checkpoint.manifest import TrainedModel
-from padfree.config import Config
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.errors import UserError
+from padfree.sample import Sample
 from padfree.tasks.task import Models, task_of
 from padfree.train.batch_times import BatchTimes
 from padfree.train.critic import Critic
@@ -30,25 +30,32 @@ from padfree.train.training_data import Batcher
 
 
 class BatchPreparer:
-    """Iterates over the batches of a run. All methods are collective and give the same batches on every rank."""
+    """Produces the global batches of a run, one per call of `next`. All methods are collective.
+
+    Every rank gets the same batches.
+    """
 
     def __init__(
         self,
-        config: Config,
         engine: Engine,
         batcher: Batcher,
         *,
+        loss: LossConfig,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        seed: int,
         reference: ReferenceModel | None,
         teacher: Scorer | None,
         critic: Critic | None,
         rollouts: SampledBatches | None,
         end_tokens: tuple[int, ...] = (),
     ) -> None:
-        """`end_tokens`: token ids that end a response, if known."""
-        self.config, self.engine, self.batcher = config, engine, batcher
+        """Arguments that are None are not part of this run. `end_tokens`: token ids that end a response, if known."""
+        self.engine, self.batcher = engine, batcher
+        self._loss, self._data, self._rollout, self._seed = loss, data, rollout, seed
         self.reference, self.teacher, self.critic = reference, teacher, critic
         self.rollouts = rollouts
-        self.task = task_of(config.loss.command)
+        self.task = task_of(loss.command)
         self.end_tokens = end_tokens
         self._had_labels = False  # whether any sample so far had a trained token
         self.groups = self.groups_without_signal = 0  # summed over all batches so far
@@ -62,11 +69,14 @@ class BatchPreparer:
     def waits_for_updates(self) -> bool:
         """Whether preparing a batch needs the weights that result from the updates of the previous batches."""
         asks = any(model is not None for model in (self.reference, self.teacher, self.critic))
-        return self.sampled or self.task.waits_for_updates(self.config.loss, asks=asks)
+        return self.sampled or self.task.waits_for_updates(self._loss, asks=asks)
 
     def no_signal_note(self) -> str | None:
-        """A note for the user if every advantage since this start was 0 and no other loss term changed the weights."""
-        loss = self.config.loss
+        """Return a note for the user if nothing was learned since this process started; otherwise None.
+
+        Nothing is learned if every advantage is 0 and no other loss term changes the weights.
+        """
+        loss = self._loss
         if not self.groups or self.groups_without_signal < self.groups:
             return None
         if loss.kl_coefficient or loss.entropy_coefficient or self.critic is not None or self.engine.router is not None:
@@ -77,7 +87,7 @@ class BatchPreparer:
         )
 
     def cursor(self) -> dict[str, Any]:
-        """The position in the data after the batch that was taken last."""
+        """Return the position in the data after the most recent batch, as a dict that a checkpoint stores."""
         return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
 
     @property
@@ -86,37 +96,37 @@ class BatchPreparer:
         return self.batcher.step
 
     def resume(self, step: int, *, remaining: int) -> None:
-        """Continue inside a batch that has `remaining` updates left."""
+        """Continue after a resume. `step`: updates made so far. `remaining`: updates left in the current batch."""
         if self.rollouts is not None:
             self.rollouts.resume(step, remaining=remaining)
 
     def after_updates(self) -> None:
-        """Call this when all updates of a batch are done."""
+        """Refresh the reference model if it is due. Call this when all updates of a batch are done."""
         if self.reference is not None:
             self.reference.after_batch(self.engine.model)
 
     # Checkpoints
 
     def check_weights(self, step: int) -> None:
-        """Refuse to save weights that are not finite."""
+        """Raise an error if a weight of the policy or of the critic is not finite. Call this before a save."""
         check_weights(self.engine.model, step)
         if self.critic is not None:
             check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
 
     def state(self) -> dict[str, Any]:
-        """The entries of a checkpoint's `extra`, except the cursor. Collective."""
+        """Return what a checkpoint stores in its `extra` dict, except the position in the data. Collective."""
         found = {} if self.rollouts is None else self.rollouts.state()
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
     def models_to_save(self) -> dict[str, Any]:
-        """The models other than the policy that a checkpoint stores."""
+        """Return the models that a checkpoint stores besides the policy, by name. None: not stored."""
         return {
             "reference": None if self.reference is None else self.reference.tensors_to_save(),
             "critic": self._trained_critic(),
         }
 
     def models_to_load(self) -> dict[str, Any]:
-        """The models other than the policy that a checkpoint restores."""
+        """Return the models that a checkpoint restores besides the policy, by name. None: not restored."""
         return {
             "reference": None if self.reference is None else self.reference.tensors(),
             "critic": self._trained_critic(),
@@ -126,7 +136,7 @@ class BatchPreparer:
         return None if self.critic is None else TrainedModel(self.critic.engine.model, self.critic.engine.optimizer)
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's `extra`. The models must be loaded already."""
+        """Continue from `extra`, the dict that a checkpoint stores. Load the models before this call."""
         self.batcher.load_state_dict(extra["batcher"])
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])
@@ -134,7 +144,7 @@ class BatchPreparer:
             self.rollouts.restore(extra)
 
     def next(self, step: int) -> GlobalBatch | None:
-        """The next batch; None after the last. `step`: updates made so far, which is also the policy version."""
+        """Return the next batch, or None after the last. `step`: updates made so far, i.e. the policy version."""
         times = BatchTimes()
         with times.measure_rest("preparing"):
             found = self._next(step, times)
@@ -155,18 +165,22 @@ class BatchPreparer:
         return None if groups is None else self._prepare(distinct(_flat(groups)), times, self.batcher.step)
 
     def _prepare(self, batch: list[Sample], times: BatchTimes, number: int) -> GlobalBatch:
-        """Compute everything that the updates of a batch need except the current weights."""
+        """Add advantages and log-probabilities to the samples of batch `number`, and divide them into updates.
+
+        The seconds of each phase are added to `times`.
+        """
         self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
         if self.sampled and not self._had_labels:
             raise UserError(
-                f"{self.config.rollout.source}",
+                f"{self._rollout.source}",
                 f"none of the {len(batch)} samples of batch {number} has a token to train",
                 "let the policy generate tokens: tokens that an environment adds are not trained",
             )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
-        batch, found = self.task.prepare(batch, self._models(times), self.config.loss)
+        batch, found = self.task.prepare(batch, self._models(times), self._loss)
         metrics: dict[str, float] = {}
-        if self.rollouts is not None or not self.config.loss.task.in_rows:
+        has_metrics = self.rollouts is not None or not self._loss.task.in_rows
+        if has_metrics:
             written = {} if self.rollouts is None else self.rollouts.metrics()
             metrics = {**self._reward_metrics(batch), **written, **found}
         self.groups += int(metrics.get("groups", 0))
@@ -174,12 +188,12 @@ class BatchPreparer:
         return GlobalBatch(
             samples=batch,
             parts=parts,
-            epochs=self.config.loss.epochs,
+            epochs=self._loss.epochs,
             metrics=metrics,
         )
 
     def _models(self, times: BatchTimes) -> Models:
-        """The models of the run, wrapped so that their seconds are added to `times`."""
+        """Return the models of the run, wrapped so that the duration of each call is added to `times`."""
         reference, teacher, critic = self.reference, self.teacher, self.critic
         return Models(
             policy=times.timed("old_logprobs", self.engine.scorer.logprobs),
@@ -189,16 +203,16 @@ class BatchPreparer:
         )
 
     def _reward_metrics(self, batch: list[Sample]) -> dict[str, float]:
-        sources = [source.label for source in self.config.data.sources]
+        sources = [source.label for source in self._data.sources]
         return reward_metrics(batch, end_tokens=self.end_tokens, sources=sources if len(sources) > 1 else ())
 
     def minibatch_settings(self, number: int) -> dict[str, int]:
-        """The arguments of `update_parts`, which assigns the samples of a batch to its updates."""
-        loss = self.config.loss
+        """Return the arguments for `update_parts`, which assigns the samples of batch `number` to its updates."""
+        loss = self._loss
         return {
             "epochs": loss.epochs,
             "mini_batches": loss.mini_batches,
-            "seed": self.config.run.seed,
+            "seed": self._seed,
             "number": number,
         }
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 
 Found = TypeVar("Found")
 
@@ -55,7 +55,7 @@ class BatchTimes:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
 
     def timed(self, part: str, ask: Callable[[Sequence[Sample]], Found]) -> Callable[[Sequence[Sample]], Found]:
-        """Wrap a function so that its seconds are added to `part`."""
+        """Return `ask`, wrapped so that the duration of each call is added to phase `part`."""
 
         def call(samples: Sequence[Sample]) -> Found:
             with self.measure(part):
@@ -78,13 +78,13 @@ class BatchTimes:
         return found
 
     def split_sampling(self, timings: Mapping[str, float]) -> None:
-        """Split the seconds measured as sampling into the phases of `timings`; the remainder is sampling."""
+        """Move the seconds in `timings`, by phase, from the sampling phase to their own phases."""
         assert timings.keys() <= set(PARTS), timings
         rest = self.seconds["sampling"] - sum(timings.values())
         self.seconds |= {"sampling": max(rest, 0.0), **timings}
 
     def metrics(self, num_response_tokens: int) -> dict[str, float]:
-        """The seconds by metric name, and the sampler's speed if anything was sampled."""
+        """Return the seconds by metric name and, if anything was sampled, the number of sampled tokens per second."""
         found = {f"seconds/{part}": seconds for part, seconds in self.seconds.items()}
         sampling = self.seconds.get("sampling", 0.0)
         return found | ({"sampler_tokens_per_second": num_response_tokens / sampling} if sampling > 0 else {})

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.config import CriticConfig
 from padfree.errors import UserError
 from padfree.losses import gae, token_rewards, whiten
+from padfree.sample import Sample
 from padfree.train.engine import Engine
 from padfree.train.finite_checks import NonFiniteError
 from padfree.train.value_loss import ScalarScorer
 
 
 class Critic:
-    """A value model with its optimizer (`engine`), and the settings of GAE."""
+    """PPO's critic: a value model with its optimizer (`engine`), and the settings of GAE."""
 
     def __init__(self, engine: Engine, settings: CriticConfig) -> None:
         assert isinstance(engine.scorer, ScalarScorer)
@@ -36,7 +36,7 @@ class Critic:
         self._scorer = engine.scorer
 
     def add_advantages(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
-        """Return the samples with values, advantages and returns, and metrics of the values. Collective."""
+        """Return copies of the samples with values, advantages and returns, and metrics of the values. Collective."""
         values = self._scorer.values(samples)
         found = with_gae(samples, values, self.settings)
         return found, {"critic/explained_variance": explained_variance(found)}
@@ -65,8 +65,8 @@ class Critic:
 def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings: CriticConfig) -> list[Sample]:
     """Return the samples with the given values [n], and with the advantages and returns of their tokens.
 
-    The reward of a sample is placed on its last scored token. A return is advantage + value, before the advantages are
-    whitened.
+    GAE (generalised advantage estimation) treats a sample's reward as the reward of its last scored token. The return
+    of a token is its advantage plus its value, computed before the advantages are whitened.
     """
     for sample in samples:
         if sample.reward is None or not np.isfinite(sample.reward):
@@ -95,7 +95,10 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
 
 
 def explained_variance(samples: Sequence[Sample]) -> float:
-    """Explained variance of the returns over all scored tokens: 1 for a perfect critic, 0 for a constant one."""
+    """Return the share of the returns' variance that the critic's values explain, over all scored tokens.
+
+    It is 1 for a perfect critic, and 0 for a constant one.
+    """
     scored = [sample.scored for sample in samples]
     values, returns = (
         np.concatenate([getattr(sample, name)[mask] for sample, mask in zip(samples, scored, strict=True)]).astype(

@@ -1,4 +1,4 @@
-"""Data rows, which are the units of a batch, and the rows that one epoch of a mixture contains.
+"""Data rows, which are the units of a batch, and the number of rows of each source in one epoch of a data mixture.
 
 samples       0 | 1 2 3 | 4 5 | 6         row_starts  0 1 4 6 7
 rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (for pairs: answers)
@@ -14,69 +14,72 @@ from typing import Any
 
 import numpy as np
 
-from padfree.batch import Sample
-from padfree.config import Config
+from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.data import StoredSamples
 from padfree.errors import UserError
 from padfree.packing.epochs import EpochOrder, SourcePart
 from padfree.packing.fill import Indices
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 from padfree.tasks.reading import Samples
 
 Group = Sequence[Sample | Prompt]
 
 
-def in_rows(config: Config) -> bool:
+def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
     """Whether batches consist of data rows; if not, they consist of groups of rollouts or of prompts."""
-    return config.loss.task.in_rows and config.rollout.source is None
+    return loss.task.in_rows and rollout.source is None
 
 
-def row_starts(config: Config, samples: Any) -> Indices:
-    """[R+1] Index of the first sample of each data row.
+def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
+    """Return [R+1]: the index of the first sample of each of the R data rows, then the number of samples.
 
-    Stored samples record their rows. For other samples, the command defines the number of samples per row (1 in RL).
+    `StoredSamples` record their rows. For other samples, the task defines the number of samples per row (1 in RL).
     """
     known: Indices | None = getattr(samples, "row_starts", None)
-    size = config.loss.task.group_size if in_rows(config) else 1
+    size = loss.task.group_size if in_rows(loss, rollout) else 1
     return np.arange(0, len(samples) + 1, size) if known is None else known
 
 
 def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
-    """Number of rows in each part of the samples."""
+    """Return the number of data rows of each source of a mixture.
+
+    `starts`: the result of `row_starts`. `parts`: the number of samples of each source; empty if there is no mixture.
+    """
     ends = np.searchsorted(starts, np.cumsum(parts or starts[-1:]))
     counts: list[int] = np.diff(ends, prepend=0).tolist()
     return counts
 
 
-def epoch_parts(config: Config, sizes: Sequence[int]) -> list[SourcePart] | None:
-    """The size (rows or groups) and the weight of each source of a mixture.
+def epoch_parts(data: DataConfig, sizes: Sequence[int]) -> list[SourcePart] | None:
+    """Return the size and the weight of each source of a mixture. `sizes`: number of rows or groups of each source.
 
-    None if the data is not a mixture; then each row occurs once per epoch.
+    If the data is not a mixture, return None: each row then occurs once per epoch.
     """
-    if not config.data.sources:
+    if not data.sources:
         return None
-    return [
-        SourcePart(size=size, weight=one.exact_weight) for size, one in zip(sizes, config.data.sources, strict=True)
-    ]
+    return [SourcePart(size=size, weight=one.exact_weight) for size, one in zip(sizes, data.sources, strict=True)]
 
 
-def check_shown(config: Config, sizes: Sequence[int]) -> None:
-    """Refuse a source that would not contribute a single row to the whole run."""
-    epochs = config.data.epochs
-    for number, part in enumerate(epoch_parts(config, sizes) or ()):
+def check_shown(data: DataConfig, sizes: Sequence[int]) -> None:
+    """Raise a `UserError` for a source whose weight is so small that no row of it is ever trained.
+
+    `sizes`: number of rows of each source.
+    """
+    epochs = data.epochs
+    for number, part in enumerate(epoch_parts(data, sizes) or ()):
         if epochs is not None and not part.shown(epochs):
             raise UserError(
                 f"data.sources.{number}.weight",
-                f"{config.data.sources[number].weight:g} of {part.size} rows is less than one row in "
-                f"data.epochs={epochs}",
+                f"{data.sources[number].weight:g} of {part.size} rows is less than one row in data.epochs={epochs}",
                 "give a larger weight, or more epochs",
             )
 
 
-def epoch_order(config: Config, sizes: Sequence[int]) -> EpochOrder:
-    """The order in which the batcher shows rows in each epoch. `sizes`: number of rows of each part."""
-    parts = epoch_parts(config, sizes) or [SourcePart(size=sum(sizes), weight=Fraction(1))]
-    return EpochOrder(parts, shuffle=config.data.shuffle, seed=config.run.seed)
+def epoch_order(data: DataConfig, sizes: Sequence[int], *, seed: int) -> EpochOrder:
+    """Return the order in which the batcher takes rows in each epoch. `sizes`: number of rows of each source."""
+    parts = epoch_parts(data, sizes) or [SourcePart(size=sum(sizes), weight=Fraction(1))]
+    return EpochOrder(parts, shuffle=data.shuffle, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +92,7 @@ class SourceShare:
     samples: int
     tokens: int
     share: float  # share of the tokens of an average epoch
-    epochs: float | None  # how many times the run shows each row; None: limited by run.steps only
+    epochs: float | None  # how many times the run trains each row; None if only run.steps limits it
 
     def line(self) -> str:
         times = ""
@@ -102,16 +105,21 @@ class SourceShare:
         )
 
 
-def source_shares(config: Config, samples: Samples, parts: Sequence[int]) -> list[SourceShare]:
-    """The share of each of `data.sources` in the mixture; empty without a mixture. `parts`: samples of each source."""
-    if not config.data.sources:
+def source_shares(
+    data: DataConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, parts: Sequence[int]
+) -> list[SourceShare]:
+    """Return the share of each of `data.sources` in the mixture; an empty list if there is no mixture.
+
+    `parts`: the number of samples of each source.
+    """
+    if not data.sources:
         return []
     lengths = lengths_of(samples)
     ends = np.cumsum(parts)
     tokens = [int(part.sum()) for part in np.split(lengths, ends[:-1])]
-    rows = row_counts(row_starts(config, samples), parts)
-    weighted = [count * each.weight for count, each in zip(tokens, config.data.sources, strict=True)]
-    epochs = config.data.epochs
+    rows = row_counts(row_starts(loss, rollout, samples), parts)
+    weighted = [count * each.weight for count, each in zip(tokens, data.sources, strict=True)]
+    epochs = data.epochs
     return [
         SourceShare(
             name=each.label,
@@ -122,12 +130,12 @@ def source_shares(config: Config, samples: Samples, parts: Sequence[int]) -> lis
             share=weighted[number] / max(sum(weighted), 1.0),
             epochs=None if epochs is None else each.weight * epochs,
         )
-        for number, each in enumerate(config.data.sources)
+        for number, each in enumerate(data.sources)
     ]
 
 
 def lengths_of(samples: Samples) -> Indices:
-    """[n] Number of tokens of each sample; for a prompt, including a response of maximum length."""
+    """Return [n]: the number of tokens of each sample. For a prompt, this includes a response of maximum length."""
     if isinstance(samples, StoredSamples):
         return samples.lengths
     return np.array([len(sample) for sample in samples], dtype=np.int64)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
-from padfree.config import Config, DataConfig
+from padfree.config import DataConfig
 from padfree.data.chat_renderer import RenderedSample
 from padfree.data.conversation import Conversation
 from padfree.data.data_settings import SFTDataSettings
@@ -31,6 +30,7 @@ from padfree.data.sources import open_sources, record_of
 from padfree.data.tokenize import RowTokenizer
 from padfree.errors import UserError
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 from padfree.tasks.reading import TrainingData, text_settings
 
 
@@ -45,7 +45,7 @@ class ShownPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownMessage:
-    """The tokens of a sample that hold the text of one message: `first` to `end`, `end` excluded."""
+    """The tokens of a sample that hold the text of one message: indices `first` (included) to `end` (excluded)."""
 
     number: int  # number of the message in the row, counted from 1
     role: str
@@ -56,7 +56,7 @@ class ShownMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownSample:
-    """One sample, or one prompt that responses are sampled for."""
+    """One sample of a row. In RL on prompts, it is a prompt for which the run samples responses."""
 
     name: str
     parts: tuple[ShownPart, ...]
@@ -81,9 +81,9 @@ class ShownRow:
 
 
 def shown_rows(
-    config: Config, source: TrainingData, tokenizer: Any, *, first: str | int = 1, count: int = 1
+    data: DataConfig, source: TrainingData, tokenizer: Any, *, turns: bool, first: str | int = 1, count: int = 1
 ) -> list[ShownRow]:
-    """Return `count` rows, starting at row `first`.
+    """Return `count` rows, starting at row `first`. `turns`: whether rows are conversations.
 
     `first` is the number of a row among the rows in use, counted from 1, or its `file:line`.
     """
@@ -92,14 +92,16 @@ def shown_rows(
     return [
         ShownRow(
             place=place,
-            samples=tuple(_sample(config, source.samples[index], tokenizer, place) for index in indices),
+            samples=tuple(
+                _sample(data if turns else None, source.samples[index], tokenizer, place) for index in indices
+            ),
         )
         for place, indices in rows[begin : begin + count]
     ]
 
 
 def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
-    """The rows in use, each with the indices of its samples."""
+    """Return the rows in use: the `file:line` of each, and the indices of its samples."""
     found: list[tuple[str, list[int]]] = []
     for index in range(len(source.samples)):
         place = _row_of(source.place(index))
@@ -111,7 +113,7 @@ def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
 
 
 def _row_of(place: str) -> str:
-    """The file and line of a sample, without its turn number."""
+    """Return the file and line of a sample. `place`: the same text, which may end with a turn number."""
     before, turn, number = place.rpartition(" turn ")
     return before if turn and number.isdigit() else place
 
@@ -134,7 +136,7 @@ def _row_index(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
     return names.index(text)
 
 
-def _sample(config: Config, sample: Sample | Prompt, tokenizer: Any, place: str) -> ShownSample:
+def _sample(data: DataConfig | None, sample: Sample | Prompt, tokenizer: Any, place: str) -> ShownSample:
     if isinstance(sample, Prompt):
         mask = np.zeros(len(sample.tokens), np.bool_)
         facts: dict[str, Any] = {"response": f"at most {sample.max_new_tokens} tokens, written by the model"}
@@ -147,7 +149,7 @@ def _sample(config: Config, sample: Sample | Prompt, tokenizer: Any, place: str)
     return ShownSample(
         name=str(sample.uid),
         parts=_parts(sample.tokens, sample.mask, tokenizer),
-        messages=_messages(config, sample, tokenizer, place),
+        messages=() if data is None else _messages(data, sample, tokenizer, place),
         facts=facts,
     )
 
@@ -171,15 +173,18 @@ def _decoded(tokenizer: Any, tokens: NDArray[np.integer[Any]]) -> str:
     return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tuple[ShownMessage, ...]:
-    """Token ranges of the messages; empty if the row has no conversation or the tokenizer gives no offsets."""
-    if not config.loss.task.turns or tokenizer is None or not tokenizer.is_fast:
+def _messages(data: DataConfig, sample: Sample, tokenizer: Any, place: str) -> tuple[ShownMessage, ...]:
+    """Return the token range of each message of the row at `place`.
+
+    The result is empty if the row has no conversation, or if the tokenizer gives no character offsets.
+    """
+    if tokenizer is None or not tokenizer.is_fast:
         return ()
     name, _, line = place.rpartition(":")
-    for label, data in _source_settings(config):
-        settings = SFTDataSettings(loss_on=data.loss_on, **text_settings(data))
+    for label, own in _source_settings(data):
+        settings = SFTDataSettings(loss_on=own.loss_on, **text_settings(own))
         tokenize = RowTokenizer(tokenizer, settings)
-        for source in open_sources(list(data.path), split=settings.split, subset=settings.subset):
+        for source in open_sources(list(own.path), split=settings.split, subset=settings.subset):
             first = source.first_row()
             if first is None or name != (source.name if label is None else labelled(label, source.name)):
                 continue
@@ -191,11 +196,14 @@ def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tup
     return ()
 
 
-def _source_settings(config: Config) -> list[tuple[str | None, DataConfig]]:
-    """The name and the data settings of each source. Without a mixture: None and the settings of `[data]`."""
-    if not config.data.sources:
-        return [(None, config.data)]
-    return [(source.label, config.data.of_source(source)) for source in config.data.sources]
+def _source_settings(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
+    """Return the name and the data settings of each source of a mixture.
+
+    Without a mixture, the only entry is None with the settings of `[data]`.
+    """
+    if not data.sources:
+        return [(None, data)]
+    return [(source.label, data.of_source(source)) for source in data.sources]
 
 
 def _locate_messages(

@@ -13,11 +13,11 @@ from torch import Tensor
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Allow only deterministic algorithms within the block; an operation that has none raises an error."""
+    """Context manager: if `wanted`, allow only deterministic algorithms. An operation without one raises an error."""
     if not wanted:
         yield
         return
-    # cuBLAS reads the variable when it creates its first handle; torch refuses deterministic matmuls without it.
+    # Without this variable torch refuses deterministic matmuls. cuBLAS reads it when it creates its first handle.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False

@@ -30,7 +30,7 @@ INODES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskUse:
-    """Bytes that a run writes."""
+    """The number of bytes that a run writes for one checkpoint and for the exported model."""
 
     checkpoint: int
     export: int
@@ -42,7 +42,7 @@ class DiskUse:
 
 
 def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
-    """The bytes that a run of this model writes. `model` is on the meta device and without adapters."""
+    """Return the bytes that a run of this model writes. `model` must be on the meta device and without adapters."""
     code = config.model.trust_remote_code
     parameters = _count(model)
     if config.lora.rank:
@@ -73,14 +73,17 @@ def _count(model: nn.Module, *, trained: bool = False) -> int:
 
 
 def free_space(folder: Path) -> tuple[int, int | None]:
-    """Free bytes and free inodes of the file system of `folder`. Inodes are None if it does not count them."""
+    """Return the free bytes and the free inodes of the file system of `folder`.
+
+    The second is None if the file system does not count inodes.
+    """
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     found = os.statvfs(nearest)
     return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
 
 
 def check_disk(config: Config, model: PreTrainedModel) -> None:
-    """Refuse a disk that cannot hold the first checkpoint and the exported model."""
+    """Raise a `UserError` if the disk of `run.folder` cannot hold the first checkpoint and the exported model."""
     use, folder = disk_use(config, model), Path(config.run.folder)
     free, inodes = free_space(folder)
     if free < use.all:
@@ -102,7 +105,7 @@ def check_disk(config: Config, model: PreTrainedModel) -> None:
 
 
 def disk_line(config: Config, model: PreTrainedModel) -> str:
-    """The line about disk space that a dry run prints."""
+    """Return what a dry run prints about disk space: the bytes that the run will write, and the free bytes."""
     use, free = disk_use(config, model), free_space(Path(config.run.folder))[0]
     export = f", the exported model {shown_size(use.export)}" if use.export else ""
     when = "" if use.saves else ", which only a signal asks for,"

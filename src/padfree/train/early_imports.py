@@ -1,13 +1,13 @@
-"""Import the packages of the first GPU step in a thread while the data is read.
+"""Import the packages that the first GPU step needs, in a thread, while the data is read.
 
     main thread   mesh | settings, model and data are checked, `auto` is resolved |        | engine, first step
     thread             | triton, compiler, flash-attn-4, quack-kernels                 |
                                                                                   wait
 
 These packages take seconds to import, and padfree imports each of them at its first use, which is in the first step.
-The thread ignores import errors, because the later import in that code reports them. If the run ends before `wait` (its
-settings are refused), the thread ends after its current import. It is not a daemon: a daemon would be cut off in the
-middle of an extension module.
+The thread ignores import errors, because the import at the first use reports them. If the run ends before `wait`, e.g.
+because its settings are refused, the thread ends after its current import. The thread is not a daemon: Python would
+stop a daemon thread in the middle of importing an extension module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from padfree.attention import BACKENDS
-from padfree.config import Config
+from padfree.config import ModelConfig, ParallelConfig
 from padfree.garbage_collection import paused_collector
 
 HEAD = ("triton", "triton.tools.tensor_descriptor")
@@ -28,23 +28,23 @@ EPILOGUES = ("padfree.layers.ops.quack_matmul_epilogues",)
 FLASH_ATTENTION_4 = ("flash_attn.cute.interface",)
 
 
-def first_step_modules(config: Config, device_type: str) -> list[str]:
-    """The modules that the first step imports on this device type; empty on the CPU."""
+def first_step_modules(model: ModelConfig, parallel: ParallelConfig, device_type: str) -> list[str]:
+    """Return the modules that the first step imports on this device type; an empty list on the CPU."""
     if device_type != "cuda":
         return []
-    half, compiled = config.model.dtype != "float32", config.parallel.compile != "none"
+    half, compiled = model.dtype != "float32", parallel.compile != "none"
     modules = [*HEAD]
     if compiled:
         modules += COMPILER
-    if half and config.model.attention in ("auto", "fa4") and BACKENDS["fa4"].is_installed():
+    if half and model.attention in ("auto", "fa4") and BACKENDS["fa4"].is_installed():
         modules += FLASH_ATTENTION_4
-    if half and compiled and config.parallel.kernels == "auto":
+    if half and compiled and parallel.kernels == "auto":
         modules += EPILOGUES
     return modules
 
 
 class EarlyImports:
-    """Context manager that imports modules in order in a thread, until its block ends."""
+    """Context manager that imports the given modules in order in a thread. The end of its block stops the thread."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = tuple(modules)

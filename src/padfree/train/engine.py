@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.config.loss_settings import TaskSettings, ValueSettings
 from padfree.cp.ranges import to_device
 from padfree.head.budget import Memory
@@ -49,6 +48,7 @@ from padfree.optim.optimizer import Optimizer
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import whole
+from padfree.sample import TOKEN_ARRAYS, Sample
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
 from padfree.tasks import task_of
@@ -63,7 +63,7 @@ from padfree.train.scorer import Scorer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSettings:
-    """The loss, its token weights, gradient clipping, and the losses of expert routers."""
+    """Settings of a step: the loss, its token weights, gradient clipping, and the balancing of expert routers."""
 
     loss: TaskSettings | ValueSettings
     aggregation: WeightMode = "token-mean"
@@ -103,14 +103,14 @@ class StepReport:
     plan: StepPlan
     stop_votes: int  # ranks that passed `wants_stop=True` to `Engine.begin`
     source_losses: Mapping[str, float] = field(default_factory=dict)  # weighted mean loss over the tokens of a source
-    num_rows: int | None = None  # data rows, if several samples can come from one row; None: not known
+    num_rows: int | None = None  # number of data rows, if several samples can come from one row; None: not known
     compute_seconds: tuple[float, ...] = ()  # forward time of the layers on each data rank; empty: not measured
     skipped: SkippedSamples | None = None  # None: the loss does not allow to skip samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedStep:
-    """A planned and packed global batch: everything that a step needs except the weights."""
+    """A global batch that is planned and packed: the input of one optimizer step."""
 
     samples: Sequence[Sample]  # those that are computed
     plan: StepPlan
@@ -129,7 +129,7 @@ UNSCORED = Sample(tokens=np.zeros(1, np.int64), loss_mask=np.zeros(1, np.bool_))
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Sums over the micro-batches of this rank."""
+    """Sums of losses, labels and statistics over the micro-batches of this rank."""
 
     loss: Tensor
     statistics: Statistics
@@ -138,7 +138,7 @@ class _Sums:
 
 
 class Engine:
-    """Trains a scorer's model with an optimizer and a loss."""
+    """Makes the optimizer steps of a training. The scorer holds the model."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Engine:
         settings: LossSettings,
         micro_batch_loss: MicroBatchLoss | None = None,
     ) -> None:
-        """`micro_batch_loss` is the loss to minimise; by default, the loss of the task that the settings name."""
+        """`micro_batch_loss` is the loss to minimise; the default is the loss of the task in `settings`."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
         if micro_batch_loss is None:
             assert isinstance(settings.loss, TaskSettings)
@@ -177,7 +177,8 @@ class Engine:
     ) -> StepReport:
         """Update the weights once. All ranks must pass the same samples in the same order.
 
-        `lr_factor`: factor of the schedule for all base learning rates. `step`: appears in error messages only.
+        `lr_factor`: the schedule's factor, by which every base learning rate is multiplied. `step`: the number of the
+        step, for error messages only.
         """
         return self.begin(self.prepare(samples), lr_factor=lr_factor, step=step).finish()
 
@@ -226,10 +227,11 @@ class Engine:
         wants_stop: bool = False,
         apply: bool = True,
     ) -> PendingStep:
-        """Start the update. `PendingStep.finish` returns its report. With `apply=False` the optimizer does nothing.
+        """Start one optimizer step, and return it while the device may still run it. Its `finish` returns the report.
 
-        `after`: the previous step, if it is unfinished. If its loss or gradient norm turns out not to be finite, this
-        step changes nothing either. `wants_stop`: see `StepReport.stop_votes`.
+        `after`: the previous step, if it is unfinished. If the loss or gradient norm of the previous step turns out not
+        to be finite, this step changes no weight either. `wants_stop`: whether this rank votes for the run to stop
+        (`StepReport.stop_votes`). With `apply=False`, gradients are computed, but the optimizer does nothing.
         """
         sums = self.gradients(prepared)
         norm = gradient_norm(self.parameters, self.mesh.device)
@@ -248,7 +250,7 @@ class Engine:
         return PendingStep(self, prepared, sums, numbers, finite, marks, step, after)
 
     def gradients(self, prepared: PreparedStep) -> _Sums:
-        """Compute the gradients of the whole batch into the parameters; return this rank's sums."""
+        """Accumulate the gradients of the whole batch in the parameters; return this rank's sums."""
         self.optimizer.zero_grad(set_to_none=True)
         if not len(prepared.packs):
             return self._zero_gradients(prepared)
@@ -263,7 +265,7 @@ class Engine:
             for batch, indices in prepared.packs:
                 output = inside(self.model, micro_batch_loss, batch.local)
                 assert output.token_losses is not None
-                # Backward runs on this thread: passing the GIL to an autograd thread costs the host more than the work.
+                # Run backward on this thread: handing the GIL to an autograd thread costs more time than it saves.
                 with torch.autograd.set_multithreading_enabled(False):
                     output.loss.backward()  # type: ignore[no-untyped-call]
                 if master_weights is not None:
@@ -303,7 +305,10 @@ class Engine:
         return _Sums(zeros[0], {"advantage": (torch.zeros_like(labels), labels)}, [], zeros[1:])
 
     def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
-        """Sums over the global batch: loss, labels, stop votes, loss of each source, (sum, count) of each statistic."""
+        """Return one tensor of sums over the global batch.
+
+        In order: loss, number of labels, stop votes, loss of each source, then (sum, count) of each statistic.
+        """
         num_labels = sum(batch.num_labels for batch, _ in prepared.packs)
         numbers = torch.stack(
             [
@@ -335,16 +340,16 @@ class PendingStep:
         self._engine, self._prepared, self._sums, self._step = engine, prepared, sums, step
         self._marks = marks
         self.finite = finite  # [] True: the optimizer made the update
-        # Start the copy to the host now, so that `finish` does not wait for steps that were begun after this one.
+        # Start the copy to the host now. A copy started in `finish` would wait for later steps on the same stream.
         self._numbers, self._arrived = numbers, cast(Any, None)
         if numbers.is_cuda:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
             self._arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
-        self._before: Any = None if after is None else after._arrived  # end of the previous step on the device
+        self._before: Any = None if after is None else after._arrived  # event at the end of the previous step
 
     def finish(self) -> StepReport:
-        """Synchronise and report. Raise `NonFiniteError` if the loss or the gradient norm is not finite."""
+        """Wait for the device and return the report. Raise `NonFiniteError` if loss or gradient norm is not finite."""
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, num_labels, stop_votes, *rest, norm = self._numbers.tolist()
@@ -376,10 +381,10 @@ class PendingStep:
         )
 
     def device_seconds(self) -> float | None:
-        """Device time from the end of the previous step to the end of this one; None if it is not known.
+        """Return the device time from the end of the previous step to the end of this one; None if it is not known.
 
-        Valid after `finish`. Host timers cannot measure it: the host sees the end of a step only after it has begun
-        the next one.
+        Call this after `finish`. Host timers cannot measure this time, because the host sees the end of a step only
+        after it has begun the next one.
         """
         if self._arrived is None or self._before is None:
             return None
@@ -391,7 +396,10 @@ class PendingStep:
         return timer.seconds(marks)
 
     def _nonfinite_error(self, loss: float, norm: float) -> NonFiniteError:
-        """Name the samples that have a non-finite token loss, or all samples if every token loss is finite."""
+        """Return an error that names the samples with a non-finite token loss.
+
+        If every token loss is finite, i.e. only the gradient norm is not, the error names all samples.
+        """
         samples, mesh, step = self._prepared.samples, self._engine.mesh, self._step
         found = torch.zeros(len(samples), dtype=torch.int64)
         for (batch, indices), token_losses in zip(self._prepared.packs, self._sums.token_losses, strict=True):

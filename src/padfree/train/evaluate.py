@@ -23,14 +23,15 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
-from padfree.config import Config, EvalConfig
+from padfree.config import EvalConfig, LossConfig
 from padfree.data import Reward, load_reward
 from padfree.optim.master_weights import compute_copies
 from padfree.rollout import Prompt
-from padfree.rollout.collect.collector import Collector, EpisodeOutcome
+from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.group import RolloutGroup
+from padfree.rollout.collect.queued_batch import EpisodeOutcome
 from padfree.rollout.sampling_rng import GREEDY, response_keys
+from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.reading import TrainingData
@@ -43,17 +44,17 @@ from padfree.train.scorer import Scorer
 from padfree.train.step_pipeline import OnActivity
 
 Evaluate = Callable[[int], dict[str, float]]
-"""Returns metrics of the current weights, the same on every rank. Argument: steps made so far. Collective."""
+"""Function of the number of steps made so far that returns metrics of the current weights. Collective."""
 
 EVALUATION_BATCH = 1 << 62
-"""Batch number that seeds the sampling noise of evaluations. No training batch reaches it."""
+"""The batch number from which evaluations derive their sampling noise. No training batch has such a high number."""
 
 
 # Held-out samples
 
 
 class HeldOut:
-    """Evaluates held-out samples in packs, as in training."""
+    """Evaluates held-out samples, which are packed as in training."""
 
     def __init__(
         self,
@@ -64,7 +65,10 @@ class HeldOut:
         *,
         prepare: Callable[[], Sequence[Sample]] | None = None,
     ) -> None:
-        """`prepare` returns the samples with everything that the measure needs, e.g. current log-probabilities."""
+        """`measure` computes the sums of a pack. `prepare`, if given, is called before each evaluation.
+
+        It returns the samples with everything that `measure` needs, e.g. log-probabilities of the reference.
+        """
         self.scorer, self.measure, self.on_activity = scorer, measure, on_activity
         self.prepare = prepare or (lambda: samples)
         self.sources = sorted({str(sample.source) for sample in samples})
@@ -96,7 +100,10 @@ class HeldOut:
 def by_source(
     sums: Mapping[str, Sequence[float]], metrics: Callable[[Sequence[float]], Mapping[str, float]]
 ) -> dict[str, float]:
-    """Metrics `eval/NAME` over all sources. With several sources, also `eval/SOURCE/NAME` for each of them."""
+    """Return metrics `eval/NAME` over all sources and, if there are several, `eval/SOURCE/NAME` for each source.
+
+    `sums`: sums of each source, by its name. `metrics`: computes metrics by name from such sums.
+    """
     total = [sum(column) for column in zip(*sums.values(), strict=True)]
     found = {f"eval/{name}": value for name, value in metrics(total).items()}
     for source, own in sums.items() if len(sums) > 1 else ():
@@ -121,7 +128,7 @@ class SampledResponses:
         *,
         reward: Reward | None = None,
     ) -> None:
-        """`reward` replaces the reward of the run."""
+        """`writer` samples the responses. If `reward` is given, it replaces the reward function of the run."""
         self.writer, self.engine, self.settings, self.on_activity = writer, engine, settings, on_activity
         self.groups = [RolloutGroup(prompt=prompt, size=settings.samples_per_prompt) for prompt in prompts]
         self.reward = reward
@@ -151,10 +158,10 @@ class SampledResponses:
         return by_source(sums_by_source, self._metrics)
 
     def _sums(self, written: Sequence[EpisodeOutcome]) -> list[float]:
-        """Six numbers for one prompt and its responses.
+        """Return six sums for `written`, the responses to one prompt.
 
-        They are 1 (the prompt), the sum of rewards, the number of responses that pass, 1 if any response passes (else
-        0), the number of response tokens, and the number of responses that were cut off.
+        They are the number of prompts (1), the sum of rewards, the number of responses that pass, 1 if any response
+        passes (otherwise 0), the number of response tokens, and the number of responses that were cut off.
         """
         right = [one.reward >= self.settings.pass_threshold for one in written]
         return [
@@ -182,15 +189,21 @@ class SampledResponses:
 
 
 def make_evaluation(
-    config: Config,
+    settings: EvalConfig,
+    loss: LossConfig,
     engine: Engine,
     held_out: TrainingData | None,
     writer: Collector | None,
     reference: ReferenceModel | None = None,
     on_activity: OnActivity | None = None,
+    *,
+    seed: int,
 ) -> Evaluate | None:
-    """The evaluation that `[eval]` configures; None without `eval.path`. It raises an error for non-finite metrics."""
-    measure = _measure(config, engine, held_out, writer, reference, on_activity)
+    """Return the function that evaluates as `[eval]` configures, or None if `eval.path` is not set.
+
+    The function raises an error if a metric is not finite.
+    """
+    measure = _measure(settings, loss, engine, held_out, writer, reference, on_activity, seed)
     if measure is None:
         return None
 
@@ -203,32 +216,34 @@ def make_evaluation(
 
 
 def _measure(
-    config: Config,
+    settings: EvalConfig,
+    loss: LossConfig,
     engine: Engine,
     held_out: TrainingData | None,
     writer: Collector | None,
     reference: ReferenceModel | None,
     on_activity: OnActivity | None,
+    seed: int,
 ) -> Evaluate | None:
     if held_out is None:
         return None
     samples = list(held_out.samples)
     if writer is not None:
         prompts = [sample for sample in samples if isinstance(sample, Prompt)]
-        reward = None if config.eval.reward is None else load_reward(config.eval.reward)
-        return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity, reward=reward)
+        reward = None if settings.reward is None else load_reward(settings.reward)
+        return SampledResponses(writer, engine, prompts, settings, seed, on_activity, reward=reward)
     held_out_samples = [sample for sample in samples if isinstance(sample, Sample)]
-    task, scorer = task_of(config.loss.command), engine.scorer
+    task, scorer = task_of(loss.command), engine.scorer
     models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)
     measure = task.measure(engine.micro_batch_loss, scorer.temperature)
     return HeldOut(
-        scorer, measure, held_out_samples, on_activity, prepare=task.evaluation(held_out_samples, models, config.loss)
+        scorer, measure, held_out_samples, on_activity, prepare=task.evaluation(held_out_samples, models, loss)
     )
 
 
 @contextmanager
 def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Disable gradients and dropout within the block, and restore the random state after it."""
+    """Context manager that disables gradients and dropout, and restores the random state at its end."""
     state, training = random_state(), model.training
     model.train(False)
     try:

@@ -7,15 +7,17 @@ from contextlib import contextmanager
 
 import torch
 
-from padfree.config import Config
 from padfree.distributed import PeerLostError
 from padfree.errors import UserError, system_error
 from padfree.train.finite_checks import NonFiniteError
 
 
 @contextmanager
-def one_line_failures(config: Config) -> Iterator[None]:
-    """Raise a `UserError` for a lost peer, a non-finite loss, a GPU that is out of memory, or a full disk."""
+def one_line_failures(max_tokens: int) -> Iterator[None]:
+    """Context manager that turns some failures into a `UserError`.
+
+    These are a lost peer process, a non-finite loss, a GPU that runs out of memory, and a full disk.
+    """
     try:
         yield
     except (NonFiniteError, PeerLostError) as error:
@@ -25,11 +27,11 @@ def one_line_failures(config: Config) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise UserError(
             "batch.max_tokens",
-            f"{config.batch.max_tokens}, but the device ran out of memory ({first_sentence(error)})",
+            f"{max_tokens}, but the device ran out of memory ({first_sentence(error)})",
             "lower it, or set parallel.checkpointing=full",
         ) from error
 
 
 def first_sentence(error: Exception) -> str:
-    """The first sentence of a long message, on one line."""
+    """Return the first sentence of an exception's message, on one line."""
     return " ".join(str(error).split()).partition(". ")[0]

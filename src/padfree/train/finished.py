@@ -5,7 +5,7 @@
     data                 unchanged
     evaluation.jsonl     contains the last evaluation
     events.jsonl         the model was exported after the last step
-    settings             those for evaluation and export are unchanged; other settings no longer have an effect
+    settings             the settings of evaluation and export are unchanged; other settings no longer have an effect
 
 If any condition fails, the run resumes from the checkpoint as usual and does what is missing. Without a checkpoint it
 is refused (`padfree.train.end_record`).
@@ -36,7 +36,7 @@ AFTER_TRAINING = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.b
 
 
 def finished_step(config: Config, source: TrainingData) -> int | None:
-    """The number of steps of a finished run; None if something is left to do."""
+    """Return the number of steps of the run if it is finished, or None if something is left to do."""
     folder = Path(config.run.folder)
     extra = read_end(config)
     if extra is None:
@@ -64,7 +64,7 @@ def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) ->
     if ROLLOUTS in extra or extra.get(QUEUE):
         return False
     batcher = make_batcher(config, source.samples, source.parts)
-    with suppress(UserError):  # made with other settings: resuming will report it
+    with suppress(UserError):  # the checkpoint has other settings; resuming will report them
         batcher.load_state_dict(extra["batcher"])
         return next(iter(batcher), None) is None
     return False

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from padfree.batch import Sample
 from padfree.errors import UserError
-from padfree.model.load import nonfinite_weight
+from padfree.model.nonfinite_tensors import nonfinite_weight
+from padfree.sample import Sample
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is not finite. Holds the samples of the step; the weights are unchanged."""
+    """A loss or gradient is not finite. The error holds the samples of the step. The step has changed no weight."""
 
     def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class NonFiniteError(RuntimeError):
 
 
 def nonfinite_cause(model: nn.Module, step: int) -> str:
-    """The end of an error message about a non-finite loss: what is known about the cause. Collective."""
+    """Return what is known about the cause of a non-finite loss, as the end of an error message. Collective."""
     name = _nonfinite_on_any_rank(model)
     if name is not None:
         return f"; the cause is in the weights: {name} is not finite; resume a checkpoint with a lower optimizer.lr"
@@ -43,7 +43,10 @@ def nonfinite_cause(model: nn.Module, step: int) -> str:
 
 
 def check_weights(model: nn.Module, step: int, name: str = "the model", lr: str = "optimizer.lr") -> None:
-    """Refuse to save weights that updates have made non-finite. Collective."""
+    """Raise a `NonFiniteError` if updates have made a weight non-finite. Call this before a save. Collective.
+
+    The message contains the `name` of the model and `lr`, the setting of its learning rate.
+    """
     found = _nonfinite_on_any_rank(model)
     if found is not None:
         raise NonFiniteError(
@@ -61,7 +64,10 @@ def _nonfinite_on_any_rank(model: nn.Module) -> str | None:
 
 
 def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sample], *, setting: str, what: str) -> None:
-    """Refuse scores [n] of a model that are not finite. All ranks see the same scores."""
+    """Raise a `UserError` if a score is not finite. All ranks must pass the same scores.
+
+    `scores[i]` [n]: scores of the tokens of sample i. `setting`: names the model. `what`: what a score is.
+    """
     for index, (values, sample) in enumerate(zip(scores, samples, strict=True)):
         finite = np.isfinite(values)
         if not finite.all():
@@ -75,7 +81,7 @@ def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sampl
 
 
 def check_metrics(found: Mapping[str, float], step: int) -> None:
-    """Refuse to report evaluation metrics that are not finite."""
+    """Raise a `UserError` if a metric of the evaluation after `step` steps is not finite."""
     wrong = [name for name, value in found.items() if not math.isfinite(value)]
     if wrong:
         more = f" (non-finite metrics: {len(wrong)})" if len(wrong) > 1 else ""

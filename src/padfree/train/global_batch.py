@@ -1,11 +1,11 @@
 """A global batch and its updates, and its representation in a checkpoint.
 
-    5 samples, 2 epochs, 2 mini-batches      parts   (0, [3 0 4]) (0, [1 2]) (1, [2 3 1]) (1, [4 0])
-                                             done    2: the third part is next
+    5 samples, 2 epochs, 2 mini-batches      parts   (0, [3 0 4]) (0, [1 2]) (1, [2 3 1]) (1, [4 0])   (epoch, samples)
+                                             done    2 updates were made, so the third part is next
 
 SFT makes one update per batch. RL makes epochs × mini-batches updates, and all of them use the advantages and the
-reference and old log-probabilities that were computed before the first. A run that stops in between needs bit-identical
-values when it resumes, so its checkpoint holds them:
+reference and old log-probabilities that were computed before the first. A run that stops between two updates of a batch
+needs bit-identical values when it resumes, so its checkpoint holds them:
 
     "rollouts"                JSON: the number of updates done; length, uid, group, reward, ... of every sample
     "rollouts/tokens"  [Σn]   and one tensor for each other array field, with all samples concatenated
@@ -21,19 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.errors import UserError
 from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import whole
+from padfree.sample import TOKEN_ARRAYS, Sample
 
 KEY = "rollouts"
 
 
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
-    """The sample indices of each update of batch `number`: in order, or shuffled if there are mini-batches.
+    """Return the sample indices of each update of batch `number`.
 
-    Each pass over the batch is shuffled differently. The planner (`padfree.tools.planner`) also uses this function.
+    With one mini-batch, an update takes all samples in order. With several, each pass over the batch is shuffled
+    differently. The planner (`padfree.tools.planner`) also uses this function.
     """
     parts: list[Indices] = []
     for epoch in range(epochs):
@@ -46,7 +47,7 @@ def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int,
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class GlobalBatch:
-    """The samples of a global batch with everything that their updates need. `done`: number of updates made."""
+    """The samples of a global batch, and the division into updates. `done`: number of updates made so far."""
 
     samples: Sequence[Sample]
     parts: Sequence[Indices]
@@ -61,18 +62,21 @@ class GlobalBatch:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next update."""
+        """The index of the pass over the batch to which the next update belongs."""
         return self.done * self.epochs // len(self.parts)
 
     def advance(self) -> None:
-        """Count an update as made."""
+        """Increase the number of updates made by one."""
         self.done += 1
 
     def samples_of(self, update: int) -> list[Sample]:
         return [self.samples[i] for i in self.parts[update]]
 
     def state(self) -> dict[str, Any]:
-        """The entries of a checkpoint's `extra`. Collective. `raw_reward` is omitted because no update uses it."""
+        """Return what a checkpoint stores of the batch in its `extra` dict. Collective.
+
+        `raw_reward` is omitted because no update uses it.
+        """
         samples = whole(self.samples)
         records = [
             {
@@ -107,7 +111,7 @@ class GlobalBatch:
 
     @staticmethod
     def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> GlobalBatch:
-        """Restore the batch that `state` stored. `epochs` and `mini_batches` must be unchanged."""
+        """Restore the batch that `state` stored in `extra`. `epochs` and `mini_batches` must be as they were then."""
         about = extra[KEY]
         records = about["samples"]
         parts = update_parts(len(records), epochs=epochs, mini_batches=mini_batches, seed=seed, number=number)
@@ -154,5 +158,5 @@ def _split(values: Tensor, lengths: Sequence[int]) -> list[Any]:
 
 
 def _plain_id(name: Any) -> str | int | None:
-    """Convert numpy integers to int."""
+    """Return an id in a form that JSON can store: numpy integers become int."""
     return name if name is None or isinstance(name, str) else int(name)

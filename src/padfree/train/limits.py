@@ -20,7 +20,7 @@ from padfree.tasks.reading import Samples
 from padfree.train.data_rows import lengths_of
 
 TABLE_MARGIN = 8
-"""A position table may have a few entries more than the config says (OPT: two)."""
+"""A position table may have up to this many entries more than the config says (OPT has two more)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,10 @@ class ModelLimits:
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelLimits:
-        """Inspect the modules: an embedding or buffer with about one entry per position is a position table."""
+        """Find the limits of a model from its modules.
+
+        An embedding or buffer with about one entry per position is taken for a table of position embeddings.
+        """
         embeddings = model.get_input_embeddings()
         vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.vocab_size
         trained = getattr(model.config, "max_position_embeddings", None)
@@ -48,7 +51,7 @@ class ModelLimits:
         return ModelLimits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
 
     def within(self, other: ModelLimits) -> ModelLimits:
-        """The limits that hold for both models."""
+        """Return the limits for samples that both this model and the other must accept."""
         limits = [limit for limit in (self.positions, other.positions) if limit is not None]
         return replace(
             self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None
@@ -65,7 +68,10 @@ def check_fits(
     vocabulary_cure: str,
     positions_cure: str,
 ) -> None:
-    """Refuse token ids outside the model's vocabulary, and samples with more tokens than it has positions."""
+    """Raise a `UserError` for a token id outside the vocabulary, or a sample with more tokens than positions.
+
+    `place(i)` says where sample i comes from. `setting` and the two `cure` texts appear in the message.
+    """
     if limits.positions is not None:
         lengths = lengths_of(samples)
         over = np.flatnonzero(lengths > limits.positions)

@@ -1,4 +1,4 @@
-"""Divide the samples of a step into packs, and build each pack on the device. All packs of padfree are built here.
+"""Divide the samples of a step into packs, and build each pack on the device. All of padfree's packs are built here.
 
     samples of the global batch, plan, weights        slot [5 9 12] of data rank 1
     collate    [T]       5 5 5 9 9 12 12 12           padded to a multiple of the context ranks
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample
+from padfree.batch import IGNORE, LocalBatch, PackedBatch
 from padfree.choices import LayoutKind, PackOverlong, SharePrefixes
 from padfree.cp import shard
 from padfree.distributed import Mesh
@@ -29,6 +29,7 @@ from padfree.packing import CostModel, PrefixTree, StepPlan, collate, plan_share
 from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import arrived
+from padfree.sample import Sample
 from padfree.warning import PadfreeWarning
 
 Floats = NDArray[np.floating[Any]]
@@ -36,7 +37,7 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSettings:
-    """How a pack is divided over the context ranks, whether its samples share prefixes, and what is scored."""
+    """How packs are built: their division over context ranks, the sharing of prefixes, and which tokens are scored."""
 
     layout: LayoutKind = "balanced"
     method: str = "allgather"
@@ -68,7 +69,7 @@ class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
     def __init__(
         self, slots: Sequence[tuple[Indices, int | None]], lay_out: Callable[[Indices, int | None], MicroBatch]
     ) -> None:
-        """`slots`: the result of `StepPlan.packs_of`."""
+        """`slots`: the result of `StepPlan.packs_of`. `lay_out(indices, width)` builds the micro-batch of one slot."""
         self._slots, self._lay_out = slots, lay_out
         self._packs: list[tuple[MicroBatch, Indices]] = []
 
@@ -135,7 +136,10 @@ class Packer:
         )
 
     def lay_out(self, samples: Sequence[Sample], plan: StepPlan, weights: Sequence[Floats] | None = None) -> LazyPacks:
-        """This rank's packs of a plan. All packs stay in memory."""
+        """Return this rank's packs of a plan. A pack is built on first access and then stays in memory.
+
+        `weights[i]` [n]: weights of the predictions of sample i.
+        """
         here = arrived(samples, plan.micro_batches)
 
         def laid_out(indices: Indices, width: int | None) -> MicroBatch:
@@ -148,7 +152,10 @@ class Packer:
     def packs(
         self, samples: Sequence[Sample], plan: StepPlan, pack_settings: PackSettings | None = None
     ) -> Iterator[tuple[MicroBatch, Indices]]:
-        """Yield this rank's packs one after the other, without keeping them. `pack_settings` replace the packer's."""
+        """Yield each of this rank's packs with the indices of its samples. Packs are not kept in memory.
+
+        `pack_settings` replace the packer's own settings if they are given.
+        """
         here = arrived(samples, plan.micro_batches)
         for indices, width in plan.packs_of(self.mesh.data.rank):
             settings = pack_settings or self.pack_settings
@@ -161,9 +168,9 @@ class Packer:
             )
 
     def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
-        """The prefixes that samples of a step share; None if sharing is off, or if the model does not support it.
+        """Return the prefixes that samples of a step share.
 
-        The second case gives a warning, once.
+        Return None if sharing is off. If the model does not support sharing, warn once and return None.
         """
         self._check_sharing()
         if self.pack_settings.share_prefixes is False or not len(samples):
@@ -184,7 +191,10 @@ class Packer:
 def plan_samples(
     samples: Sequence[Sample], prefixes: PrefixTree | None, *, keep_groups: bool = False, **options: Any
 ) -> StepPlan:
-    """The plan of one step over samples that share `prefixes`. `options`: see `plan_step`."""
+    """Return the plan of one step over `samples`, which share `prefixes`. `options`: see `plan_step`.
+
+    With `keep_groups`, all samples of a group are in the same pack.
+    """
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
     return plan(lengths, groups=[sample.group for sample in samples] if keep_groups else None, **options)
@@ -231,7 +241,7 @@ def make_micro_batch(
 
 
 def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
-    """The same pack with one label per sample, at its last token that is not padding.
+    """Return the same pack with one label per sample, at the sample's last token that is not padding.
 
     samples   a b c | d e <pad>        labels  - - c | - e -
 
@@ -247,7 +257,7 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
 
 
 def filler(samples: Sequence[Sample]) -> Sample:
-    """One unscored token, with the same rollout arrays as the other samples."""
+    """Return a sample with one unscored token. It has the same rollout arrays (e.g. `advantages`) as `samples`."""
     for sample in samples:
         if len(sample):
             return replace(sample.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
@@ -257,7 +267,7 @@ def filler(samples: Sequence[Sample]) -> Sample:
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:
-    """The number of labels on this rank, counted on the host."""
+    """Return the number of labels on this rank. They are counted on the host, without waiting for the device."""
     if local.entries is not None:
         return len(local.entries.numbers)
     scored = packed.labels.numpy() != IGNORE

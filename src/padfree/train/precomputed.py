@@ -18,17 +18,16 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
-from padfree.config import Config
 from padfree.data import StoredSamples
 from padfree.data.store import default_cache_folder, find_or_build, hash_of, open_array, writing
 from padfree.distributed import Mesh
 from padfree.errors import UserError
+from padfree.sample import Sample
 from padfree.train.rl.reference_model import ReferenceModel
 
 NAME = "logprobs"
 SCORED_AT_A_TIME = 1024
-"""Number of samples per call of the reference."""
+"""Number of samples that the reference scores per call."""
 
 
 class ReferencedSamples(Sequence[Sample]):
@@ -48,10 +47,13 @@ class ReferencedSamples(Sequence[Sample]):
 
 
 def with_reference(
-    samples: StoredSamples, reference: ReferenceModel, fingerprint: str, config: Config, mesh: Mesh
+    samples: StoredSamples, reference: ReferenceModel, fingerprint: str, mesh: Mesh, *, dtype: str, temperature: float
 ) -> ReferencedSamples:
-    """The samples with the log-probabilities of the reference, whose weights have this fingerprint. Collective."""
-    depends = [samples.digest, fingerprint, config.model.dtype, config.loss.temperature, torch.__version__]
+    """Return the samples with the log-probabilities of the reference. Collective.
+
+    `fingerprint`: a hash of the reference's weights, which is part of the cache key.
+    """
+    depends = [samples.digest, fingerprint, dtype, temperature, torch.__version__]
     key, cache = hash_of(["reference", *depends])[:32], default_cache_folder()
     shape = (int(samples.lengths.sum()),)
 
@@ -64,7 +66,7 @@ def with_reference(
     there = torch.tensor(int(intact(cache / key)), device=mesh.device)
     dist.all_reduce(there, op=dist.ReduceOp.MIN, group=mesh.loss.group)
     if not there:
-        # All ranks score together, so scoring must not run under `find_or_build`'s lock, which one rank holds.
+        # All ranks score together. Scoring must therefore not run under the lock of `find_or_build`: one rank holds it.
         found = np.concatenate([np.empty(0, np.float32), *_scored(samples, reference)])
 
         def build(folder: Path) -> None:

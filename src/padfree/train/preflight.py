@@ -14,58 +14,50 @@ A run, its dry run and `padfree plan` all call `preflight`, so that they accept 
 from __future__ import annotations
 
 import datetime
-import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.attention import BACKENDS, choose_backend
-from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.choices import Init, ModelHead
 from padfree.config import Config
 from padfree.config.functions import is_path, model_of
-from padfree.config.hub import check_names
+from padfree.config.hub import check_names, named_models
 from padfree.config.inert import inert_settings
 from padfree.config.output_sections import check_folder
-from padfree.config.reader import LARGEST_COUNT
 from padfree.cp.ulysses import check_heads
-from padfree.data import StoredSamples
 from padfree.data.prepare import Progress
-from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
+from padfree.data.rewards import BUILT_IN, check_reward_name
 from padfree.distributed import raise_together
+from padfree.distributed.mesh import check_expert_ranks
 from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
 from padfree.losses import load_objective
 from padfree.losses.objectives.custom import USER_OBJECTIVE
 from padfree.model import attach, lm_head_of
+from padfree.model.lora import adapts_experts
 from padfree.model.model_files import open_model
 from padfree.model.scalar_head import scalar_head_of
+from padfree.model.stacked_experts import undivided
 from padfree.model.structure import skeleton
 from padfree.packing.context_sizes import context_sizes
-from padfree.packing.fill import Indices
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
-from padfree.rollout import Prompt, stop_tokens
+from padfree.rollout import stop_tokens
 from padfree.rollout.engines import check_engine_name
-from padfree.rollout.environment import check_episode_rows, check_episode_settings
+from padfree.rollout.environment import check_episode_settings
 from padfree.sizes import ModelSizes
-from padfree.tasks.reading import Samples, TrainingData
-from padfree.train.data_rows import (
-    check_shown,
-    epoch_order,
-    in_rows,
-    lengths_of,
-    row_counts,
-    row_starts,
-)
+from padfree.tasks.reading import TrainingData
+from padfree.train.check_data import check_lengths, check_source, untrained_samples
+from padfree.train.count_steps import count_steps
+from padfree.train.data_rows import check_shown, lengths_of
 from padfree.train.end_record import check_can_continue
-from padfree.train.limits import ModelLimits, check_fits
+from padfree.train.limits import ModelLimits
 from padfree.train.resume import check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement, check_reward_model
@@ -75,13 +67,9 @@ from padfree.train.training_data import (
     load_held_out,
     load_tokenizer,
     load_training_data,
-    make_batcher,
     open_tokenizer,
 )
 from padfree.train.vocabulary import check_vocabularies
-
-MANY_SAMPLES = 1_000_000
-"""With more samples than this, batches are not formed merely to count steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -150,21 +138,25 @@ def _run_checks(
         load_objective(config.loss.kind)
     model, limits = check_models(config)
     check_context(config, model, processes)
+    check_experts(config, model, processes)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
-    notes = [*inert_settings(config), *check_vocabularies(config, tokenizer)]
+    notes = [*inert_settings(config), *check_vocabularies(config.model, named_models(config), tokenizer)]
     if config.rollout.source is not None:
         stop_tokens(tokenizer, model)
     source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry, day=day)
-    check_source(config, source, limits, tokenizer)
+    _check_source(config, source, limits, tokenizer)
     if config.data.sources:
-        check_shown(config, groups_of(config, source.samples, source.parts)[1])
+        check_shown(config.data, groups_of(config, source.samples, source.parts)[1])
     held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry, day=day)
     if held_out is not None:
-        check_held_out(config, held_out, limits, tokenizer, processes, planned=planned)
+        held_out_config = config.with_held_out_data()
+        _check_source(held_out_config, held_out, limits, tokenizer, "eval.path")
+        if not planned:
+            _check_lengths(held_out_config, held_out, processes, budget=False)
     notes += [*source.notes, *(() if held_out is None else held_out.notes), *_notes(config, source, limits, dry)]
     if not planned:
-        check_lengths(config, source, processes)
+        _check_lengths(config, source, processes)
         if (note := check_rollouts(config, source)) is not None:
             notes.append(note)
     return Preflight(tokenizer=tokenizer, source=source, held_out=held_out, model=model, notes=tuple(notes))
@@ -183,6 +175,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
             f"{context} times parallel.replicate {replicate} does not divide {processes} processes",
             "change one of them",
         )
+    check_expert_ranks(config.parallel.expert, processes // replicate)
     requested = config.model.attention
     if requested != "auto" and requested not in BACKENDS:
         raise UserError("model.attention", "", f"set it to auto, or to one of {', '.join(BACKENDS)}", value=requested)
@@ -287,151 +280,57 @@ def check_context(config: Config, model: PreTrainedModel, processes: int) -> Non
                 ) from None
 
 
+def check_experts(config: Config, model: PreTrainedModel, processes: int) -> None:
+    """Refuse parallel.expert if the experts of the trained model cannot be divided."""
+    expert = config.parallel.expert
+    if expert == 1:
+        return
+    check_expert_ranks(expert, processes // config.parallel.replicate)
+    if config.parallel.checkpointing == "host":
+        raise UserError(
+            "parallel.expert",
+            f"{expert}, but parallel.checkpointing=host needs whole graphs of compiled layers, which the exchange of "
+            "tokens breaks",
+            "set parallel.checkpointing=selective",
+        )
+    if config.lora.rank and adapts_experts(model, config.lora.targets):
+        raise UserError(
+            "parallel.expert",
+            f"{expert}, but experts with LoRA adapters cannot be divided over ranks",
+            "set parallel.expert=1, or leave the experts out of lora.targets",
+        )
+    reason = undivided(model, expert, processes // config.parallel.replicate // expert)
+    if reason is not None:
+        raise UserError("parallel.expert", f"{expert}, but {reason}", "set parallel.expert=1, or another number")
+
+
 # Data
 
 
-def check_held_out(
-    config: Config,
-    held_out: TrainingData,
-    limits: ModelLimits,
-    tokenizer: Any,
-    processes: int,
-    *,
-    planned: bool = False,
+def _check_source(
+    config: Config, source: TrainingData, limits: ModelLimits, tokenizer: Any, setting: str = "data.path"
 ) -> None:
-    """Check the data of `eval.path` like training data."""
-    held_out_config = config.with_held_out_data()
-    check_source(held_out_config, held_out, limits, tokenizer, setting="eval.path")
-    if not planned:
-        check_lengths(held_out_config, held_out, processes, budget=False)
-
-
-def check_source(
-    config: Config, source: TrainingData, limits: ModelLimits, tokenizer: Any, *, setting: str = "data.path"
-) -> None:
-    """Refuse data that the model cannot process or that lacks what the loss needs."""
-    sampled = config.rollout.source is not None
-    limit = limits.positions
-    shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
-    # Text cannot contain ids outside its tokenizer's vocabulary: scan its tokens only if that vocabulary is larger.
-    text = isinstance(source.samples, StoredSamples) and not source.given_ids
-    looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
-    check_fits(
-        source.samples,
+    check_source(
+        source,
         limits,
-        place=source.place,
+        tokenizer,
+        model=config.model,
+        reference=config.reference,
+        loss=config.loss,
+        rollout=config.rollout,
         setting=setting,
-        look_at_tokens=looked_at,
-        vocabulary_cure="set model.tokenizer to the tokenizer of this model, or give rollouts in its token ids",
-        positions_cure=f"set {shorter}data.max_length={limit} and data.overlong=truncate (or drop)",
-    )
-    if not config.loss.task.in_rows and not sampled:
-        _check_columns(config, source)
-        untrained = untrained_samples(source)
-        if len(untrained) == len(source.samples):
-            raise UserError(
-                setting,
-                f"none of {len(untrained):,} samples has a token to train, the first is {source.place(untrained[0])}",
-                "give a response_length of 1 or more, or a loss_mask with a 1 after the first token",
-            )
-    if sampled:
-        _check_rows(config, source)
-        check_episode_rows(config.rollout, [one for one in source.samples if isinstance(one, Prompt)])
-
-
-def untrained_samples(source: TrainingData) -> list[int]:
-    """Indices of samples without trained tokens. Text rows without them are refused or dropped when they are read."""
-    if isinstance(source.samples, StoredSamples):
-        return []
-    return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]
-
-
-def _largest_id(tokenizer: Any) -> int:
-    return max(tokenizer.get_vocab().values(), default=-1)
-
-
-def check_lengths(config: Config, source: TrainingData, processes: int, *, budget: bool = True) -> None:
-    """Refuse samples over the token cap of a device or the token budget of a step, if batch.overlong is "error".
-
-    `budget=False` skips the budget: an evaluation has no steps.
-    """
-    batch, context = config.batch, config.parallel.most_context(processes)
-    if batch.overlong != "error":
-        return
-    alone = np.arange(len(source.samples) + 1)
-    rows = row_starts(config, source.samples)
-    pairs = config.loss.task.group_size > 1
-    # Both answers of a pair are in one micro-batch; all samples of a data row are in one step.
-    _check_cap("batch.max_tokens", batch.max_tokens, context, rows if pairs else alone, source)
-    if budget and batch.tokens is not None:
-        _check_cap("batch.tokens", batch.tokens, 1, rows, source)
-
-
-def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Refuse a range of samples, from one entry of `starts` to the next, that has more tokens than the cap."""
-    lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
-    over = np.flatnonzero(lengths > cap * context)
-    if not len(over):
-        return
-    first, needed = int(over[0]), -(-int(lengths.max()) // context)
-    size, sample = int(starts[first + 1] - starts[first]), source.samples[int(starts[first])]
-    with_response = " with its response" if isinstance(sample, Prompt) else ""
-    if size > 1:
-        paired = isinstance(sample, Sample) and sample.reward is not None
-        with_response = " in its two answers" if paired else f" in its {size} samples"
-    shared = f" on each of {context} context ranks" if context > 1 else ""
-    more = f", and {len(over) - 1} more are too long" if len(over) > 1 else ""
-    place, limit = source.place(int(starts[first])), cap * context // size
-    raise UserError(
-        setting,
-        f"{cap}{shared}, but {place} has {lengths[first]} tokens{with_response}{more}",
-        f"set {setting}={needed}, or batch.overlong=alone, or data.max_length={limit} and data.overlong=truncate",
     )
 
 
-def _check_columns(config: Config, source: TrainingData) -> None:
-    """Check the arrays of given rollouts: required columns are in every row; optional ones in all rows or in none."""
-    loss, reference = config.loss, config.reference.path
-    needs: dict[str, tuple[str, object, str]] = {}
-    if loss.old_policy == "sampler":
-        needs["logprobs"] = ("loss.old_policy", "sampler", "loss.old_policy=trainer")
-    elif loss.needs_sampler_logprobs():
-        needs["logprobs"] = ("loss.corrections", list(loss.corrections), "loss.corrections=[]")
-    if loss.kl_coefficient > 0 and reference is None:
-        model = shlex.quote(config.model.path)
-        needs["ref_logprobs"] = ("loss.kl_coefficient", loss.kl_coefficient, f"reference.path={model}")
-    if loss.advantage == "given":
-        needs["advantages"] = ("loss.advantage", "given", "loss.advantage=grpo")
-    replaced = {"advantages"} if loss.advantage != "given" else set()
-    replaced |= {"values", "returns"} if loss.advantage == "gae" else set()
-    replaced |= {"ref_logprobs"} if reference is not None else set()
-    for field in TOKEN_ARRAYS:
-        missing = [index for index, sample in enumerate(source.samples) if getattr(sample, field) is None]
-        if field in needs and missing:
-            setting, value, cure = needs[field]
-            raise UserError(
-                setting,
-                f", but {source.place(missing[0])} has no {field!r}",
-                f"set {cure}, or give that column in every row",
-                value,
-            )
-        if field not in replaced and 0 < len(missing) < len(source.samples):
-            raise UserError(
-                "data.path",
-                f"{source.place(missing[0])} has no {field!r}, but other rows have it",
-                "give that column in every row, or in none",
-            )
-
-
-def _check_rows(config: Config, source: TrainingData) -> None:
-    """Call a built-in reward for every row. It raises an error for a row that it cannot compute a reward for."""
-    name = config.rollout.reward
-    if name not in BUILT_IN:
-        return
-    reward = load_reward(name)
-    for prompt in source.samples:
-        assert isinstance(prompt, Prompt)
-        reward("", prompt.row, prompt.uid)
+def _check_lengths(config: Config, source: TrainingData, processes: int, *, budget: bool = True) -> None:
+    check_lengths(
+        source,
+        batch=config.batch,
+        loss=config.loss,
+        rollout=config.rollout,
+        context=config.parallel.most_context(processes),
+        budget=budget,
+    )
 
 
 # Notes: unusual facts that are not errors
@@ -463,55 +362,3 @@ def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool)
         yield f"rollout.environment {name} is not imported by a dry run, so it has not been checked"
     if dry and is_path(config.loss.kind):
         yield f"loss.kind {config.loss.kind} is not imported by a dry run, so it has not been checked"
-
-
-def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
-    """The number of optimizer steps in all epochs of the data.
-
-    With a token budget, it assumes that all epochs are like the first. If the tokens alone show that there are at least
-    `enough` steps, it returns `enough` without counting.
-    """
-    samples, epochs = source.samples, config.data.epochs
-    assert epochs is not None
-    if in_rows(config) and config.batch.samples is not None:
-        order = epoch_order(config, row_counts(row_starts(config, samples), source.parts))
-        rows = config.batch.samples // config.loss.task.group_size
-        same_every_epoch = all((part.weight * part.size).denominator == 1 for part in order.parts)
-        looked_at = range(1 if same_every_epoch else epochs)
-        steps = sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in looked_at)
-        return steps * epochs if same_every_epoch else steps
-    if (
-        not source.parts
-        and config.batch.tokens is not None
-        and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough
-    ):
-        return enough  # no step exceeds its token budget
-    once = replace(config, data=replace(config.data, epochs=1), batch=replace(config.batch, overlong="alone"))
-    counted: Any = _Lengths(config, samples) if in_rows(config) else samples
-    updates = 0
-    for groups in make_batcher(once, counted, source.parts):
-        in_batch = sum(len(group) for group in groups)
-        updates += config.loss.epochs * min(config.loss.mini_batches, in_batch)
-    return updates * epochs
-
-
-def planned_steps(config: Config, source: TrainingData) -> int | None:
-    """Approximate number of optimizer steps of the run. If counting would take long: `run.steps`, which may be None."""
-    steps, quick = config.run.steps, config.batch.samples is not None and config.rollout.source is None
-    if config.data.epochs is None or (not quick and len(source.samples) > MANY_SAMPLES):
-        return steps
-    steps_in_data = count_steps(config, source, enough=steps or LARGEST_COUNT)
-    return steps_in_data if steps is None else min(steps, steps_in_data)
-
-
-class _Lengths(Sequence[Any]):
-    """Stands in for the samples if only their lengths are needed, so that no tokens are read."""
-
-    def __init__(self, config: Config, samples: Samples) -> None:
-        self._lengths, self.row_starts = lengths_of(samples), row_starts(config, samples)
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __getitem__(self, index: Any) -> Any:
-        return range(int(self._lengths[index]))

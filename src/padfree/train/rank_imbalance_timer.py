@@ -7,7 +7,8 @@
 
 Under FSDP2 all ranks synchronise in every layer, so the time of a whole step does not show which rank was slow. On a
 GPU the marks are events, and the host waits for them only when it reads the results of the step. Compiled layers are
-not timed, because the hooks would break their graphs.
+not timed, because the hooks would break their graphs. Layers whose experts are divided over ranks are not timed,
+because they wait for the tokens of other ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from padfree.model.structure import layers_of
 
 
 class RankImbalanceTimer:
-    """Times the layers of a model on every rank."""
+    """Measures the forward time of a model's layers on every rank, without the time spent waiting for weights."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         self._mesh, self._on_cuda = mesh, mesh.device.type == "cuda"
@@ -35,14 +36,17 @@ class RankImbalanceTimer:
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: Mesh) -> RankImbalanceTimer | None:
-        """The timer of a model. None if there is only one data rank, or if timing would break compiled layers."""
-        if mesh.data.size == 1 or any(layer._compiled_call_impl is not None for layer in layers_of(model)):
+        """The timer of a model. None if there is only one data rank, if layers wait for tokens of other ranks, or if
+        timing would break compiled layers."""
+        if mesh.data.size == 1 or mesh.experts is not None:
+            return None
+        if any(layer._compiled_call_impl is not None for layer in layers_of(model)):
             return None
         return RankImbalanceTimer(model, mesh)
 
     def _mark(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
-            return  # recomputation in backward, where a layer may stop half-way; or scoring without gradients
+            return  # ignore scoring without gradients, and recomputation in backward, which may stop half-way
         if self._on_cuda:
             event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -51,12 +55,15 @@ class RankImbalanceTimer:
             self._marks.append(time.perf_counter())
 
     def cut(self) -> list[Any]:
-        """Return the marks since the last call, i.e. those of one step."""
+        """Return the time marks that were recorded since the last call, i.e. during one step."""
         marks, self._marks = self._marks, []
         return marks
 
     def seconds(self, marks: list[Any]) -> tuple[float, ...]:
-        """Seconds of each data rank, from the marks of a step that the device has completed. Collective."""
+        """Return the forward seconds of each data rank. Collective.
+
+        `marks`: the result of `cut` for a step that the device has completed.
+        """
         pairs = zip(marks[::2], marks[1::2], strict=True)
         own = sum(a.elapsed_time(b) / 1e3 if self._on_cuda else b - a for a, b in pairs)
         mesh = self._mesh

@@ -1,8 +1,8 @@
 """Resolve `auto` settings from the device, the model and the memory estimate.
 
     parallel.compile         inductor on a GPU, none on the CPU
-    parallel.checkpointing   the first of none, host, selective, full (fastest first) that fits the device; host only
-                             for layers whose computation takes longer than copying their tensors to the host
+    parallel.checkpointing   the first of none, host, selective, full (fastest first) that fits the device; `host` is
+                             tried only if a layer computes longer than the copy of its activations to the host takes
     parallel.reshard         false (layers stay gathered between forward and backward) if that also fits
 
 Values that the user sets are kept. Each resolved value comes with its reason, for display and for the event log.
@@ -45,20 +45,20 @@ FASTEST_FIRST: tuple[Checkpointing, ...] = ("none", "host", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedAuto:
-    """A config without `auto`, and the reason for each resolved value."""
+    """A config in which every `auto` is replaced by a value, and the reason for each of these values."""
 
     config: Config
     reasons: dict[str, str]  # the reason for each resolved setting, by name
 
     def fields(self) -> dict[str, str]:
-        """Each resolved setting with its value, followed by its reason."""
+        """Return two entries per resolved setting: its value under its name, and the reason under `NAME because`."""
         found: dict[str, str] = {}
         for name, reason in self.reasons.items():
             found |= {name: _shown(self.config, name), f"{name} because": reason}
         return found
 
     def lines(self) -> list[str]:
-        """`parallel.compile=inductor: on a GPU compiled layers are faster`, ..."""
+        """Return one text per resolved setting, e.g. `parallel.compile=none: layers are compiled only on a GPU`."""
         return [f"{name}={_shown(self.config, name)}: {reason}" for name, reason in self.reasons.items()]
 
 
@@ -73,7 +73,10 @@ def resolve_auto(
     prompt_tokens: int = 0,
     copied_keys: float = 0.0,
 ) -> ResolvedAuto:
-    """Resolve `auto` for devices of `memory` bytes. `model`: a `skeleton`; the rest: see `estimate_memory`."""
+    """Replace each `auto` in the settings by a value for devices with `memory` bytes of memory.
+
+    `model`: the model without weights (`skeleton`). Other arguments: see `estimate_memory`.
+    """
     reasons: dict[str, str] = {}
     parallel = config.parallel
     if parallel.compile == "auto":
@@ -81,7 +84,7 @@ def resolve_auto(
         parallel = replace(parallel, compile=chosen)
     if parallel.checkpointing == "auto" or parallel.reshard == "auto":
         if config.lora.rank:
-            add_adapters(model, config.lora)  # once, here: each estimate would add them again
+            add_adapters(model, config.lora)  # add them once here; otherwise each estimate would add them again
         estimates: list[tuple[ParallelConfig, MemoryEstimate]] = []
         may_offload = device_type != "cpu" and ModelSizes.of(model.config).hidden >= WIDE_ROW
         for candidate in _candidates(parallel, may_offload):
@@ -111,7 +114,10 @@ def resolve_auto(
 def resolve_auto_on(
     config: Config, mesh: Mesh, *, longest: int = 0, prompt_tokens: int = 0, copied_keys: float = 0.0
 ) -> ResolvedAuto:
-    """Resolve `auto` for the devices of this run. Collective: all ranks use the memory of the smallest device."""
+    """Replace each `auto` in the settings by a value for the devices of this run. Collective.
+
+    All ranks use the memory of the smallest device. Other arguments: see `estimate_memory`.
+    """
     if "auto" not in (config.parallel.compile, config.parallel.checkpointing, config.parallel.reshard):
         return ResolvedAuto(config=config, reasons={})
     memory = torch.tensor(device_memory(mesh.device), dtype=torch.float64, device=mesh.device)
@@ -129,9 +135,10 @@ def resolve_auto_on(
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes that this process can use.
+    """Return the number of bytes that this process can use on the device.
 
-    On a GPU: free memory and memory that the process has reserved. On a CPU: its share of the machine's memory.
+    On a GPU, this is the free memory plus the memory that the process has already reserved. On a CPU, it is the
+    machine's memory divided by the number of processes on it.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         return ASSUMED_MEMORY  # a dry run for another machine
@@ -142,7 +149,7 @@ def device_memory(device: torch.device) -> float:
 
 
 def _machine_memory() -> float:
-    """This process's share of the machine's memory, in bytes."""
+    """Return the machine's memory divided by the number of processes on it, in bytes."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return machine / processes_of(meet=False).local_world
 
@@ -158,9 +165,12 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
 
 
 def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[ParallelConfig]:
-    """Candidates, fastest first. `may_offload`: whether layers compute longer than the copy to the host takes."""
+    """Yield the settings to try for checkpointing and resharding, fastest first.
+
+    `may_offload`: whether a layer computes longer than the copy of its activations to the host takes.
+    """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
-    if not may_offload or parallel.compile == "none" or parallel.context != 1:
+    if not may_offload or parallel.compile == "none" or parallel.context != 1 or parallel.expert != 1:
         ways = tuple(way for way in FASTEST_FIRST if way != "host")  # "host" needs whole graphs of compiled layers
     if parallel.checkpointing != "auto":
         ways = (parallel.checkpointing,)

@@ -1,10 +1,10 @@
-"""Record the settings, model and data of a checkpoint, and compare them with the run that resumes.
+"""Record a run's settings, model and data in its checkpoints, and compare them with the run that resumes.
 
     checkpoint               this start
     data      digest    ==   digest         of the training samples; file names and row numbers do not count
     model     fields    ==   fields         of the model's config that change what it computes
-    reference the same       the same       and a fingerprint of its weights; likewise for a teacher
-    settings  by name   ->   by name        may change: reported and written to events.jsonl; must stay: refused
+    reference fields    ==   fields         and a fingerprint of its weights; likewise for a teacher
+    settings  by name   ->   by name        some may change: reported and written to events.jsonl; others are refused
 
 A run resumes on any number of processes. The order of the samples and the shapes of saved tensors must not change;
 settings that affect only future steps (learning rate, betas, schedule, loss coefficients) may.
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
-from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.checkpoint.checkpoint_files import CheckpointError, hash_of
 from padfree.checkpoint.checkpointer import latest_in
 from padfree.checkpoint.manifest import read_manifest
@@ -37,14 +36,15 @@ from padfree.data import StoredSamples
 from padfree.errors import UserError
 from padfree.record.file_names import CHECKPOINTS
 from padfree.rollout import Prompt
+from padfree.sample import TOKEN_ARRAYS, Sample
 from padfree.train.end_record import read_end
 from padfree.train.global_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
-"""Key of the record in a checkpoint's `extra`."""
+"""The key in a checkpoint's `extra` dict under which the record of settings, model and data is stored."""
 
 RULES = resume_rules(Config, get_type_hints)
-"""Whether each setting may change, by name; read from the metadata of its field."""
+"""Whether each setting may change on a resume, by its name. Read from the metadata of the dataclass fields."""
 
 NOT_ARITHMETIC = (
     "_name_or_path",
@@ -77,7 +77,11 @@ def made_with(
     reference: Mapping[str, Any] | None = None,
     teacher: str | None = None,
 ) -> dict[str, Any]:
-    """The record for every checkpoint of a run. `teacher`: a fingerprint of its weights."""
+    """Return the record of settings, model and data that every checkpoint of a run stores.
+
+    `model`: the model's config. `data`: see `data_record`. `reference`: fields and fingerprint of the reference model.
+    `teacher`: a fingerprint of the teacher's weights.
+    """
     return {
         "settings": flat_settings(config),
         "data": None if data is None else dict(data),
@@ -89,20 +93,26 @@ def made_with(
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
-    """Every setting by name, as JSON restores it, except the run folder, which may be moved."""
+    """Return every setting by its dotted name, with values as JSON restores them.
+
+    `run.folder` is omitted, because the folder may be moved.
+    """
     found = _flat(json.loads(json.dumps(config.to_dict())), keep=("rollout.launch.environment",))
     del found["run.folder"]
     return found
 
 
 def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields of a model's config that change what it computes."""
+    """Return the fields of a model's config that change what the model computes."""
     found = _flat(json.loads(json.dumps(config.to_dict(), default=str)))
     return {name: value for name, value in found.items() if not set(NOT_ARITHMETIC) & set(name.split("."))}
 
 
 def data_record(samples: Sequence[Sample | Prompt] | StoredSamples, day: datetime.date | None = None) -> dict[str, Any]:
-    """A digest of the training samples, and how many samples and tokens there are. `day`: the date in the texts."""
+    """Return a digest of the training samples, and the number of samples and tokens.
+
+    `day`: the date that the chat template wrote into the texts, if it wrote one.
+    """
     about = {} if day is None else {"day": day.isoformat()}
     if isinstance(samples, StoredSamples):
         return {"digest": samples.digest, "samples": len(samples), "tokens": samples.report.num_tokens, **about}
@@ -115,7 +125,7 @@ def data_record(samples: Sequence[Sample | Prompt] | StoredSamples, day: datetim
 
 
 def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
-    """Everything in a sample that training uses; names are left out."""
+    """Yield the bytes of everything in a sample that training uses. Names, e.g. `uid`, are left out."""
     yield np.asarray(sample.tokens, np.int64).tobytes()
     if isinstance(sample, Prompt):
         yield json.dumps(sample.row, sort_keys=True, default=str).encode()
@@ -131,7 +141,7 @@ def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
 
 
 def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
-    """Refuse ranks whose settings, model or data differ from rank 0. Collective."""
+    """Raise a `UserError` if the settings, model or data of a rank differ from those of rank 0. Collective."""
     own = {part: hash_of(record[part]) for part in ("settings", "model", "data")}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
@@ -150,12 +160,15 @@ def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
 
 
 def rule_of(name: str) -> Resume:
-    """The rule of a setting, also of one inside a list such as `data.sources.2.weight`."""
+    """Return whether a setting may change on a resume. `name` may be inside a list, e.g. `data.sources.2.weight`."""
     return RULES[re.sub(r"\.\d+", "", name)]
 
 
 def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
-    """Changed settings by name: (old, new). A setting that is missing in the checkpoint had its default."""
+    """Return the changed settings by name, as (old value, new value). `there`: the settings of the checkpoint.
+
+    A setting that is missing in the checkpoint is taken to have had its default value.
+    """
     now = flat_settings(here)
     default = flat_settings(config_from_dict(_required(here)))
     found = {}
@@ -195,7 +208,11 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
 def check_made_with(
     path: Path, there: Mapping[str, Any], here: Mapping[str, Any], config: Config, *, inside: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Refuse a checkpoint with another model, other data or incompatible settings; return the settings that changed."""
+    """Return the changed settings with their old and new values.
+
+    Raise an error if the checkpoint at `path` has another model, other data or settings that must not change. `there`:
+    the checkpoint's record (see `made_with`); `here`: this run's record. `inside`: see `check_settings`.
+    """
     changed = check_settings(path, there["settings"], config, inside=inside)
     start_over = "give another run.folder, or start over with checkpoint.resume=false"
     _check_fields("model.path", path, (there["model"], here["model"]), there["transformers"] == here["transformers"])
@@ -238,9 +255,10 @@ def check_made_with(
 
 
 def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Mapping[str, Any]], same: bool) -> None:
-    """Refuse a model config that differs from the checkpoint's. `fields`: of the checkpoint, and of this run.
+    """Raise an error if the fields of a model's config differ between the checkpoint and this run.
 
-    `same`: the same version of transformers wrote both, so a field that only one of them has counts as a difference.
+    `fields`: those of the checkpoint, then those of this run. `same`: whether the same version of transformers wrote
+    both; then a field that only one of them has counts as a difference.
     """
     there, here = fields
     for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
@@ -255,14 +273,17 @@ def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Map
 
 
 def check_newest(config: Config) -> None:
-    """Refuse settings with which the run folder's newest checkpoint cannot be resumed. Loads no model and no data."""
+    """Raise an error if the newest checkpoint in the run folder cannot be resumed with these settings.
+
+    This check loads no model and no data.
+    """
     newest, extra = _newest_extra(config)
     if newest is not None and KEY in extra:
         check_settings(newest, extra[KEY]["settings"], config, inside=ROLLOUTS in extra)
 
 
 def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint that the run would resume from, and its `extra`."""
+    """Return the checkpoint that the run would resume from (None: a new run), and its `extra` dict."""
     newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
     extra: dict[str, Any] = {}
     if newest is not None:
@@ -284,13 +305,13 @@ def today() -> datetime.date:
 
 
 def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """The note at the start of a run that resumes with changed settings."""
+    """Return the note about changed settings that a run prints when it resumes. `changed`: see `changed_settings`."""
     parts = [f"{name} {json.dumps(now)} (was {json.dumps(before)})" for name, (before, now) in changed.items()]
     return f"resuming {path} with changed settings: {', '.join(parts)}"
 
 
 def _required(config: Config) -> dict[str, Any]:
-    """The settings without a default; a config made of them has the defaults of all others."""
+    """Return the settings that have no default. A config made of them has the default values of all other settings."""
     return {
         "model": {"path": config.model.path},
         "data": {"path": list(config.data.paths)},
@@ -300,7 +321,7 @@ def _required(config: Config) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ()) -> dict[str, Any]:
-    """Flatten nested tables to dotted names; tables in `keep` stay values."""
+    """Flatten nested dicts to one dict with dotted names. A dict whose name is in `keep` stays a value."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):

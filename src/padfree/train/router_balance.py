@@ -2,16 +2,17 @@
 
     f_e   choices of expert e / N              N: sample tokens of the global batch × layers with experts
     p_e   sum of its probabilities / N         padding and fillers do not count
-    L     loss.load_balancing · E · Σ_e f_e · p_e      as transformers defines it for one batch
+    L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts; as transformers defines it for one batch
 
-L is not a sum over micro-batches, but a product of two means over the whole batch. Choices have no gradient. Once f of
-the whole batch is known, the rest is a sum, and the gradients of micro-batches and ranks add up to that of L.
+L is not a sum over micro-batches, but a product of two means over the whole batch. f has no gradient. Once f of the
+whole batch is known, L is linear in p, and the gradients of micro-batches and ranks add up to the gradient of L.
 
     one micro-batch per rank   f is summed over the ranks between forward and backward
     several                    an extra forward pass over all micro-batches counts the choices first
 
-After each update, `loss.router_bias` is added to the selection bias of experts with fewer choices than the mean over
-this step and all ranks, and subtracted from that of experts with more. It has no gradient and needs no extra pass.
+The second method changes the bias with which a router selects experts. After each update, `loss.router_bias` is added
+to the bias of each expert that was chosen less often than the mean over this step and all ranks, and subtracted from
+the bias of each expert that was chosen more often. The bias has no gradient, and its update needs no extra pass.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from padfree.train.microbatch import MicroBatch
 
 
 class RouterBalance:
-    """The routers of a model, and the number of choices of each expert in a step."""
+    """Balances the load of experts: counts how often a model's routers choose each expert, and corrects them."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh, *, coefficient: float, bias_rate: float) -> None:
         self.mesh, self.coefficient, self.bias_rate = mesh, coefficient, bias_rate
@@ -57,7 +58,10 @@ class RouterBalance:
         self._own = self._zeros()
 
     def begin(self, model: PreTrainedModel, packs: Sequence[tuple[MicroBatch, object]]) -> None:
-        """Call before the micro-batches of a step. If there are several, count their choices in an extra pass."""
+        """Prepare a step. If it has several micro-batches per rank, count the routers' choices in an extra pass.
+
+        Call this before the micro-batches of the step.
+        """
         self._counts, self._own = None, self._zeros()
         if self.coefficient and len(packs) > 1:
             self.recorder.record(True)
@@ -70,9 +74,9 @@ class RouterBalance:
             self._counts = self._sum_over_ranks()
 
     def micro_batch_loss(self, inner: MicroBatchLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        """The loss of a pack plus its part of the routers' loss; called by `inside`."""
+        """Return the loss of a pack (`inner`) plus the pack's part of the load-balancing loss. `inside` calls this."""
         self.recorder.clear()
-        self.recorder.record(True)  # until `end`, so that recomputation in backward does the same as forward
+        self.recorder.record(True)  # until `end`, so that recomputation in backward records too
         output = inner(model, batch)
         if self._counts is None:
             self._own += self._choices(batch)
@@ -84,18 +88,21 @@ class RouterBalance:
         return LossOutput(
             loss=output.loss + self.coefficient * part.to(output.loss.dtype),
             token_losses=output.token_losses,
-            # The parts add up to the total, so the count is 0.
+            # A statistic is (sum, count) and is reported as sum / count; a count of 0 reports the sum over all packs.
             statistics={**output.statistics, "router": (part.detach(), torch.zeros_like(part.detach()))},
             pair_statistics=output.pair_statistics,
         )
 
     def end(self) -> None:
-        """Call after the micro-batches of a step."""
+        """Stop recording the routers' choices. Call this after the micro-batches of a step."""
         self.recorder.record(False)
         self.recorder.clear()
 
     def move_biases(self, finite: Tensor) -> None:
-        """Call after the update. If `finite` [] is False, the biases do not change."""
+        """Move the biases with which routers select experts. Call this after the update.
+
+        If `finite` [] is False, i.e. the optimizer skipped the update, the biases do not change either.
+        """
         if not self.bias_rate:
             return
         counts = self._sum_over_ranks() if self._counts is None else self._counts
@@ -116,7 +123,7 @@ class RouterBalance:
 
     @torch.no_grad()
     def _choices(self, batch: LocalBatch) -> Tensor:
-        """[R, E] how many times the sample tokens of this rank chose each expert, for each router."""
+        """Return [R, E]: how often the sample tokens of this rank chose each of E experts, for each of R routers."""
         found, real = self._zeros(), _real_tokens(batch)
         experts = torch.arange(self.routers[0].num_experts, device=found.device)
         for number, _, choices in self.recorder.calls:
@@ -124,7 +131,7 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """[] E · Σ_e f_e · p_e with p over the tokens of this rank."""
+        """Return []: this rank's part of the load-balancing loss, E · Σ_e f_e · p_e with p of this rank's tokens."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]
@@ -142,7 +149,7 @@ def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def _real_tokens(batch: LocalBatch) -> Tensor:
-    """[T/cp] whether a token belongs to a sample (not to padding or a filler)."""
+    """Return [T/cp]: whether each token belongs to a sample, not to padding or a filler."""
     context, segments = batch.context, batch.context.segments
     num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length

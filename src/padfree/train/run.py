@@ -1,6 +1,6 @@
 """A whole run, from its settings to the exported model.
 
-settings -> preflight      refuses runs that cannot work before anything is written or loaded; on a GPU, a thread
+settings -> preflight      checks the settings and the data before anything is written or loaded; on a GPU, a thread
                            imports the packages of the first step meanwhile
          -> resolve_auto   chooses values for `auto` settings
          -> begin_run      engine, reference, sampler, batches
@@ -32,11 +32,12 @@ from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.collect.collector import Collector, OnSampling
-from padfree.rollout.engines import make_async_sampler, make_sampler
+from padfree.rollout.engines import make_sampler
 from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.stop_signals import StopSignals
 from padfree.tasks.reading import Samples, TrainingData, text_settings
+from padfree.train.count_steps import planned_steps
 from padfree.train.determinism import deterministic
 from padfree.train.disk import check_disk
 from padfree.train.early_imports import EarlyImports, first_step_modules
@@ -45,7 +46,7 @@ from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.finished import finished_step
 from padfree.train.precomputed import ReferencedSamples, with_reference
-from padfree.train.preflight import Preflight, check_folder_usable, planned_steps, preflight
+from padfree.train.preflight import Preflight, check_folder_usable, preflight
 from padfree.train.resolve_auto import resolve_auto_on
 from padfree.train.resume import data_record
 from padfree.train.rl.reference_model import ReferenceModel
@@ -77,12 +78,13 @@ def train(
     on_activity: OnActivity | None = None,
     signals: StopSignals | None = None,
 ) -> RunResult:
-    """Train, in one of the processes that torchrun started, or in a single process.
+    """Run a whole training in this process, and return how it ended. Every process that torchrun starts calls this.
 
-    `on_note` receives notes about unusual settings and about resolved `auto` settings, one line each. `on_sampling`
-    receives the number of finished responses of a batch, and the number that this rank has requested. `on_activity`
-    receives the current activity of the run. `signals` are the handlers of a command that handles signals from its
-    start; without them, signals are handled from the first step on.
+    `on_step` receives the metrics of each step, and `on_tokenising` the progress of tokenisation. `on_note` receives
+    notes about unusual settings and about resolved `auto` settings, one line each. `on_sampling` receives the number of
+    finished responses of a batch, and the number that this rank has requested. `on_activity` receives the current
+    activity of the run. `signals`: signal handlers that the calling command has installed. Without them, `train`
+    installs its own before the first step.
     """
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     require_trackers(config.track)
@@ -93,8 +95,8 @@ def train(
     ):
         mesh = mesh_of(config, device)
         report_activity("reading model and data", 0, 0)
-        with EarlyImports(first_step_modules(config, mesh.device.type)) as imports:
-            # Write nothing before all checks have passed. Quick checks come first, because reading data may take long.
+        with EarlyImports(first_step_modules(config.model, config.parallel, mesh.device.type)) as imports:
+            # Nothing is written before all checks have passed. Quick checks come first, because reading data is slow.
             raise_together(user_error_of(check_folder_usable, config) if mesh.loss.rank == 0 else None)
             preflight_result = preflight(
                 config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
@@ -121,7 +123,7 @@ def train(
 
 
 def _finished(config: Config, mesh: Mesh, preflight_result: Preflight) -> int | None:
-    """The result of `finished_step` on rank 0, for every rank."""
+    """Call `finished_step` on rank 0, and return its result on every rank. Collective."""
     gathered: list[int | None] = [None] * mesh.loss.size
     found = finished_step(config, preflight_result.source) if mesh.loss.rank == 0 else None
     dist.all_gather_object(gathered, found, group=mesh.loss.group)
@@ -160,7 +162,14 @@ def _train(
     collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, on_sampling=on_sampling)
     with nullcontext() if collector is None else closing(collector):
         evaluation = make_evaluation(
-            config, engine, preflight_result.held_out, collector, _pair_reference(config, reference), report_activity
+            config.eval,
+            config.loss,
+            engine,
+            preflight_result.held_out,
+            collector,
+            _pair_reference(config, reference),
+            report_activity,
+            seed=config.run.seed,
         )
         samples: Samples = source.samples
         if config.reference.precompute:
@@ -173,7 +182,9 @@ def _train(
             reference=reference,
             teacher=build_teacher_scorer(config, mesh),
             critic=build_critic(config, mesh),
-            rollouts=None if collector is None else SampledBatches(config, batcher, collector, engine),
+            rollouts=None
+            if collector is None
+            else SampledBatches(config.rollout, config.loss, config.run, batcher, collector, engine),
             end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
             on_step=on_step,
             on_note=on_note,
@@ -214,7 +225,10 @@ def evaluate(
     on_note: OnNote | None = None,
     on_activity: OnActivity | None = None,
 ) -> dict[str, float]:
-    """Evaluate the model at `model.path` as `[eval]` configures. Nothing is trained or written."""
+    """Evaluate the model at `model.path` as `[eval]` configures, and return the metrics by name.
+
+    Nothing is trained or written. The callbacks are those of `train`.
+    """
     config = config.with_held_out_data()
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
@@ -237,41 +251,54 @@ def evaluate(
         with nullcontext() if collector is None else closing(collector):
             reference = _pair_reference(resolved.config, build_reference(resolved.config, mesh, engine))
             measure = make_evaluation(
-                resolved.config, engine, preflight_result.held_out, collector, reference, on_activity
+                config.eval,
+                config.loss,
+                engine,
+                preflight_result.held_out,
+                collector,
+                reference,
+                on_activity,
+                seed=config.run.seed,
             )
             assert measure is not None
             return measure(0)
 
 
 def _pair_reference(config: Config, reference: ReferenceModel | None) -> ReferenceModel | None:
-    """The reference that evaluation on pairs needs; policies are evaluated without one."""
+    """Return the reference if evaluation needs it, which is so for preference pairs; otherwise None."""
     return reference if config.loss.task.has_reference else None
 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: ReferenceModel | None) -> ReferencedSamples:
-    """The samples with the reference's log-probabilities. The reference is not needed afterwards."""
+    """Return the samples with the reference's log-probabilities. The reference is not needed afterwards."""
     assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
     fingerprint = Checkpointer(Path(config.run.folder) / CHECKPOINTS).fingerprint(tensors)
-    return with_reference(samples, reference, fingerprint, config, mesh)
+    return with_reference(
+        samples, reference, fingerprint, mesh, dtype=config.model.dtype, temperature=config.loss.temperature
+    )
 
 
 def _collector(
     config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, source: TrainingData, **options: Any
 ) -> Collector | None:
-    """The collector that generates rollouts; None if the data already holds samples. `options`: see `Collector`."""
+    """Return the collector that generates rollouts, or None if the data already holds samples.
+
+    `options`: see `Collector`.
+    """
     if config.rollout.source is None:
         return None
     prompts = [prompt for prompt in source.samples if isinstance(prompt, Prompt)]
     chat = None
     if config.rollout.has_episodes:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)), day=source.day)
-    made = make_async_sampler if config.rollout.staleness else make_sampler
-    sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     try:
         return Collector(
-            config,
+            config.rollout,
+            config.loss,
+            config.run,
             mesh,
             sampler,
             tokenizer,
@@ -287,7 +314,7 @@ def _collector(
 
 
 def mesh_of(config: Config, device: torch.device) -> Mesh:
-    """The mesh of process groups for these settings, over all processes."""
+    """Return the mesh of process groups for these settings, over all processes."""
     parallel, world = config.parallel, dist.get_world_size()
     contexts: tuple[int, ...] = ()
     if parallel.context == "auto" and world % parallel.replicate == 0:
@@ -296,16 +323,17 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
         device,
         context=1 if parallel.context == "auto" else parallel.context,
         replicate=parallel.replicate,
+        expert=parallel.expert,
         contexts=contexts,
         timeout=config.run.timeout,
     )
 
 
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
-    """Facts about the data for the memory estimate.
+    """Return arguments for `resolve_auto_on` that describe the data.
 
-    With rollouts: tokens of the longest prompt. Otherwise: tokens per device in the micro-batch that holds the longest
-    sample, and the number of copied keys.
+    If the run generates rollouts, this is the number of tokens of the longest prompt. Otherwise, it is the number of
+    tokens per device in the micro-batch with the longest sample, and the number of keys that attention copies.
     """
     samples = preflight_result.source.samples
     longest = longest_of(samples)
@@ -313,5 +341,5 @@ def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -
         return {"prompt_tokens": longest}
     return {
         "longest": -(-longest // config.parallel.most_context(processes)),
-        "copied_keys": copied_keys(config, samples, preflight_result.model),
+        "copied_keys": copied_keys(config.batch, config.loss, config.rollout, samples, preflight_result.model),
     }

@@ -1,9 +1,9 @@
-"""Log-probabilities of samples under a model, without gradients: old policy and reference.
+"""Log-probabilities of samples under a model, without gradients. Used for the old policy and for the reference.
 
     samples of the global batch   3 samples, 9 tokens        every rank knows their lengths
     packs of this rank            score -> [T/cp] -> [T]     packed as in a training step
-    result                        [9] summed over ranks      every rank gets all, because later steps divide them
-                                                             differently
+    result                        [9] summed over ranks      every rank gets all scores, because later steps assign the
+                                                             samples to other ranks
 
 Entry j of a sample's array belongs to its token j; it is 0 if token j is not scored.
 """
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import LocalBatch, Sample, at_tokens
+from padfree.batch import LocalBatch, at_tokens
 from padfree.choices import PackOverlong
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import gather_tokens
@@ -31,16 +31,17 @@ from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
 from padfree.optim.master_weights import compute_copies
 from padfree.packing import CostModel
+from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
 from padfree.train.finite_checks import check_scores
 from padfree.train.microbatch import MicroBatch, Packer, PackSettings
 
 PackScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
-"""[T/cp] scores of this rank's tokens, exactly 0 at positions without a label; or [e] scores of its entries."""
+"""Function that returns scores [T/cp] of this rank's tokens, 0 at positions without a label; or [e] of its entries."""
 
 
 class Scorer:
-    """A parallelized model, and the packer of its inputs."""
+    """Computes log-probabilities of samples with a parallelized model, whose inputs it packs."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Scorer:
         cost: CostModel | None = None,
         setting: str = "model.path",
     ) -> None:
-        """`setting`: the setting that names the model, for error messages."""
+        """`setting`: the setting that names the model, for error messages. Other arguments: see `Packer`."""
         self.setting = setting
         self._check_head(model)  # raise an error now rather than in the first step
         self.model, self.mesh, self.temperature = model, mesh, temperature
@@ -72,12 +73,18 @@ class Scorer:
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
-        """Log-probabilities [n] of each sample, the same on every rank. `temperature` defaults to the scorer's."""
+        """Return log-probabilities [n] of each sample, the same on every rank.
+
+        `temperature` replaces the scorer's own temperature if it is given.
+        """
         scores = partial(self._scores, self.temperature if temperature is None else temperature)
         return self._score_tokens(samples, scores, "log-probability")
 
     def _score_tokens(self, samples: Sequence[Sample], scores: PackScores, what: str) -> list[NDArray[np.float32]]:
-        """Apply `scores` to each pack; return the results [n] of each sample on every rank. `what`: for messages."""
+        """Apply `scores` to each pack, and return the results [n] of each sample on every rank.
+
+        `what`: what a score is, for error messages.
+        """
         training = self.model.training
         self.model.train(False)  # dropout would add noise to the probability ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
@@ -85,7 +92,7 @@ class Scorer:
         with compute_copies(self.model):
             for batch, indices in self.packer.packs(samples, self.packer.plan(samples)):
                 if batch.local.entries is not None:
-                    # Each context rank has its own entries; the sum over ranks combines them.
+                    # Each context rank has scores of its own entries only; the sum over ranks combines them.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
                     found[tokens] = inside(self.model, scores, batch.local).float()
                     continue
@@ -103,7 +110,7 @@ class Scorer:
         return found_scores
 
     def _scores(self, temperature: float, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """[T/cp] log-probabilities of the labels of a pack."""
+        """Return [T/cp]: the log-probabilities of the labels of a pack."""
         return score(
             hidden_states(model, batch),
             lm_head_of(model),
@@ -114,7 +121,7 @@ class Scorer:
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[e] Indices of the tokens that this rank's entries predict, in the concatenation of all samples.
+    """Return [e]: for each entry of this rank, the index of the token it predicts, in the concatenation of all samples.
 
     `starts`: index of the first token of each sample. `indices`: the samples of the pack.
     """

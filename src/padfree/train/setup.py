@@ -41,7 +41,7 @@ from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 
 
 def check_placement(config: Config, device_type: str) -> None:
-    """Refuse settings that do not make sense on this device type or for a model without weights."""
+    """Raise an error for settings that make no sense on this device type, or for a model without stored weights."""
     if config.parallel.offload and device_type == "cpu":
         raise UserError("parallel.offload", "true, but the device is already the CPU", "set parallel.offload=false")
     if config.parallel.checkpointing == "host" and device_type == "cpu":
@@ -104,7 +104,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
 
 
 def build_critic(config: Config, mesh: Mesh) -> Critic | None:
-    """The value model of `loss.advantage` "gae", trained together with the policy; None for other advantages."""
+    """Build the critic, a value model that is trained with the policy, if `loss.advantage` is "gae"; otherwise None."""
     if config.loss.advantage != "gae":
         return None
     config = resolve_auto_on(config, mesh).config
@@ -135,7 +135,10 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
 
 
 def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
-    """The reward model that `rollout.reward` names, frozen and sharded like the policy; None for a function."""
+    """Load the reward model that `rollout.reward` names, frozen and sharded like the policy.
+
+    Return None if `rollout.reward` names a function.
+    """
     path, code = model_of(config.rollout.reward), config.model.trust_remote_code
     if path is None:
         return None
@@ -145,14 +148,14 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
         model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
     except UserError as error:  # the same on every rank
         raise error.at("rollout.reward", "model") from None
-    # The reward model's tokenizer gives other lengths than the run's: a text over the cap is a pack by itself.
+    # The reward model's tokenizer may give more tokens than the run's. A text over the maximum becomes its own pack.
     scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
-    return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config)
+    return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config.data)
 
 
 def check_reward_model(path: str, files: Mapping[str, Path] | None) -> None:
-    """Refuse a model without a trained scalar head."""
+    """Raise an error if the model at `path` has no trained scalar head. `files`: its files, if they are known."""
     if files is None or WEIGHT not in files:
         raise UserError(
             "rollout.reward", f"{path} has no {WEIGHT}", "give the folder of a model that `padfree reward` wrote"
@@ -160,7 +163,10 @@ def check_reward_model(path: str, files: Mapping[str, Path] | None) -> None:
 
 
 def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
-    """The teacher of a distillation, frozen and sharded like the student; `teacher.offload` keeps it on the CPU."""
+    """Load the teacher of a distillation, frozen and sharded like the student.
+
+    With `teacher.offload`, its weights stay on the CPU.
+    """
     assert config.teacher.path is not None
     offload = config.teacher.offload and mesh.device.type != "cpu"
     try:
@@ -170,7 +176,7 @@ def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
 
 
 def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
-    """The teacher's scorer for `loss.advantage` "teacher"; None for other advantages."""
+    """Return a scorer of the teacher if `loss.advantage` is "teacher"; otherwise None."""
     if config.loss.advantage != "teacher":
         return None
     config = resolve_auto_on(config, mesh).config
@@ -178,9 +184,10 @@ def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
 
 
 def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> ReferenceModel | None:
-    """The reference model of the KL term; None if the settings name none. `engine`: the engine that uses it.
+    """Build the reference model of the KL term, or return None if the settings name none.
 
-    Without `engine`, the reference always has its own weights, and its compatibility with the policy is not checked.
+    `engine`: the policy's engine. Without it, the reference always has its own weights, and its compatibility with the
+    policy is not checked.
     """
     path, every = config.reference.path, config.reference.refresh
     if path is None:
@@ -202,7 +209,10 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
 def export(
     config: Config, model: PreTrainedModel, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None
 ) -> Path:
-    """Write the trained model as `lora.export` says, merged weights in `dtype`. Collective."""
+    """Write the trained model, or its adapters if `lora.export` says so, to `folder`. Collective.
+
+    `dtype`: the dtype of the written weights.
+    """
     if _exports_adapters(config):
         return export_adapters(model, folder, tokenizer, base=_unique_name(config.model.path))
     return export_model(model, folder, tokenizer, dtype=dtype)
@@ -211,15 +221,15 @@ def export(
 def export_critic(critic: Critic, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None) -> Path:
     """Write the critic as a reward model, which `AutoModelForSequenceClassification` loads. Collective.
 
-    The score of a text is the value at its last token: the reward that the critic expects for a response that continues
-    from there.
+    The score of a text is the value at its last token: the reward that the critic expects for a response that begins
+    with this text.
     """
     use_pad_token(critic.engine.model, tokenizer)
     return export_model(critic.engine.model, folder, tokenizer, dtype=dtype)
 
 
 def export_dtype(config: Config, path: str | None = None) -> torch.dtype:
-    """The dtype in which a model loaded from `path` (None: `model.path`) is exported. Collective."""
+    """Return the dtype in which a model loaded from `path` (None: `model.path`) is exported. Collective."""
     if config.checkpoint.export_dtype != "base":
         chosen: torch.dtype = getattr(torch, config.checkpoint.export_dtype)
         return chosen
@@ -232,7 +242,7 @@ def _exports_adapters(config: Config) -> bool:
 
 
 def _unique_name(path: str) -> str:
-    """A unique name of a model: its absolute path, or a Hub id."""
+    """Return a unique name of a model: its absolute path if it is a folder, otherwise its Hub id."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 

@@ -1,4 +1,4 @@
-"""Count the tokens that the samples of one data row share, before a run: for the memory estimate and for the plan.
+"""Count the tokens that the samples of one data row share. The memory estimate and `padfree plan` need the count.
 
     turn 1   system user-1 | thought-1 answer-1
     turn 2   system user-1 | answer-1 user-2 | thought-2 answer-2
@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedModel
 
-from padfree.config import Config
+from padfree.config import BatchConfig, LossConfig, RolloutConfig
 from padfree.data import StoredSamples
 from padfree.estimate.cost_file import read_cost
 from padfree.model.sharing import sharing_obstacle
@@ -24,41 +24,47 @@ from padfree.tasks.reading import Samples
 from padfree.train.data_rows import in_rows
 
 MOST_ROWS = 64
-"""Maximum number of rows in which copied keys are counted."""
+"""Maximum number of data rows in which the keys that attention copies are counted."""
 
 
-def rows_with_several(config: Config, samples: Samples) -> Indices:
-    """Indices of rows with several samples that may share prefixes; empty for pairs, rollouts and prompts."""
-    if not isinstance(samples, StoredSamples) or not in_rows(config) or config.loss.task.group_size > 1:
+def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples) -> Indices:
+    """Return the indices of rows with several samples that may share prefixes.
+
+    The result is empty for preference pairs, rollouts and prompts.
+    """
+    if not isinstance(samples, StoredSamples) or not in_rows(loss, rollout) or loss.task.group_size > 1:
         return np.zeros(0, dtype=np.int64)
-    if config.batch.share_prefixes is False:
+    if batch.share_prefixes is False:
         return np.zeros(0, dtype=np.int64)
     return np.flatnonzero(np.diff(samples.row_starts) > 1)
 
 
-def run_cost(config: Config, model: PreTrainedModel) -> CostModel:
-    """The cost model of the run, which decides whether sharing a prefix pays."""
-    return CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
+def run_cost(batch: BatchConfig, model: PreTrainedModel) -> CostModel:
+    """Return the run's cost model, by which the planner decides whether sharing a prefix saves time."""
+    return CostModel.from_config(model.config) if batch.cost is None else read_cost(batch.cost)
 
 
-def tree_of_row(config: Config, samples: StoredSamples, row: int, cost: CostModel) -> PrefixTree:
-    """The prefixes that the samples of this row share."""
+def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: CostModel) -> PrefixTree:
+    """Return the prefixes that the samples of row `row` share."""
     first, end = samples.row_starts[row : row + 2].tolist()
-    return prefixes_of([samples[index] for index in range(first, end)], config.batch.share_prefixes, cost)
+    return prefixes_of([samples[index] for index in range(first, end)], batch.share_prefixes, cost)
 
 
-def copied_keys(config: Config, samples: Samples, model: PreTrainedModel) -> float:
-    """Keys that attention copies per computed token: the maximum over the rows that are likely to copy most.
+def copied_keys(
+    batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, model: PreTrainedModel
+) -> float:
+    """Return the number of keys that attention copies per computed token: the maximum over some rows.
 
-    These are the rows with the highest ratio of all tokens to the tokens of the longest sample.
+    These are the rows that are likely to copy most: the ratio of all their tokens to the tokens of their longest sample
+    is highest.
     """
-    several = rows_with_several(config, samples)
+    several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:
         return 0.0
     assert isinstance(samples, StoredSamples)
     starts = samples.row_starts[:-1]
     tokens, longest = np.add.reduceat(samples.lengths, starts), np.maximum.reduceat(samples.lengths, starts)
     order = np.argsort(-(tokens / np.maximum(longest, 1))[several], kind="stable")
-    cost = run_cost(config, model)
-    trees = [tree_of_row(config, samples, row, cost) for row in several[order[:MOST_ROWS]].tolist()]
+    cost = run_cost(batch, model)
+    trees = [tree_of_row(batch, samples, row, cost) for row in several[order[:MOST_ROWS]].tolist()]
     return max((float(tree.end.sum()) / tree.num_tokens for tree in trees if tree.is_shared), default=0.0)

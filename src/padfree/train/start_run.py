@@ -1,6 +1,6 @@
 """Start a run: mark its folder, load its checkpoint, open its files, and create its `Trainer`.
 
-begin_run   made_with      the record for checkpoints, checked to be the same on all ranks
+begin_run   made_with      the settings, model and data that checkpoints record, checked to be the same on all ranks
             restored       weights, optimizer, position in the data, random state from the newest checkpoint
             files          metrics.jsonl, evaluation.jsonl, events.jsonl, config.json, trackers
   -> Trainer               at the step from which the run continues
@@ -18,7 +18,7 @@ from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
 from padfree.config import Config
 from padfree.distributed import raise_together
 from padfree.errors import UserError
-from padfree.model.load import named_tensors
+from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import CHECKPOINTS
 from padfree.record.run_files import open_run_files
 from padfree.record.run_folder import mark_run_folder
@@ -64,16 +64,19 @@ def begin_run(
     """Create a `Trainer` that starts from the newest checkpoint of the run folder, if there is one.
 
     `data`: the `data_record` of the batcher's samples; without it, a resume does not compare the data. `teacher` gives
-    the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts`: samples that the run
-    generates from the batcher's prompts. `end_tokens`: token ids that end a response.
+    the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts`: generates samples from the
+    batcher's prompts. `end_tokens`: token ids that end a response.
     """
     mesh, note = engine.mesh, on_note or (lambda line: None)
     raise_together(user_error_of(mark_run_folder, config) if mesh.loss.rank == 0 else None)
     raise_together(user_error_of(remove_end, config) if mesh.loss.rank == 0 else None)
     batches = BatchPreparer(
-        config,
         engine,
         batcher,
+        loss=config.loss,
+        data=config.data,
+        rollout=config.rollout,
+        seed=config.run.seed,
         reference=reference,
         teacher=teacher,
         critic=critic,
@@ -126,7 +129,7 @@ def begin_run(
 
 
 def user_error_of(function: Callable[[Config], object], config: Config) -> UserError | None:
-    """The `UserError` that the function raises; None if it raises none."""
+    """Call `function(config)`, and return the `UserError` that it raises, or None if it raises none."""
     try:
         function(config)
     except UserError as error:
@@ -135,9 +138,9 @@ def user_error_of(function: Callable[[Config], object], config: Config) -> UserE
 
 
 def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpointer) -> dict[str, Any] | None:
-    """The record of a reference model whose weights are separate from the policy's.
+    """Return what checkpoints record about a reference model with its own weights; None for any other reference.
 
-    A refreshed reference has no fingerprint, because its weights change and checkpoints contain them.
+    A reference that is refreshed has no fingerprint, because its weights change and checkpoints contain them.
     """
     if not isinstance(reference, ModelReference):
         return None
@@ -149,7 +152,10 @@ def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpoint
 
 
 def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: Checkpointer) -> str | None:
-    """A fingerprint of the teacher's weights, for distillation as a loss or as an advantage."""
+    """Return a fingerprint of the teacher's weights, or None if the run has no teacher.
+
+    `teacher` is given if distillation is an advantage. If it is a loss, `engine` holds the teacher.
+    """
     found = engine.micro_batch_loss.teacher if teacher is None else teacher.model
     return None if found is None else checkpointer.fingerprint(named_tensors(found))
 
@@ -162,7 +168,10 @@ def _check_against_checkpoint(
     batches: BatchPreparer,
     note: OnNote,
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ from the checkpoint's. Raise an error if one of them must not change."""
+    """Return the settings that differ from the checkpoint's, as (old, new). Raise an error if one must not change.
+
+    `record`: this run's settings, model and data. `note` receives notes for the user.
+    """
     extra = checkpointer.extra(path)
     if MADE_WITH not in extra:
         note(f"{path} was written by a version that did not record data, model and settings; they are not compared")
@@ -182,7 +191,10 @@ def _restore(
     batches: BatchPreparer,
     changed: Mapping[str, Any],
 ) -> tuple[RunPosition, bool]:
-    """Load a checkpoint; return the run position, and whether its step was evaluated before the save."""
+    """Load a checkpoint. Return the position of the run, and whether it was evaluated at that step before the save.
+
+    `changed`: the settings that differ from the checkpoint's.
+    """
     engine = batches.engine
     extra, rank_state = checkpointer.load(
         path, model=engine.model, optimizer=engine.optimizer, **batches.models_to_load()
@@ -204,7 +216,10 @@ def _restore(
 
 
 def _best(gathered: Mapping[str, Any] | None, checkpointer: Checkpointer, config: Config) -> Best | None:
-    """The best evaluation so far, if it used the same metric and its checkpoint still exists."""
+    """Return the best evaluation that the checkpoint records.
+
+    Return None if it used another metric than this run, or if its checkpoint no longer exists.
+    """
     if gathered is None or gathered["metric"] != config.checkpoint.best:
         return None
     best = Best(**gathered)

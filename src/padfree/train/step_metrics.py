@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from padfree.batch import Sample
 from padfree.estimate.flops import Flops, Shared
 from padfree.packing import CostModel, StepPlan
+from padfree.sample import Sample
 from padfree.train.engine import SkippedSamples, StepReport
 
 
@@ -59,7 +59,7 @@ def step_metrics(
 
 
 def _shared(plan: StepPlan) -> Shared | None:
-    """Tokens and (query, key) pairs that sharing within packs saves."""
+    """Return the number of tokens and of (query, key) pairs that sharing prefixes saves; None without sharing."""
     if plan.prefixes is None:
         return None
     tokens = pairs = 0.0
@@ -72,7 +72,7 @@ def _shared(plan: StepPlan) -> Shared | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process so far, in GiB: GPU memory, or host memory if the device is a CPU."""
+    """Return the peak memory of this process so far, in GiB: GPU memory, or host memory if the device is a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource  # not available on Windows
@@ -84,9 +84,10 @@ def peak_memory_gib(device: torch.device) -> float:
 def reward_metrics(
     samples: Sequence[Sample], *, end_tokens: Collection[int] = (), sources: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Rewards of a rollout batch, and the lengths of its responses in trained tokens. `sources`: those of a mixture.
+    """Return metrics of a rollout batch: its rewards, and the lengths of its responses in trained tokens.
 
-    With `end_tokens`, also the share of responses that were cut off before such a token.
+    `sources`: names of the sources of a mixture, whose mean rewards are also returned. With `end_tokens`, the metrics
+    include the share of responses that were cut off before one of these tokens.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [int(sample.mask.sum()) for sample in samples]

@@ -1,4 +1,4 @@
-"""Runs updates, and writes one line to `metrics.jsonl` for each.
+"""Run the updates of a training, and write one line to `metrics.jsonl` for each.
 
     host     begin 1 | begin 2 | finish 1 | begin 3 | finish 2 | ...
     written                      line 1              line 2
@@ -31,7 +31,7 @@ OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each finished step, on every rank."""
 
 OnActivity = Callable[[str, int, int], None]
-"""Called with the current activity, the amount done and the total (0: not known). For "step", `done` is its number."""
+"""Called with the current activity, the amount done, and the total (0: not known). For "step", done is its number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,9 +84,10 @@ class StepPipeline:
         wants_stop: bool,
         apply: bool = True,
     ) -> None:
-        """Begin an update. `metrics`: written with its own metrics. `begin`: when the host started to work on it.
+        """Begin an update. `begin`: the time at which the host started to work on it.
 
-        With `apply=False` the metrics are computed, but no weight changes.
+        `metrics` are written together with the metrics of the update. With `apply=False`, the metrics are computed, but
+        no weight changes. Other arguments: see `Engine.begin`.
         """
         after = self._unfinished[-1].pending if self._unfinished else None
         pending = self._engine.begin(
@@ -96,7 +97,7 @@ class StepPipeline:
         self._unfinished.append(_UnfinishedStep(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))
 
     def finish(self, *, keep: int = 0) -> None:
-        """Wait for all updates except the last `keep`, and write their metrics."""
+        """Wait for all updates except the `keep` most recent ones, and write their metrics."""
         while len(self._unfinished) > keep:
             self._finish(self._unfinished.pop(0))
 

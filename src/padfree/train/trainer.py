@@ -60,10 +60,10 @@ from padfree.train.step_pipeline import OnActivity, OnStep, StepPipeline
 class RunResult:
     """How a run ended."""
 
-    step: int  # all optimizer steps of the run, including those before a resume
+    step: int  # number of optimizer steps of the run, including those before a resume
     stopped: bool  # whether a signal stopped the run
     checkpoint: Path | None
-    was_finished: bool = False  # an earlier start finished the run; this one did nothing
+    was_finished: bool = False  # whether an earlier start finished the run, so this one did nothing
 
 
 OnNote = Callable[[str], None]
@@ -75,7 +75,7 @@ COMPILING = "compiling the layers: up to a minute the first time, a few seconds 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation so far, by `checkpoint.best`."""
+    """The best evaluation so far, by the metric that `checkpoint.best` names."""
 
     metric: str
     value: float
@@ -84,7 +84,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunPosition:
-    """The position at which a start begins: step 0, or a checkpoint."""
+    """The point at which this start of the run begins: step 0, or a checkpoint."""
 
     step: int = 0
     saved: Path | None = None  # the checkpoint
@@ -114,7 +114,7 @@ class Trainer:
         signals: StopSignals | None = None,
         planned_steps: int | None = None,
     ) -> None:
-        """`padfree.train.start_run` opens and restores the arguments.
+        """`padfree.train.start_run` creates the arguments, and restores them from the checkpoint.
 
         `made_with` is stored in every checkpoint. `response_log` keeps sampled responses until the next checkpoint.
         `signals` are the command's signal handlers, already installed. `planned_steps` is only displayed.
@@ -163,7 +163,7 @@ class Trainer:
         return self.config.run.steps is not None and self.step >= self.config.run.steps
 
     def run(self) -> RunResult:
-        """Train until the steps are done, the data ends, or a signal arrives."""
+        """Train until `run.steps` is reached, the data ends, or a signal arrives. Return how the run ended."""
         with nullcontext(self._signals) if self._signals is not None else StopSignals() as signals:
             try:
                 if self._signals is not None:  # the command defers signals already
@@ -236,7 +236,7 @@ class Trainer:
             self._on_activity(what, done, total)
 
     def _note_compilation(self) -> None:
-        """Report compilation once per step, not once per graph."""
+        """Tell the user that layers are being compiled: once per step, not once per graph."""
         self._report_activity("compiling the layers")
         if self.on_note is not None and self._compiled_step != self.step:
             self._compiled_step = self.step
@@ -280,7 +280,8 @@ class Trainer:
     def _prepare_next(self, batch: GlobalBatch) -> None:
         """Prepare the next update if it does not depend on the current one.
 
-        In RL it may: the next batch's responses, or their old log-probabilities, come from the updated model.
+        In RL it may depend on it: the updated model generates the responses of the next batch, or computes their old
+        log-probabilities.
         """
         self._prepared = None
         if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
@@ -329,7 +330,7 @@ class Trainer:
     # Checkpoints
 
     def save(self) -> None:
-        """Save a checkpoint. Must be called between two updates."""
+        """Save a checkpoint. Call this only between two updates."""
         self.updates.finish()
         self._report_activity("saving a checkpoint")
         with self._times.measure("checkpoint"):
@@ -378,6 +379,9 @@ class Trainer:
 
 
 def is_better(value: float, than: float, metric: str, better: Better) -> bool:
-    """Whether `value` of a metric is better than `than`. NaN is never better."""
+    """Whether `value` is better than `than`. NaN is never better.
+
+    `better` says whether higher or lower values of `metric` are better.
+    """
     lower = better == "lowest" or (better == "auto" and metric.rpartition("/")[2] in LOWER_IS_BETTER)
     return value < than if lower else value > than

@@ -8,6 +8,7 @@ Config -> load_tokenizer
 from __future__ import annotations
 
 import datetime
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +18,10 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.hub import check_name
 from padfree.config.model_folder import check_tokenizer_files
+from padfree.config.reader import LARGEST_COUNT
 from padfree.data import (
     DataReport,
     MixedDataset,
@@ -35,13 +36,17 @@ from padfree.errors import UserError, shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt
 from padfree.rollout.collect.group import RolloutGroup
+from padfree.sample import Sample
 from padfree.tasks import task_of
 from padfree.tasks.batch_advantages import check_signal
 from padfree.tasks.reading import Samples, TrainingData, text_settings
-from padfree.train.data_rows import Group, Rows, epoch_parts, in_rows, row_counts, row_starts
+from padfree.train.data_rows import Group, Rows, epoch_parts, in_rows, lengths_of, row_counts, row_starts
 
 Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
 
+
+BYTES_PER_TOKEN = 9
+"""Host memory per token of a step: an id, a mask and a log-probability."""
 
 UNGROUPED = ("reinforce++", "gae", "teacher", "given")
 """Advantages that do not compare the samples of a group."""
@@ -56,7 +61,7 @@ def load_tokenizer(config: Config) -> Any:
 
 
 def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or Hub id. An error in its files becomes a `UserError` about `setting`."""
+    """Load the tokenizer of `name`, a folder or Hub id. An error in its files becomes a `UserError` about `setting`."""
     check_name(name, setting)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -74,7 +79,7 @@ def load_training_data(
     import_reward: bool = True,
     day: datetime.date | None = None,
 ) -> TrainingData:
-    """Load the samples or prompts of `data.path` or of all `data.sources`, with a report about their rows.
+    """Load the samples or prompts of `data.path` or of all `data.sources`, with a report about unused rows.
 
     `progress` shows the progress of tokenisation. With prompts, the reward is imported first, so that an error in it
     shows early; `import_reward=False` skips this. `day`: the date for chat templates; None: today.
@@ -92,11 +97,11 @@ def load_training_data(
 def _load(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
     read = task_of(config.loss.command).read
     if not config.data.sources:
-        return read(config, tokenizer, **options)
+        return read(config.data, config.rollout, tokenizer, **options)
     found: dict[str, TrainingData] = {}
     for number, source in enumerate(config.data.sources):
         try:
-            one = read(replace(config, data=config.data.of_source(source)), tokenizer, **options)
+            one = read(config.data.of_source(source), config.rollout, tokenizer, **options)
         except UserError as error:
             raise _of_data_source(error, number) from error
         found[source.label] = one
@@ -104,7 +109,10 @@ def _load(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> Trainin
 
 
 def _of_data_source(error: UserError, number: int) -> UserError:
-    """Turn an error about a `[data]` setting into one about the same setting of source `number`, if sources have it."""
+    """Return the error for source `number` of a mixture.
+
+    If the error is about a `[data]` setting that a source also has, it then names the setting of this source.
+    """
     own, table = "data.(path|columns|split|subset)", f"data.sources.{number}"
     at = f"{table}.path" if error.setting == "data" else re.sub(rf"^{own}$", rf"{table}.\1", error.setting)
     problem, fix = (re.sub(rf"{own}(?=[=.])", rf"{table}.\1", text) for text in (error.problem, error.fix))
@@ -150,7 +158,7 @@ def load_held_out(
     import_reward: bool = True,
     day: datetime.date | None = None,
 ) -> TrainingData | None:
-    """The data of `eval.path`, read like training data; None if it is not set."""
+    """Load the data of `eval.path`, like `load_training_data`. Return None if `eval.path` is not set."""
     settings = config.eval
     if not settings.path:
         return None
@@ -164,22 +172,22 @@ def load_held_out(
 
 
 def _first(config: Config, samples: Samples) -> Samples:
-    """The first `eval.samples` samples: whole rows, counted like `batch.samples`."""
+    """Return the first `eval.samples` samples. They are whole data rows, counted like `batch.samples`."""
     assert config.eval.samples is not None
-    starts, size = row_starts(config, samples), config.loss.task.group_size
+    starts, size = row_starts(config.loss, config.rollout, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
     return [samples[index] for index in range(int(count))]
 
 
 def longest_of(samples: Samples) -> int:
-    """Number of tokens of the longest sample, or of the longest prompt."""
+    """Return the number of tokens of the longest sample or prompt."""
     if isinstance(samples, StoredSamples):
         return int(samples.lengths.max(initial=0))
     return max((len(sample.tokens) for sample in samples), default=0)
 
 
 def check_rollouts(config: Config, source: TrainingData) -> str | None:
-    """Refuse rollout files without any learning signal; return a note if only part of them have one."""
+    """Raise an error if no group of the rollout files has a learning signal; return a note if only some have one."""
     if config.loss.task.in_rows or config.rollout.source is not None:
         return None
     samples = [sample for sample in source.samples if isinstance(sample, Sample)]
@@ -187,17 +195,18 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
 
 
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
-    """Make global batches: of whole groups for RL, of whole data rows otherwise.
+    """Return the batcher, which makes global batches of whole groups in RL, and of whole data rows otherwise.
 
-    A prompt is a group of its own (`RolloutGroup`). `parts`: see `TrainingData`.
+    A prompt is a group of its own (`RolloutGroup`). `parts`: the number of samples of each source of a mixture.
     """
     data, batch = config.data, config.batch
     if not len(samples):
         raise UserError("data.path", f"{', '.join(data.paths)} has no samples", "give files with at least one sample")
+    _check_step_memory(config, samples)
     order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
     groups, sizes = groups_of(config, samples, parts)
-    order["parts"] = epoch_parts(config, sizes)
-    if in_rows(config):
+    order["parts"] = epoch_parts(data, sizes)
+    if in_rows(config.loss, config.rollout):
         if batch.samples is not None:
             size = config.loss.task.group_size
             return FixedSizeBatcher(groups, batch_size=batch.samples // size, length=_num_tokens, **order)
@@ -219,14 +228,34 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
             f"{batch.samples} is less than the {len(largest)} samples of group {largest[0].group!r}",
             f"give {len(largest)} or more",
         )
-    # The budget counts samples here: a batch takes as many whole groups as fit.
+    # `length=len` makes the budget count samples instead of tokens: a batch takes as many whole groups as fit.
     return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
 
 
+def _check_step_memory(config: Config, samples: Samples) -> None:
+    """Refuse a step whose samples this machine cannot hold in memory."""
+    lengths = lengths_of(samples)
+    total = int(lengths.sum()) * (config.data.epochs or LARGEST_COUNT)
+    if config.batch.samples is not None:
+        name, size, tokens_each = "samples", config.batch.samples, float(lengths.mean())
+    else:
+        assert config.batch.tokens is not None
+        name, size, tokens_each = "tokens", config.batch.tokens, 1.0
+    needed = BYTES_PER_TOKEN * min(size * tokens_each, total)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        gib = f"{needed / 2**30:.3g} GiB of memory, and this machine has {memory / 2**30:.3g}"
+        most = int(memory / BYTES_PER_TOKEN / tokens_each)
+        raise UserError(f"batch.{name}", f"a step of {size} {name} needs about {gib}", f"give at most {most}")
+
+
 def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tuple[Sequence[Group], list[int]]:
-    """The units of batches (data rows or groups), and how many come from each part of the samples."""
-    if in_rows(config):
-        starts = row_starts(config, samples)
+    """Return the units of batches, which are data rows or groups, and the number of units in each part of the samples.
+
+    `parts`: the number of samples of each source of a mixture.
+    """
+    if in_rows(config.loss, config.rollout):
+        starts = row_starts(config.loss, config.rollout, samples)
         return Rows(samples, starts), row_counts(starts, parts)
     ends = np.cumsum(parts or [len(samples)]).tolist()
     by_part = [_groups(config, [samples[i] for i in range(a, b)]) for a, b in pairwise([0, *ends])]

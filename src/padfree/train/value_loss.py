@@ -1,4 +1,4 @@
-"""Training and scoring with a scalar head: critics. The loss of reward models is in `padfree.tasks.reward`.
+"""The loss of critics, and scores of models with a scalar head. `padfree.tasks.reward` has the loss of reward models.
 
     ValueMicroBatchLoss   rollouts in a pack   value of every prediction -> clipped squared error
     ScalarScorer          scores without gradients: rewards [B] of samples, values [n] of their tokens
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.batch import LocalBatch, Sample
+from padfree.batch import LocalBatch
 from padfree.losses import (
     LossInputs,
     LossOutput,
@@ -29,6 +29,7 @@ from padfree.losses import (
 )
 from padfree.model.scalar_head import scalar_head_of
 from padfree.optim.master_weights import compute_copies
+from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
 from padfree.tasks.reward import pack_scores
 from padfree.train.finite_checks import check_scores
@@ -49,19 +50,19 @@ class ValueMicroBatchLoss:
 
 
 class ScalarScorer(Scorer):
-    """A parallelized model with a scalar head, and the packer of its inputs."""
+    """Computes values or rewards of samples with a parallelized model that has a scalar head."""
 
     def _check_head(self, model: PreTrainedModel) -> None:
         scalar_head_of(model)
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Values [n] of each sample's tokens, the same on every rank; 0 for a token that is not scored."""
+        """Return the values [n] of each sample's tokens, the same on every rank; 0 for a token that is not scored."""
         return self._score_tokens(samples, pack_scores, "value")
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
-        """[B] score at the end of each sample, on every rank."""
+        """Return [B]: the score at the end of each sample, on every rank."""
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)

@@ -8,7 +8,8 @@ this tokenizer must have the same id in each model's own tokenizer, which may ha
 vocabularies, including added tokens, and not the files, because one vocabulary can be stored in several ways. A reward
 model receives text and tokenises it itself, so it may have any tokenizer.
 
-The trained model's tokenizer may lack tokens of `model.tokenizer`: the run trains their embeddings.
+If `model.tokenizer` names another tokenizer than the trained model's own, the model's own may lack some of its tokens:
+the run trains the embeddings of these tokens.
 """
 
 from __future__ import annotations
@@ -17,25 +18,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from padfree.config import Config
-from padfree.config.hub import GIVEN_TEXT, named_models
+from padfree.config import ModelConfig
+from padfree.config.hub import GIVEN_TEXT
 from padfree.config.model_folder import has_tokenizer
 from padfree.errors import UserError
 from padfree.train.training_data import open_tokenizer
 
 
-def check_vocabularies(config: Config, tokenizer: Any) -> Iterator[str]:
-    """Refuse a model whose tokenizer has other ids; yield notes about models without a tokenizer to compare."""
-    own_name = config.model.tokenizer or config.model.path
+def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: Any) -> Iterator[str]:
+    """Raise an error if the tokenizer of a model has other token ids than `tokenizer`, the run's.
+
+    Yield a note for each model that has no tokenizer to compare.
+    """
+    own_name = model.tokenizer or model.path
     compared = {_unique_name(own_name)}
-    for setting, name in named_models(config).items():
+    for setting, name in names.items():
         if setting in GIVEN_TEXT or setting == "model.tokenizer" or _unique_name(name) in compared:
             continue
         compared.add(_unique_name(name))
         trained = setting == "model.path"
-        if trained and (config.model.init == "random" or Path(name).is_file()):
+        if trained and (model.init == "random" or Path(name).is_file()):
             continue  # an untrained model has not learned any ids
-        other = _tokenizer_of(name, setting, config.model.trust_remote_code)
+        other = _tokenizer_of(name, setting, model.trust_remote_code)
         if tokenizer is None or other is None:
             missing = own_name if tokenizer is None else name
             same = f"assuming that token ids have the same meaning in {name} and {own_name}"
@@ -49,9 +53,10 @@ def check_vocabularies(config: Config, tokenizer: Any) -> Iterator[str]:
 def compare_vocabularies(
     own: Mapping[str, int], other: Mapping[str, int], setting: str, name: str, own_name: str, *, may_lack: bool = False
 ) -> str | None:
-    """Refuse `other`, the vocabulary of `name`, if a token of `own` has another id in it or is missing.
+    """Raise an error if a token of `own` has another id in `other` or is missing there.
 
-    With `may_lack`, missing tokens only give a note, unless their ids belong to other tokens.
+    `own` is the vocabulary of the run's tokenizer `own_name`, and `other` that of the model `name`, which `setting`
+    names. With `may_lack`, missing tokens only give a note, which is returned, unless their ids belong to other tokens.
     """
     if own.items() <= other.items():
         return None
@@ -83,13 +88,13 @@ def compare_vocabularies(
 
 
 def _tokenizer_of(name: str, setting: str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a model; None if it has none."""
+    """Load the tokenizer of the model `name`, or return None if the model has none. `setting`: for error messages."""
     if Path(name).exists():
         return open_tokenizer(name, setting, trust_remote_code) if has_tokenizer(name) else None
     try:
         return open_tokenizer(name, setting, trust_remote_code)
     except UserError:
-        return None  # whether the Hub has tokenizer files shows only when they are requested
+        return None  # only a request can tell whether the Hub has tokenizer files
 
 
 def _unique_name(name: str) -> str:

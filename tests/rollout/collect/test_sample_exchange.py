@@ -121,7 +121,7 @@ def collected(rank: int, world: int, config: Config) -> dict[str, Any]:
     dist.barrier()
     tokenizer = load_tokenizer(config)
     groups: Any = next(make_batcher(config, load_training_data(config, tokenizer).samples))
-    collector = Collector(config, mesh, KeySampler(), tokenizer, vocabulary=50)
+    collector = Collector(config.rollout, config.loss, config.run, mesh, KeySampler(), tokenizer, vocabulary=50)
     received: dict[str, int] = {"facts": 0, "tokens": 0}
     gather, all_to_all = distributed_c10d.all_gather, dist.all_to_all_single
 
@@ -137,7 +137,9 @@ def collected(rank: int, world: int, config: Config) -> dict[str, Any]:
         mock.patch.object(distributed_c10d, "all_gather", counted_gather),
         mock.patch.object(dist, "all_to_all_single", counted_exchange),
     ):
-        samples = collector.collect(None, groups, batch=1, version=0)  # type: ignore[arg-type]
+        collector.sync_weights(None, 0)  # type: ignore[arg-type]
+        collector.put(groups, batch=1, version=0)
+        samples = collector.take(1, version=0)
         cost = CostModel.tokens()
         plan = plan_samples(samples, prefixes_of(samples, "auto", cost), ranks=world, max_tokens=2000, cost=cost)
         here = arrived(samples, plan.micro_batches)

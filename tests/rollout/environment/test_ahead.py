@@ -149,7 +149,7 @@ def test_a_resumed_run_goes_on_with_the_episodes_that_have_ended(
 
     def record(collector: Collector, extra: Mapping[str, Any]) -> None:
         restore(collector, extra)
-        restored.append(dict(collector._restored))
+        restored.append(dict(collector._known.restored))
 
     def stop(metrics: Mapping[str, Any]) -> None:
         if metrics["step"] == 0:

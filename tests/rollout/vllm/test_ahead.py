@@ -17,16 +17,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.rollout.base import Response
-from padfree.rollout.collect.collector import Collector, QueuedBatch
+from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.queue_state import Stored
+from padfree.rollout.collect.queued_batch import QueuedBatch
 from padfree.rollout.engines.servers import weight_sync
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment.play import Played
 from padfree.rollout.response_log import _records
 from padfree.rollout.sampling_rng import response_keys
+from padfree.sample import Sample
 from padfree.train.engine import Engine
 from padfree.train.run import train
 from tests.ranks import run_ranks
@@ -157,7 +158,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> list[Stored]:
 
     def record(collector: Collector, extra: Mapping[str, Any]) -> None:
         restore(collector, extra)
-        found.extend((batch, number, one) for (batch, number), one in collector._restored.items())
+        found.extend((batch, number, one) for (batch, number), one in collector._known.restored.items())
 
     monkeypatch.setattr(Collector, "restore", record)
     return found

@@ -60,13 +60,13 @@ def test_a_response_and_what_is_asked_for() -> None:
     ("fault", "line"),
     [
         ("500", r"/v1/completions answered 500 \(EngineCore encountered an issue\)"),
-        ("half", "/v1/completions answered 0 of 1 responses"),
+        ("half", "/v1/completions returned 0 of 1 responses"),
         ("malformed", "/v1/completions did not answer with JSON"),
-        ("list", "/v1/completions answered list instead of a JSON object"),
+        ("list", "/v1/completions returned list instead of a JSON object"),
         ("cut", "/v1/completions broke the connection"),
         ("abort", "/v1/completions ended a response with reason 'abort'"),
-        ("short", r"without token ids and log-probabilities \(5 tokens and 6 log-probabilities\)"),
-        ("logprobs", r"without token ids and log-probabilities \(log-probabilities that are above 0"),
+        ("short", r"did not return token ids and log-probabilities \(5 tokens and 6 log-probabilities\)"),
+        ("logprobs", r"did not return token ids and log-probabilities \(log-probabilities that are above 0"),
         ("other model", "answered for the model 'another', not 'policy'"),
     ],
 )
@@ -106,7 +106,7 @@ class Answers(FakeVllm):
         (502, b"<html>\nbad gateway</html>", r"/weight_info answered 502 \(<html> bad gateway</html>\)"),
         (500, {"error": {"code": 3}}, r"/weight_info answered 500 \(\{'code': 3\}\)"),
         (200, b"<html>\nwelcome; to</html>", r"/weight_info did not answer with JSON"),
-        (200, {}, r"/weight_info answered \{\} without weight_version"),
+        (200, {}, r"/weight_info returned \{\}, which has no weight_version"),
     ],
 )
 def test_answers_of_a_server_that_is_not_vllm(status: int, answer: Any, line: str) -> None:
@@ -124,14 +124,14 @@ def test_incomplete_answers(answer: Any) -> None:
     with serving(Answers(200, answer)) as (url,):
         with pytest.raises(ServerLostError, match="/v1/models names no model"):
             asyncio.run(VllmServer(url, 5.0).models())
-        with pytest.raises(ServerLostError, match=r"/get_world_size answered .* without world_size"):
+        with pytest.raises(ServerLostError, match=r"/get_world_size returned .*, which has no world_size"):
             asyncio.run(VllmServer(url, 5.0).workers())
 
 
 def test_choices_without_an_index() -> None:
     choices = [{"index": None}, {"index": 0}]
     fake = Answers(200, {"model": "policy", "choices": choices})
-    with serving(fake) as (url,), pytest.raises(ServerLostError, match="answered 2 of 2 responses"):
+    with serving(fake) as (url,), pytest.raises(ServerLostError, match="returned 2 of 2 responses"):
         asyncio.run(
             VllmServer(url, 5.0).score([[1, 2], [3, 4]], num_sampled=1, temperature=1.0, model="policy", salt="run")
         )

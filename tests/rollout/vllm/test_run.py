@@ -21,20 +21,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.sample_exchange import whole
-from padfree.rollout.engines import make_async_sampler, make_sampler
+from padfree.rollout.engines import make_sampler
 from padfree.rollout.engines.servers import pool, server_processes, start
 from padfree.rollout.engines.servers import sampler as sampler_module
 from padfree.rollout.engines.servers.server_api import LateError, RestartedError, VersionError
 from padfree.rollout.engines.servers.server_processes import LaunchedServer, Launcher
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.token_ids import vocabulary_of
+from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
 from padfree.train import run as run_module
 from padfree.train.run import train
@@ -130,10 +130,14 @@ def first_samples(config: Config) -> list[Sample]:
     batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
+    collector = Collector(
+        config.rollout, config.loss, config.run, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model)
+    )
     groups: Any = next(batcher)
     with closing(collector):
-        return whole(collector.collect(engine.model, groups, batch=batcher.step, version=0))
+        collector.sync_weights(engine.model, 0)
+        collector.put(groups, batch=batcher.step, version=0)
+        return whole(collector.take(batcher.step, version=0))
 
 
 def ranks(rank: int, world: int, config: Config) -> list[Sample]:
@@ -264,7 +268,7 @@ def test_a_request_that_fails_during_a_weight_sync_is_retried(
         config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, max_concurrent=2)
         mesh = make_mesh("cpu")
         engine = build_engine(config, mesh)
-        sampler: Any = make_async_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
+        sampler: Any = make_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
         try:
             sampler.update_weights(engine.model, 0)
             sampler.begin(requests, found.__setitem__)
@@ -313,7 +317,7 @@ def test_tokens_of_a_request_that_came_during_a_weight_sync_have_no_older_versio
         config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, max_concurrent=1)
         mesh = make_mesh("cpu")
         engine = build_engine(config, mesh)
-        sampler: Any = make_async_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
+        sampler: Any = make_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
         try:
             sampler.update_weights(engine.model, 0)
             sampler.begin([SamplingRequest(tokens=np.array([3, 4]), max_new_tokens=3, key=1)], found.__setitem__)

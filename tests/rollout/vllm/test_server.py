@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
@@ -35,6 +34,7 @@ from padfree.rollout.engines.servers.server_processes import Launcher, make_laun
 from padfree.rollout.engines.servers.start import check_servers, served_model
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
+from padfree.sample import Sample
 from padfree.testing.arithmetic import Sizes, problems, rl_config, sft_config, train_tokenizer, write_model, write_rows
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from padfree.batch import PackedBatch, Sample, Segments
+from padfree.batch import PackedBatch
 from padfree.packing.collate import collate
+from padfree.sample import Sample
+from padfree.segments import Segments
 from padfree.testing.models import build
 from padfree.tools.check import CheckReport, CheckResult
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 from padfree.testing.models import build
 from padfree.tools.check.compare import (
     Extent,

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import RwkvConfig
 
-from padfree.batch import PackedBatch, Sample
+from padfree.batch import PackedBatch
 from padfree.distributed import Mesh
+from padfree.sample import Sample
 from padfree.testing.models import build
 from padfree.tools.check import CheckReport, check_model, random_samples
 from padfree.tools.check.packed import Variation

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
+from padfree.sample import Sample
 from padfree.testing.models import build
 from padfree.tools.check.padded import padded_loss, padded_rows
 

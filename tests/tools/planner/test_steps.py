@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from padfree.batch import Sample
+from padfree.sample import Sample
 from padfree.tools.planner.steps import read_lengths, rollout_steps, sft_steps
 from padfree.train.training_data import make_batcher
 from tests.tools.planner.cases import config_of, log_normal

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from padfree.config import config_from_dict
+from padfree.config import Config, config_from_dict
 from padfree.packing import plan_step
 from padfree.sizes import ModelSizes
 from padfree.testing.models import build
 from padfree.tools.planner.traffic import (
+    EXPERTS,
     GATHER,
     METRICS,
     REDUCE,
@@ -58,6 +61,10 @@ def test_a_ring_leaves_each_host_once() -> None:
     assert traffic.table() == {"ring": (2100.0, 700.0)}
 
 
+def traffic_of(config: Config, *rest: Any) -> Traffic:
+    return step_traffic(config.parallel, config.model.dtype, *rest)
+
+
 def test_what_a_step_sends_by_hand() -> None:
     model = build("qwen3")
     units = fsdp_units(model, 4)
@@ -67,16 +74,16 @@ def test_what_a_step_sends_by_hand() -> None:
     plan = plan_step([40, 30, 20, 10, 50, 60], ranks=4, max_tokens=64)
     micro_batches = plan.num_micro_batches
     sharded = config_from_dict(settings())
-    flat = step_traffic(sharded, model, plan, Placement(ranks=4, hosts=2), "nccl")
+    flat = traffic_of(sharded, model, plan, Placement(ranks=4, hosts=2), "nccl")
     # in float32, one of two ranks of a host sends to the other host
     assert flat.of_host(0)[1] == pytest.approx(
         micro_batches * 0.75 * 4 * parameters * 2 + flat.table()[METRICS][1], rel=1e-12
     )
-    gloo = step_traffic(sharded, model, plan, Placement(ranks=4, hosts=2), "gloo")
+    gloo = traffic_of(sharded, model, plan, Placement(ranks=4, hosts=2), "gloo")
     assert gloo.table()[REDUCE][1] == 2 * flat.table()[REDUCE][1]
-    again = step_traffic(config_from_dict(settings(reshard=True)), model, plan, Placement(ranks=4, hosts=2), "nccl")
+    again = traffic_of(config_from_dict(settings(reshard=True)), model, plan, Placement(ranks=4, hosts=2), "nccl")
     assert again.table()[GATHER][1] == pytest.approx(flat.table()[GATHER][1] * (2 - root / parameters))
-    replicas = step_traffic(
+    replicas = traffic_of(
         config_from_dict(settings(replicate=2)), model, plan, Placement(ranks=4, hosts=2, replicate=2), "nccl"
     )
     assert replicas.between[GATHER].sum() == replicas.between[REDUCE].sum() == 0
@@ -89,13 +96,32 @@ def test_a_row_over_two_ranks_sends_the_keys_that_are_read_elsewhere() -> None:
     sizes = ModelSizes.of(model.config)
     plan = plan_step([64], ranks=1, max_tokens=64)
     rows = settings(context=2, layout="contiguous")
-    found = step_traffic(config_from_dict(rows), model, plan, Placement(ranks=2, hosts=2, context=2), "nccl")
+    found = traffic_of(config_from_dict(rows), model, plan, Placement(ranks=2, hosts=2, context=2), "nccl")
     # 32 keys and values of each layer go from the first half to the second, their gradients back
     one_way = sizes.layers * 32 * (sizes.key + sizes.value) * 4
     assert found.between["context, allgather"].tolist() == [one_way, one_way]
     twice = config_from_dict(settings(context=2, layout="contiguous", checkpointing="full"))
-    again = step_traffic(twice, model, plan, Placement(ranks=2, hosts=2, context=2), "nccl")
+    again = traffic_of(twice, model, plan, Placement(ranks=2, hosts=2, context=2), "nccl")
     assert again.between["context, allgather"].tolist() == [2 * one_way, one_way]
+
+
+def test_experts_over_ranks_send_tokens_instead_of_weights() -> None:
+    model = build("qwen3_moe")  # 2 layers with 4 experts, top 2, hidden size 64
+    experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+    plan = plan_step([16, 16, 16, 16], ranks=4, max_tokens=16)
+    whole = step_traffic(config_from_dict(settings()), model, plan, Placement(ranks=4, hosts=2), "nccl")
+    config, placement = config_from_dict(settings(expert=2)), Placement(ranks=4, hosts=2, expert=2)
+    found = step_traffic(config, model, plan, placement, "nccl")
+    # 16 tokens choose 2 experts each, and every second choice is on the other rank of the host; the rows and their
+    # outputs, forward and backward, and the counts of the other rank's 2 experts
+    assert found.inside[EXPERTS].tolist() == [2 * (4 * 16 * 64 * 4 + 2 * 8)] * 4
+    assert found.between[EXPERTS].sum() == 0
+    # each rank gathers half of the experts, from one other rank instead of three
+    gathered = whole.inside[GATHER] + whole.between[GATHER] - found.inside[GATHER] - found.between[GATHER]
+    assert gathered.tolist() == [4 * experts * 3 / 4 - 4 * experts / 2 * 1 / 2] * 4
+    assert list(placement.lines())[-1] == "  the 2 ranks that divide the experts are inside a host"
+    full = step_traffic(config_from_dict(settings(expert=2, checkpointing="full")), model, plan, placement, "nccl")
+    assert full.inside[EXPERTS].tolist() == [2 * (6 * 16 * 64 * 4 + 2 * 2 * 8)] * 4
 
 
 def test_hosts_that_do_not_divide_the_ranks_are_refused() -> None:

@@ -13,8 +13,8 @@ from padfree.checkpoint.checkpoint_files import CheckpointError
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh, make_mesh
-from padfree.model.load import named_tensors
 from padfree.model.lora import is_adapter
+from padfree.model.named_tensors import named_tensors
 from padfree.train.engine import Engine
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, ReferenceModel
 from padfree.train.setup import build_engine, build_reference

@@ -1,4 +1,4 @@
-"""padfree's custom operators for compiled layers: the reference in plain torch, and the kernels.
+"""padfree's custom operators for compiled layers. Each has a reference in plain torch and a file of kernels.
 
 rms_norm             RMSNorm, with the residual sum before it           triton_rms_norm
 qk_norm_rope         QK-norm and RoPE of one projection                 triton_qk_norm_rope

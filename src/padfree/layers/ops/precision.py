@@ -1,4 +1,4 @@
-"""The dtype that the operators compute in, and whether they use a Triton kernel."""
+"""The dtype in which the custom operators compute, and whether they use a Triton kernel."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def wide_type(tensor: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic on this tensor; results are rounded to the tensor's own dtype."""
+    """The dtype of the arithmetic on this tensor. Results are rounded to the tensor's own dtype."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether Triton kernels, and not plain torch, are used for this tensor."""
+    """Whether operators on this tensor use Triton kernels instead of plain torch."""
     return tensor.is_cuda and tensor.dtype != torch.float64

@@ -1,4 +1,4 @@
-"""Which devices and shapes have kernels for matmuls with epilogues."""
+"""Whether a device and a shape have kernels for matmuls with epilogues."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OLDEST = (0, 6, 5)
 
 
 def is_supported(a: Tensor, b: Tensor) -> bool:
-    """Whether there is a kernel for a·b."""
+    """Whether there is a kernel with an epilogue for the matmul a·b."""
     return is_whole(a.shape[1]) and is_whole(b.shape[1]) and has_epilogues(a.device, a.dtype)
 
 
 def is_whole(columns: int | torch.SymInt) -> bool:
-    """Whether this many 16-bit columns are a multiple of 16 bytes, as the kernels require."""
+    """Whether a matrix row of this many 16-bit columns is a multiple of 16 bytes, as the kernels require."""
     return isinstance(columns, int) and columns % 8 == 0
 
 
@@ -41,7 +41,7 @@ def _is_installed() -> bool:
         return False
     try:
         import padfree.layers.ops.quack_matmul_epilogues  # noqa: F401
-    except (ImportError, TypeError) as error:  # TypeError: quack-kernels is installed outside site-packages
+    except (ImportError, TypeError) as error:  # a TypeError means that quack-kernels is installed outside site-packages
         message = f"quack-kernels {found} cannot be used and layers will be slower: {error}"
         warnings.warn(message, PadfreeWarning, stacklevel=2)
         return False

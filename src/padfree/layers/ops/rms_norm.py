@@ -6,11 +6,11 @@
 
     y = weight · x · rstd    rstd = (mean x² + eps)^-½
 
-The arithmetic is float32, and y is rounded to the dtype of x once. (Most Hugging Face modules round x · rstd too. The
-compiler omits these roundings in fused code, which is closer to the exact result, and so do we.) `dys` are the
-gradients of y from several matmuls. The kernel adds them, and then `residual`, the gradient of the residual stream, so
-that no sum is written to memory separately. Each of `dys` may have a different shape than x, such as [T, D] for
-[1, T, D].
+D is the hidden size. The arithmetic is float32, and y is rounded to the dtype of x once. (Most Hugging Face modules
+round x · rstd too. Compiled code omits this rounding, which is closer to the exact result, and so do these operators.)
+`dys` are the gradients of y from several matmuls. The kernel adds them, and then adds `residual`, the gradient of the
+residual stream, so that no sum is written to memory separately. A tensor of `dys` may have another shape than x, such
+as [T, D] if x is [1, T, D].
 
 On a GPU these are Triton kernels (`triton_rms_norm`), elsewhere plain torch. `passes.rms_norm` inserts them into
 compiled layers.

@@ -4,9 +4,9 @@
     swiglu_backward    dact, gate, up [.., F]      -> dgate, dup [.., F]
     swiglu_backward_   dact, gate, up [.., F]      writes act over dact, dgate over gate, dup over up
 
-Tensors of width F are the largest of a layer. If activations are recomputed, backward would hold six of them at once
-(gate, up, act and their gradients), unless it overwrites its inputs. The arithmetic is float32, and results are rounded
-once.
+F is the intermediate size of the MLP. Tensors of width F are the largest tensors of a layer. If activations are
+recomputed, the backward pass would hold six of them at once (gate, up, act and their gradients), unless it overwrites
+its inputs. The arithmetic is float32, and results are rounded once.
 
 On a GPU these are Triton kernels (`triton_swiglu`), elsewhere plain torch. `passes.swiglu` inserts them into compiled
 layers.

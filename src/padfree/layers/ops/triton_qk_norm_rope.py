@@ -2,10 +2,10 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """QK-norm and RoPE as Triton kernels.
 
-The input is T · H head vectors of d numbers, stored one after the other. A kernel runs `num_programs` programs. In each
-iteration of its loop, a program handles a block of ROWS consecutive head vectors, then skips ahead by
-`num_programs · ROWS` vectors. Each block is loaded as two halves [ROWS, d/2]: RoPE rotates element i together with
-element i + d/2, so one thread needs both.
+T tokens have H heads each. The input is T · H head vectors of d numbers, stored one after the other. A kernel runs
+`num_programs` programs. In each iteration of its loop, a program handles a block of ROWS consecutive head vectors, then
+skips ahead by `num_programs · ROWS` vectors. Each block is loaded as two halves [ROWS, d/2]: RoPE rotates element i
+together with element i + d/2, so one thread needs both.
 
 cos and sin are loaded again for each head vector; after the first head of a token they come from the cache. The
 gradient of the weight is summed as in `triton_rms_norm`.
@@ -27,7 +27,7 @@ BACKWARD = LaunchConfiguration(rows=16, warps=4, stages=3, resident=4)
 def forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, configuration: LaunchConfiguration = FORWARD
 ) -> tuple[Tensor, Tensor]:
-    """Return y [.., T, H, d], and 1 / rms [.., T, H] of each head vector."""
+    """Return y [.., T, H, d], the normalised and rotated x, and 1 / rms [.., T, H] of each head vector."""
     x = x.contiguous()
     num_rows = x.numel() // x.shape[-1]
     y = torch.empty_like(x)
@@ -57,7 +57,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration = BACKWARD,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [.., T, H, d] and the weight's gradient [d], which is an empty tensor if `weight_gradient` is False."""
+    """Return dx [.., T, H, d] and the weight's gradient [d]. The latter is empty if `weight_gradient` is False."""
     x = x.contiguous()
     num_rows = x.numel() // x.shape[-1]
     dx = torch.empty_like(x)
@@ -93,7 +93,9 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the indices of ROWS head vectors from `first` on, the columns of a half, and a mask of valid elements."""
+    """Return the memory indices of ROWS head vectors from `first` on, the column indices of a half, and a validity
+    mask.
+    """
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows)[:, None] & (column < HALF)

@@ -25,20 +25,20 @@ from torch import Tensor
 SUMMED_ROWS = 64
 SUMMED_COLUMNS = 32
 SHARED_MEMORY = 96 << 10
-"""The maximum bytes of shared memory that a program uses, chosen so that kernels also run on smaller GPUs."""
+"""The maximum shared memory in bytes that a program uses. It is chosen so that kernels also run on smaller GPUs."""
 
 
 class LaunchConfiguration(NamedTuple):
-    """The launch parameters of a kernel, found by measurement (`bench/rms_norm.py`)."""
+    """The launch parameters of a Triton kernel, found by measurement (`bench/rms_norm.py`)."""
 
     rows: int = 1  # tokens that a program holds in registers at a time
     warps: int = 2
-    stages: int = 1  # pipeline depth of the loads; 1: a program's loads overlap only with the work of other programs
+    stages: int = 1  # pipeline depth of the loads; with 1, loads overlap only with the work of other programs
     resident: int = 4  # programs per multiprocessor
 
     @property
     def chunk(self) -> int:
-        """Columns of a token that are loaded at once: 8 per thread."""
+        """The number of columns of a token that are loaded at once: 8 per thread."""
         return 8 * 32 * self.warps // self.rows
 
 
@@ -50,8 +50,8 @@ class Choice(NamedTuple):
 def choose(width: int, itemsize: int = 2) -> Choice:
     """Choose the launch parameters for tokens of `width` elements.
 
-    A thread holds at most 40 elements of a token in forward and 32 in backward. The backward kernel also loads the next
-    two tokens of all its tensors ahead, if they fit into shared memory.
+    A thread holds at most 40 elements of a token in forward and 32 in backward. The backward kernel also prefetches the
+    next two tokens of all its tensors, if they fit into shared memory.
     """
     warps = 1
     while 32 * 40 * warps < width and warps < 16:
@@ -69,7 +69,10 @@ def choose(width: int, itemsize: int = 2) -> Choice:
 def forward(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: LaunchConfiguration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [.., D], x + added [.., D], and 1 / rms [..] of each token. The sum is empty if `added` is None."""
+    """Return y [.., D], the sum x + added [.., D], and 1 / rms [..] of each token.
+
+    If `added` is None, the sum is an empty tensor.
+    """
     configuration = configuration or choose(x.shape[-1], x.itemsize).forward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -101,7 +104,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [.., D] and the weight's gradient [D], which is an empty tensor if `weight_gradient` is False."""
+    """Return dx [.., D] and the weight's gradient [D]. The latter is empty if `weight_gradient` is False."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).backward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -138,8 +141,10 @@ def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
-    """Reduce `dys` to three tensors, because the kernel takes three. Further tensors are added to the third, in float32
-    as in the kernel."""
+    """Reduce `dys` to at most three tensors, because the kernel takes three.
+
+    Further tensors are added to the third, in float32 as in the kernel.
+    """
     if len(dys) <= 3:
         return dys
     last = dys[2].float()
@@ -149,7 +154,7 @@ def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
 
 
 def programs(num_rows: int, device: torch.device, configuration: LaunchConfiguration) -> int:
-    """The number of programs to launch: as many as the device can hold at once, or fewer if there are fewer tokens."""
+    """The number of Triton programs to launch: as many as the device can run at once, or fewer for few tokens."""
     held = 3  # if the kernels run in Triton's interpreter
     if device.type == "cuda":
         held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
@@ -211,7 +216,7 @@ def _per_row(pointer, first, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _weights(weight, D: tl.constexpr, CHUNK: tl.constexpr):
-    """The chunks [1, CHUNK] of the weight."""
+    """The weight as chunks [1, CHUNK]."""
     chunks = ()
     for c in tl.static_range((D + CHUNK - 1) // CHUNK):
         chunks += (_read(weight, 0, c, 1, D, CHUNK, 1),)
@@ -266,7 +271,7 @@ def _backward_kernel(
         dys = ()
         values = ()
         residuals = ()
-        for c in tl.static_range(CHUNKS):  # all loads first, so that they are all in flight
+        for c in tl.static_range(CHUNKS):  # start all loads first, so that they run at the same time
             dy = _read(dy0, first, c, num_rows, D, CHUNK, ROWS).to(tl.float32)
             if NUM_DY > 1:
                 dy += _read(dy1, first, c, num_rows, D, CHUNK, ROWS).to(tl.float32)

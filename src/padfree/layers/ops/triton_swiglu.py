@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""SwiGLU as Triton kernels: a program computes `BLOCK` elements, 8 per thread."""
+"""SwiGLU as Triton kernels. A program computes `BLOCK` elements, 8 per thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward_overwriting(dact: Tensor, gate: Tensor, up: Tensor) -> None:
-    """Write act over dact, dgate over gate and dup over up. This is safe: the thread that read an element writes it."""
+    """Write act over dact, dgate over gate and dup over up.
+
+    This is safe, because each element is read and written by the same thread.
+    """
     assert all(tensor.is_contiguous() for tensor in (dact, gate, up))
     _backward_kernel[_grid(gate)](
         dact, gate, up, gate, up, dact, gate.numel(), HAS_ACT=True, BLOCK=BLOCK, num_warps=WARPS

@@ -19,8 +19,9 @@
       ▼
     kernels
 
-Later passes match the results of earlier ones: without swiglu there is no matmul_swiglu. A pass takes a graph, changes
-it in place and returns the number of changes. To add a pass, write it in a file here and add it to `PASSES`.
+Later passes match the results of earlier passes. For example, matmul_swiglu is inserted only if swiglu was inserted
+before. A pass takes a graph, changes it in place and returns the number of changes. To add a pass, write it in a file
+here and add it to `PASSES`.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ Stage = Literal["before autograd", "after autograd", "after inductor"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphPass:
-    """One pass, and when it runs."""
+    """One graph pass, and the stage of the compilation in which it runs."""
 
     stage: Stage
     run: Callable[[fx.Graph], int]
-    needs_epilogues: bool = False  # run it only if there are kernels for matmuls with epilogues
+    needs_epilogues: bool = False  # whether the pass runs only if there are kernels for matmuls with epilogues
 
 
 PASSES: tuple[GraphPass, ...] = (

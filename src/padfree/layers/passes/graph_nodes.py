@@ -1,6 +1,6 @@
 """Queries on the nodes of a layer's graph, and functions that replace nodes.
 
-The fake tensor of a node is `meta["example_value"]` before autograd and `meta["val"]` after it.
+The fake tensor of a node is stored in `meta["example_value"]` before autograd and in `meta["val"]` after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MATMULS = (
 """The functions that are matmuls in a graph before autograd."""
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes that our kernels support."""
+"""The dtypes that padfree's kernels support."""
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -31,7 +31,10 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
-    """Whether a node calls this function, or the method of this name, and has `users` users (None: any number)."""
+    """Whether a node calls the function or method `target` and has exactly `users` users.
+
+    None means any number of users.
+    """
     if not isinstance(node, fx.Node) or node.target != target:
         return False
     op = "call_method" if isinstance(target, str) else "call_function"
@@ -39,12 +42,12 @@ def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
 
 
 def only_user(node: Any) -> Any:
-    """The only user of a node, or None if it has none or several."""
+    """The only user of a node. None if the node has no user or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def example(node: Any) -> Tensor | None:
-    """The fake tensor of a node before autograd; None if its result is not a tensor."""
+    """The fake tensor of a node in a graph before autograd. None if the node's result is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
@@ -54,7 +57,7 @@ def same_sizes(left: Any, right: Any) -> bool:
 
 
 def is_plain_add(node: fx.Node) -> bool:
-    """Whether a node after autograd adds two different tensors of one dtype and shape."""
+    """Whether a node of a graph after autograd adds two different tensors of one dtype and shape."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
         return False
     total = node.meta["val"]
@@ -63,13 +66,13 @@ def is_plain_add(node: fx.Node) -> bool:
 
 
 def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Make `new` replace `old` for all users, and erase nodes that then have no user."""
+    """Replace the node `old` by `new` for all its users, and erase nodes that then have no user."""
     old.replace_all_uses_with(new)
     erase(graph, old)
 
 
 def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Like `replace`, for a graph before autograd, where `new` also needs the meta of `old`."""
+    """Like `replace`, for a graph before autograd. There, `new` also needs the metadata of `old`."""
     new.meta = dict(old.meta)
     replace(graph, old, new)
 

@@ -36,7 +36,10 @@ class _Matmul(NamedTuple):
 
 
 def matmul_epilogues_pass(graph: fx.Graph) -> int:
-    """Fuse each matmul with the SwiGLU, the backward of SwiGLU or the add that is the only reader of its result."""
+    """Fuse each matmul with the operation after it, if this operation is SwiGLU, the backward of SwiGLU, or an add.
+
+    Changes the graph in place and returns the number of changes. The module docstring gives the conditions.
+    """
     count = 0
     for target, fuse in (
         (torch.ops.padfree.swiglu.default, _fuse_swiglu),
@@ -79,7 +82,8 @@ def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
     if not is_plain_add(node) or any(each.target is ATEN.add.Tensor for each in (*parts, *node.users)):
         return False
     found = [(matmul, index) for index, part in enumerate(parts) if (matmul := _source_matmul(part, 1))]
-    if len(found) != 1:  # if both summands are matmuls, neither result is available as the argument c of the other
+    # Exactly one summand must be a matmul. The other one is the argument c, which must already be in memory.
+    if len(found) != 1:
         return False
     ((matmul, index),) = found
     with graph.inserting_before(node):
@@ -89,7 +93,10 @@ def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
-    """Write dgate and dup over gate and up, if these are computed in this graph and not read again."""
+    """Write dgate and dup over gate and up, if these are computed in this graph and not read again.
+
+    Changes the graph in place and returns the number of changes.
+    """
     count = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.matmul_swiglu_backward.default):
         _, _, gate, up = arguments(node)
@@ -109,7 +116,9 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Whether a matrix is computed in this graph, and read only by `node` and by the matmul_swiglu before it."""
+    """Whether the tensor `matrix` is computed in this graph, and read only by `node` and by the matmul_swiglu before
+    it.
+    """
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
     others = [user for user in matrix.users if user is not node and (user.users or user.op != "call_function")]
@@ -120,9 +129,9 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 
 
 def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """The factors of a matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N].
+    """The two factors of the matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N].
 
-    Returns None if `node` is not such a result or does not have `num_users` users.
+    Returns None if `node` is not the result of a matmul or does not have `num_users` users.
     """
     value = node.meta["val"]
     if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):
@@ -167,7 +176,7 @@ def _shaped(graph: fx.Graph, matrix: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[fx.Node, ...], num_results: int) -> list[fx.Node]:
-    """Insert a call with the metadata that the compiler needs; returns its results."""
+    """Insert a call of `target` with the metadata that the compiler needs, and return the nodes of its results."""
     values = tuple(arg.meta["val"] for arg in args)
     call = graph.call_function(target, args)
     call.meta["val"] = target(*values)

@@ -4,7 +4,8 @@ Before autograd, `qk_norm_rope_pass`, for heads [1, T, H, d] and angles [1, T, d
 
     RMSNorm -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin     becomes   qk_norm_rope -> transpose
 
-if the intermediate results have no other user. A QK-norm without this rotation is left to the compiler.
+This is done only if the intermediate results have no other user. A QK-norm without this rotation is left to the
+compiler. T is the number of tokens, H the number of heads, d the head size, and t the normalised heads.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Rope(NamedTuple):
 
 
 def qk_norm_rope_pass(graph: fx.Graph) -> int:
-    """Replace each QK-norm and the RoPE after it by qk_norm_rope."""
+    """Replace each QK-norm and the RoPE after it by qk_norm_rope. Returns the number of replacements."""
     count = 0
     for node in list(graph.nodes):
         norm = match_rms_norm(node)
@@ -42,9 +43,9 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 
 
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
-    """The RoPE applied to the transposed result [1, H, T, d] of a norm of `heads` [1, T, H, d].
+    """Find the RoPE that is applied to the transposed result [1, H, T, d] of a norm of `heads` [1, T, H, d].
 
-    Returns None if the norm's result has any other use.
+    Returns None if there is none, or if the norm's result has any other use.
     """
     turned_heads: Any = only_user(norm.result)
     if not is_call(turned_heads, "transpose", users=3) or turned_heads.args[1:] != (1, 2):

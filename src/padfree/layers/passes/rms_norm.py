@@ -5,8 +5,9 @@ Before autograd, `rms_norm_pass`:
     x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
     a + b -> the same, and a + b has another user                                          becomes   add_rms_norm
 
-This applies to hidden states [1, T, D] whose normalised values are the input of a matmul, so that they are written to
-memory anyway. A norm whose result is only added to another tensor is left to the compiler, which fuses it with the add.
+This applies to hidden states [1, T, D] whose normalised values are the input of a matmul, so that the values must be
+written to memory anyway. A norm whose result is only added to another tensor is left to the compiler, which fuses it
+with the add.
 
 After autograd, `rms_norm_backward_pass` folds the adds around rms_norm_backward into it, if they have no other user:
 
@@ -36,14 +37,14 @@ from padfree.layers.passes.graph_nodes import (
 
 RESHAPES = ("view", "reshape", "flatten")
 MAX_SUMMANDS = 3
-"""The maximum number of gradients of y that the kernel adds."""
+"""The maximum number of gradients of y that the kernel of rms_norm_backward adds."""
 
 
 # Before autograd
 
 
 class RMSNorm(NamedTuple):
-    """The nodes of one RMSNorm; x is [1, T, D], or [1, T, H, d] for QK-norm."""
+    """The graph nodes of one RMSNorm. x is [1, T, D], or [1, T, H, d] for QK-norm."""
 
     x: fx.Node
     weight: fx.Node
@@ -52,10 +53,10 @@ class RMSNorm(NamedTuple):
 
 
 def rms_norm_pass(graph: fx.Graph) -> int:
-    """Replace each RMSNorm before a matmul by rms_norm or add_rms_norm."""
+    """Replace each RMSNorm before a matmul by rms_norm or add_rms_norm. Returns the number of replacements."""
     count = 0
     for node in list(graph.nodes):
-        norm = match_rms_norm(node)  # match inside the loop: x may be the sum of a norm that was just replaced
+        norm = match_rms_norm(node)  # match inside the loop, because x may be the sum of a norm that was just replaced
         if norm is None or _num_dims(norm.x) != 3 or not _reaches_matmul(norm.result):
             continue
         count += 1
@@ -67,7 +68,7 @@ def rms_norm_pass(graph: fx.Graph) -> int:
 
 
 def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
-    """The RMSNorm that the node `rsqrt` belongs to; None if the nodes around it are not an RMSNorm."""
+    """Find the RMSNorm that the node `rsqrt` belongs to. None if the nodes around it do not form an RMSNorm."""
     if not is_call(rsqrt, torch.rsqrt):
         return None
     shifted: Any = rsqrt.args[0]
@@ -89,7 +90,10 @@ def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
 
 
 def _match_weight(x: fx.Node, scaled: fx.Node, eps: float) -> RMSNorm | None:
-    """Match the multiplication by the weight, with the rounding to the dtype of x before or after it."""
+    """Match the multiplication of the normalised x by the weight.
+
+    Rounding to the dtype of x may come before or after it.
+    """
     (second,) = scaled.users
     rounded_first = is_call(second, "to")
     if not rounded_first and not is_call(second, operator.mul):
@@ -118,7 +122,7 @@ def _num_dims(node: fx.Node) -> int:
 
 
 def _reaches_matmul(node: fx.Node) -> bool:
-    """Whether a result is input of a matmul, possibly reshaped."""
+    """Whether the result of a node, possibly reshaped, is an input of a matmul."""
     for user in node.users:
         if user.target in MATMULS:
             return True
@@ -156,12 +160,13 @@ def _insert_add_rms_norm(graph: fx.Graph, norm: RMSNorm) -> None:
 
 
 def rms_norm_backward_pass(graph: fx.Graph) -> int:
-    """Fold the adds before and after each rms_norm_backward into it."""
+    """Fold the adds before and after each rms_norm_backward into its arguments. Returns the number of changes."""
     nodes = graph.find_nodes(op="call_function", target=torch.ops.padfree.rms_norm_backward.default)
     for node in nodes:
         _fold_summands(graph, node)
         _fold_residual(graph, node)
-        # The compiler takes the strides of each argument from these examples, and drops arguments without an example.
+        # The compiler takes the strides of each argument from `eager_input_vals`, and drops arguments without a value
+        # there.
         node.meta["eager_input_vals"] = (fx.map_arg(node.args, lambda arg: arg.meta["val"]), {})
     return len(nodes)
 
@@ -181,7 +186,10 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
-    """The add that computes `node`, possibly through reshapes with as many columns as x; None if it has other users."""
+    """The add that computes `node`, possibly through reshapes that keep the number of columns of x.
+
+    Returns None if there is no such add, or if it has other users.
+    """
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):
         node = node.args[0]
@@ -191,7 +199,8 @@ def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
 
 
 def _fold_residual(graph: fx.Graph, node: fx.Node) -> None:
-    found = [user for user in node.users if user.args[1] == 0]  # empty if only the weight's gradient is needed
+    # `found` is empty if only the weight's gradient is needed.
+    found = [user for user in node.users if user.args[1] == 0]
     if arguments(node)[4] is not None or len(found) != 1 or len(found[0].users) != 1:
         return
     (dx,) = found

@@ -23,7 +23,7 @@ from padfree.layers.passes.graph_nodes import KERNEL_DTYPES, MATMULS
 
 
 def swiglu_pass(graph: fx.Graph) -> int:
-    """Replace silu(gate) · up by swiglu."""
+    """Replace silu(gate) · up by swiglu. Returns the number of replacements."""
     count = 0
     for silu in list(graph.nodes):
         if silu.target is not torch.nn.functional.silu or len(silu.users) != 1:
@@ -51,7 +51,10 @@ def swiglu_pass(graph: fx.Graph) -> int:
 
 
 def swiglu_overwrite_pass(graph: fx.Graph) -> int:
-    """Make the backward of SwiGLU overwrite dact, gate and up, if no other node reads them."""
+    """Make the backward of SwiGLU overwrite dact, gate and up, if no other node reads them.
+
+    Returns the number of changes.
+    """
     count = 0
     for backward in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu_backward.default):
         dact, gate, up = backward.args

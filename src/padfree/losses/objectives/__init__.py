@@ -1,4 +1,4 @@
-"""Objectives of policy losses: one file per kind, and user-defined ones.
+"""The objectives of policy losses: one file per built-in objective, and support for user-defined ones.
 
     clip, gspo, cispo, reinforce    built in: file and function have the name of the kind; the function takes settings
     contract                        the input and the output of an objective
@@ -7,7 +7,8 @@
 An objective computes a token's loss from its log-probability and advantage. Corrections, KL and entropy are the same
 for all objectives; `padfree.losses.policy_loss` adds them.
 
-To add a kind, add a file here with its function, and its settings in `padfree.config.loss` (a line of `LossConfig`).
+To add a kind of objective, add a file here with its function, and add its settings to `LossConfig` in
+`padfree.config.loss`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from padfree.config.loss_settings import CustomObjective, Objective
+from padfree.config.policy_settings import CustomObjective, Objective
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, Traits, objective, traits_of
 from padfree.losses.objectives.custom import load_objective
 
@@ -25,14 +26,14 @@ __all__ = ["ObjectiveInputs", "ObjectiveOutput", "Traits", "load_objective", "ob
 
 
 def traits(settings: Objective) -> Traits:
-    """The traits of the objective that these settings select."""
+    """The `Traits` of the objective that these settings select."""
     if isinstance(settings, CustomObjective):
         return load_objective(settings.path).traits
     return traits_of(_built_in(settings.kind))
 
 
 def run_objective(settings: Objective, tokens: ObjectiveInputs) -> ObjectiveOutput:
-    """Compute the losses of these tokens."""
+    """Compute the losses of these tokens with the objective that `settings` selects."""
     if isinstance(settings, CustomObjective):
         return load_objective(settings.path)(tokens)
     return _built_in(settings.kind)(tokens, settings)
@@ -40,7 +41,7 @@ def run_objective(settings: Objective, tokens: ObjectiveInputs) -> ObjectiveOutp
 
 @cache
 def _built_in(kind: str) -> Callable[[ObjectiveInputs, Any], ObjectiveOutput]:
-    """The function `kind` in the module `kind`."""
+    """The function named `kind` from the module named `kind` in this package."""
     function: Callable[[ObjectiveInputs, Any], ObjectiveOutput] = getattr(
         importlib.import_module(f"{__name__}.{kind}"), kind
     )

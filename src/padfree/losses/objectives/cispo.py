@@ -1,14 +1,15 @@
-"""CISPO: every token keeps its gradient, and its importance weight is clipped. With r = π / π_old of a token, A its
-advantage and sg the identity without gradient:
+"""CISPO: every token keeps its gradient, and its importance weight is clipped.
 
     -sg(clamp(r, 1 - low, 1 + high)) A log π
+
+Here r = π / π_old is the probability ratio of a token, A its advantage, and sg the identity without gradient.
 """
 
 from __future__ import annotations
 
 import torch
 
-from padfree.config.loss_settings import CISPOSettings
+from padfree.config.policy_settings import CISPOSettings
 from padfree.losses.kl import LOG_RATIO_BOUND
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 

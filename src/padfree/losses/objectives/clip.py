@@ -1,7 +1,9 @@
-"""The clipped ratio of PPO and GRPO. With r = π / π_old of a token and A its advantage:
+"""The clipped objective of PPO and GRPO. The loss of a token is
 
-max(-r A, -clamp(r, 1 - low, 1 + high) A)          high > low is DAPO's clip-higher
-and, with `dual` c, at most -c A if A < 0          dual clip: bounds the loss of a bad token that became likely
+    max(-r A, -clamp(r, 1 - low, 1 + high) A)          high > low is DAPO's clip-higher
+    and, with `dual` c, at most -c A if A < 0          dual clip: bounds the loss of a bad token that became likely
+
+where r = π / π_old is the probability ratio of the token and A its advantage.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.config.loss_settings import ClipSettings
+from padfree.config.policy_settings import ClipSettings
 from padfree.losses import checks
 from padfree.losses.kl import LOG_RATIO_BOUND
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
@@ -28,9 +30,9 @@ def clip(tokens: ObjectiveInputs, settings: ClipSettings) -> ObjectiveOutput:
 def clipped_ratio(
     log_ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [T], and bools [T]: whether the clip to [1 - low, 1 + high] is active.
+    """Return the losses [T] of T tokens, and bools [T] that say whether the clip to [1 - low, 1 + high] is active.
 
-    Losses are float32, or float64 if either input is float64.
+    `log_ratio` [T] is log π - log π_old. Losses are float32, or float64 if either input is float64.
     """
     ClipSettings(low=low, high=high, dual=dual)  # checks the bounds
     log_ratio, advantages = checks.loss_input("log_ratio", log_ratio), checks.loss_input("advantages", advantages)

@@ -1,4 +1,4 @@
-"""The input and the output of an objective.
+"""The input and the output of an objective, the function that computes the policy loss of each token.
 
     tokens.logprobs       [N]  log π of each token, with gradient         ObjectiveInputs
     tokens.old_logprobs   [N]  log π_old
@@ -7,8 +7,8 @@
        log_ratio, clipped [N]  for the metrics
        statistics         [N]  each, more metrics
 
-An objective is a function of these tokens. It does not depend on samples, devices, or how tokens are averaged. A
-decorator states its traits:
+An objective is a function of these tokens. It does not depend on samples, devices, or how tokens are averaged. The
+decorator `objective` declares its traits:
 
     @objective(elementwise=True)
     def clip(tokens): ...
@@ -30,18 +30,18 @@ from typing import TypeVar
 from torch import Tensor
 
 from padfree.errors import UserError
-from padfree.losses.segments import Reduce, no_reduce, segment_mean, spread
+from padfree.losses.segment_sums import Reduce, no_reduce, segment_mean, spread
 from padfree.losses.types import LossInputs
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 ATTRIBUTE = "padfree_objective"
-"""The attribute of a function that holds its traits."""
+"""The name of the function attribute in which the decorator `objective` stores the traits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What an objective declares about itself."""
+    """What an objective declares about itself. The module docstring explains the fields."""
 
     elementwise: bool = False
     needs_no_old_logprobs: bool = False
@@ -66,27 +66,30 @@ def objective(
 
 
 def traits_of(function: object) -> Traits:
-    """The traits from the decorator, or the defaults, which are valid for any function."""
+    """The traits that the decorator `objective` declared, or the defaults, which are valid for any function."""
     found: Traits = getattr(function, ATTRIBUTE, Traits())
     return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObjectiveInputs:
-    """The tokens of an objective: [N] each, float32 (float64 if the log-probabilities are)."""
+    """The N tokens for which an objective computes losses. Each field is [N].
 
-    logprobs: Tensor  # under the policy being trained, with gradient
+    The dtype is float32, or float64 if the log-probabilities are float64.
+    """
+
+    logprobs: Tensor  # log-probabilities under the policy being trained, with gradient
     advantages: Tensor
-    weights: Tensor  # factors applied to the losses afterwards, including the global normaliser
-    old_logprobs: Tensor | None  # under the policy that `loss.old_policy` names; None only for `needs_no_old_logprobs`
-    rollout_logprobs: Tensor | None = None  # reported by the sampler, if available
-    ref_logprobs: Tensor | None = None  # of the reference, if available
-    entropy: Tensor | None = None  # with gradient, if `loss.entropy_coefficient` is not 0
-    pack: LossInputs | None = None  # the pack of which these are all tokens; None for an elementwise objective
+    weights: Tensor  # padfree multiplies the losses by these weights, which include the global normaliser
+    old_logprobs: Tensor | None  # log-probabilities under `loss.old_policy`; None only if `needs_no_old_logprobs`
+    rollout_logprobs: Tensor | None = None  # log-probabilities that the sampler reported, if available
+    ref_logprobs: Tensor | None = None  # log-probabilities under the reference model, if available
+    entropy: Tensor | None = None  # entropy at each token, with gradient; None if `loss.entropy_coefficient` is 0
+    pack: LossInputs | None = None  # the pack that these tokens come from; None for an elementwise objective
     reduce: Reduce = no_reduce
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """[N] for every token, the mean of `values` [N] over the scored tokens of its sequence, without gradient.
+        """For every token, the mean of `values` [N] over the scored tokens of its sequence, [N] without gradient.
 
         This also works if several context ranks hold parts of the sequence.
         """
@@ -101,9 +104,10 @@ class ObjectiveInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObjectiveOutput:
-    """The losses of tokens, and values for metrics: the same fields and names in every call."""
+    """The losses of the tokens, and values for metrics. Every call must return the same fields and names."""
 
     losses: Tensor  # [N]
     log_ratio: Tensor | None = None  # [N] shown as `ratio` and `approx_kl`
     clipped: Tensor | None = None  # [N] bool, shown as `clip_fraction`
-    statistics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each, shown as means over scored tokens
+    # further values, [N] each; the metrics show their means over scored tokens
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)

@@ -4,7 +4,8 @@
     def mine(tokens: padfree.losses.ObjectiveInputs) -> Tensor:             or an ObjectiveOutput
         return -tokens.advantages * tokens.logprobs
 
-The function is user code, so its exceptions and results are checked, without synchronising with the device.
+The function is user code, so its exceptions are caught and its results are checked. The checks do not synchronise with
+the device.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ USER_OBJECTIVE = UserFunction(
 
 @cache
 def load_objective(path: str) -> UserObjective:
-    """Load the objective `module:function` from the installed packages or the current folder."""
+    """Load the objective from a path `module:function`. The module is an installed package or in the current folder."""
     return UserObjective(path=path, function=USER_OBJECTIVE.load(path))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class UserObjective:
-    """A user's function; calling it checks its result."""
+    """A user-defined objective. Calling it runs the user's function and checks the result."""
 
     path: str
     function: Callable[[ObjectiveInputs], Any]
@@ -49,7 +50,7 @@ class UserObjective:
             found = self.function(tokens)
         except KeyboardInterrupt:
             raise  # Ctrl-C outside of a run
-        except BaseException as error:  # also SystemExit: a loss must not end the run
+        except BaseException as error:  # BaseException includes SystemExit: a loss function must not end the run
             raise UserError("loss.kind", f"{self.path} raised {shown_error(error)}", "correct the function") from error
         output = ObjectiveOutput(losses=found) if isinstance(found, Tensor) else found
         if not isinstance(output, ObjectiveOutput):
@@ -83,13 +84,13 @@ class UserObjective:
             raise UserError(
                 "loss.kind", f"{self.path} returned losses without a gradient", "compute them from tokens.logprobs"
             )
-        # Ranks sum their metrics in the order of their names, so the names must be the same in all calls.
+        # Ranks sum their metrics in the order of the metric names, so the names must be the same in all calls.
         names = tuple(sorted(present))
         if self._names is None:
             self._names = names
         if names != self._names:
             raise UserError(
                 "loss.kind",
-                f"{self.path} returned {', '.join(names)}, but earlier {', '.join(self._names)}",
+                f"{self.path} returned {', '.join(names)}, but {', '.join(self._names)} in an earlier call",
                 "return the same names in every call",
             )

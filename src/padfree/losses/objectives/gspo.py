@@ -2,14 +2,15 @@
 
     max(-s A, -clamp(s, 1 - low, 1 + high) A)
 
-It is computed as s · π / sg(π) token by token, with sg the identity without gradient (GSPO-token in the paper). Its
-value is s. Its gradient equals that of s if the tokens of the sequence share one advantage and one weight, as the
-weights of `aggregation.py` do. But each token has its own gradient, so context ranks exchange values, not gradients.
+A is the advantage. In place of s, each token uses s · π / sg(π), where sg is the identity without gradient (GSPO-token
+in the paper). The value of this expression is s. Summed over the sequence, its gradient equals the gradient of s if all
+tokens of the sequence have the same advantage and the same weight; the weights of `aggregation.py` fulfil this. Because
+each token has its own gradient, context ranks exchange only values, not gradients.
 """
 
 from __future__ import annotations
 
-from padfree.config.loss_settings import GSPOSettings
+from padfree.config.policy_settings import GSPOSettings
 from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 

@@ -1,8 +1,11 @@
-"""REINFORCE, the plain policy gradient: -A log π. Old log-probabilities, if available, are only used for metrics."""
+"""REINFORCE, the plain policy gradient: the loss of a token with advantage A is -A log π.
+
+If old log-probabilities are available, they are used only for metrics.
+"""
 
 from __future__ import annotations
 
-from padfree.config.loss_settings import ReinforceSettings
+from padfree.config.policy_settings import ReinforceSettings
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 
 

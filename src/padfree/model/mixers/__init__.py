@@ -7,7 +7,7 @@ varlen_kernel      the fast alternative: all segments at once, if a test on this
 own_forward        a copy of the module's own forward that calls other functions
 convolution        a short convolution that stops at segment boundaries, in plain PyTorch
 fla_kernels        recurrences with segment boundaries, from flash-linear-attention
-forward            install one of the two in place of the module's forward
+forward            install by_segment or varlen_kernel in place of the module's forward
 registry           the kinds: gated_delta, mamba2, mamba1, short_convolution, lightning, generic; one file each
 """
 

@@ -1,11 +1,11 @@
-"""Run a mixer's own module on each segment separately: the definition of correct.
+"""Run a mixer's own module on each segment separately. The result is correct by definition.
 
     pack       | 5 tokens | 3 | 5 | 3 | pad of 2 |             [1, T, D]
     calls      [2, 5, D]  and  [2, 3, D]                        segments of equal length form the batch of one call
     result     | 5 tokens | 3 | 5 | 3 | zeros    |             in the original order
 
-The module only has to treat the samples of a batch independently. It does not have to know about packing. No kernel and
-no extra package are needed. The pad is not computed.
+The module must treat the samples of a batch independently, and need not know about packing. No kernel and no extra
+package are needed. Padding tokens are not computed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from torch import Tensor
 
 
 def by_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Apply `call` to all segments. `values`: [t, ...] each with t = sum(lengths); the result is [t, D'].
+    """Apply `call` to all segments. Each of `values` is [t, ...] with t = sum(lengths). Returns [t, D'].
 
-    `call` takes the values of n segments of L tokens, [n, L, ...] each, and returns [n, L, D']. If there are no tokens,
-    it is called with one token of zeros and its result is multiplied by 0, because all ranks of a sharded model must
-    use the same parameters.
+    `call` takes the values of n segments of L tokens, [n, L, ...] each, and returns [n, L, D'], where D' is the output
+    width. If there are no tokens, `call` gets one token of zeros and its result is multiplied by 0, because all ranks
+    of a sharded model must use the same parameters.
     """
     members: dict[int, list[int]] = {}
     for segment, length in enumerate(lengths):
         if length:
             members.setdefault(length, []).append(segment)
     if not members:
-        # The zeros are sums of the empty values, not new tensors: backward must run through this call on every rank.
+        # The zeros are sums of the empty values and not new tensors, because backward must run through this call on
+        # every rank.
         result = call([value.sum(0, dtype=value.dtype)[None, None] for value in values])
         return (result * 0)[0, :0] + result.sum() * 0
     pieces = [torch.split(value, list(lengths)) for value in values]

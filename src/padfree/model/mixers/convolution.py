@@ -3,8 +3,9 @@
     pack       a b c | d e        taps w0 w1 w2; w2 is applied to the token itself
     y          w2·a, w1·a + w2·b, w0·a + w1·b + w2·c | w2·d, w1·d + w2·e
 
-y_t = bias + Σ_i w_i · x_{t-i} over the few taps i for which t-i is in the segment of t. It is plain PyTorch, which a
-compiled layer fuses with the surrounding operations. Sums are in float32.
+Each output y_t is the bias plus the sum of tap weights times the inputs x of token t and of the few tokens before it in
+the same segment. The code is plain PyTorch, which the compiler fuses with the surrounding operations. Sums are in
+float32.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from padfree.batch import Segments
+from padfree.segments import Segments
 
 
 def positions_of(num_tokens: int, segments: Segments) -> Tensor:
-    """[T] the position of each token in its segment."""
+    """The position of each of T tokens in its segment, [T]."""
     starts = segments.cu_seqlens
     tokens = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
     return tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
@@ -36,7 +37,11 @@ def convolution(
     seq_idx: Segments | None = None,
     **_: Any,
 ) -> Tensor:
-    """Replaces transformers' `causal_conv1d_fn`. A forward without an argument `segments` passes them as `seq_idx`."""
+    """A causal depthwise convolution along a pack, which replaces transformers' `causal_conv1d_fn`.
+
+    There are C channels, T tokens and W taps. Some callers have no argument `segments` and pass the segments as
+    `seq_idx`.
+    """
     segments = seq_idx if segments is None else segments
     assert segments is not None
     states = hidden_states.transpose(1, 2)  # [1, T, C], the order in memory

@@ -3,10 +3,11 @@
     a layer     norm -> mixer -> (+) -> norm -> MLP -> (+)
     call        mixer(x) and mixer(x with token 3 changed)        if the output of another token differs, it mixes
 
-The small copy of the probe runs once, and the call of every module is recorded. A module below a layer is a mixer if a
-changed token changes the outputs of other tokens, and if none of its submodules calls transformers' attention. If such
-modules are nested, there are two choices: the innermost modules, which have the simplest calls, or the outermost ones,
-which include mixing between the inner ones (a convolution before a recurrence). The probe tries both, in this order.
+A small copy of the model (see `padfree.model.probe`) runs once, and the call of every module is recorded. A module
+below a layer is a mixer if a changed token changes the outputs of other tokens, and if none of its submodules calls
+transformers' attention. If mixers are nested, there are two choices. The innermost modules have the simplest calls. The
+outermost modules include mixing between the inner ones (a convolution before a recurrence). The probe tries the
+innermost modules first, then the outermost.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, PreTrainedModel
 
-from padfree.batch import AttnContext, Segments
+from padfree.batch import AttnContext
 from padfree.model.interface import NAME, attention
 from padfree.model.mixers.mixer import Carrier, Mixer, qualified_name
 from padfree.model.mixers.registry import kind_of
 from padfree.model.outputs import base_of
 from padfree.model.structure import layers_of
+from padfree.segments import Segments
 
 LISTENER = f"{NAME}_listener"
 NUM_TOKENS = 11
 CHANGED = 3
 TOLERANCE = 1e-5
-"""The smallest difference that counts as mixing, relative to the largest entry. It is not 0, because in a mixture of
-experts a changed token can change the rounding of other tokens."""
+"""The smallest difference between outputs that counts as mixing, relative to the largest entry. It is not 0, because in
+a mixture of experts a changed token can change the rounding of other tokens.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,7 +47,10 @@ class _MixerCall:
 
 
 def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
-    """One or two choices of mixers, each with one `Mixer` per class; empty if no module mixes."""
+    """Find the mixers of a model. Returns one or two choices, each with one `Mixer` per module class.
+
+    The list is empty if no module mixes tokens.
+    """
     layers = list(layers_of(model))
     calls, attending = _calls(model, layers)
     mixing = {
@@ -65,7 +71,10 @@ def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
 
 
 def _calls(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Module, _MixerCall], set[nn.Module]]:
-    """The first call of every layer and of every module below it, and the modules that call attention."""
+    """Run the model and record calls.
+
+    Returns the first call of every layer and of every module below it, and the set of modules that call attention.
+    """
     calls: dict[nn.Module, _MixerCall] = {}
     attending: set[nn.Module] = set()
 
@@ -104,7 +113,10 @@ def _calls(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Mod
 
 
 def bound(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of a call of the module's forward by parameter, and its **kwargs."""
+    """Bind the arguments of a call to the parameters of the module's forward.
+
+    Returns the arguments by parameter name, and the **kwargs.
+    """
     signature = inspect.signature(type(module).forward)
     arguments = dict(signature.bind_partial(module, *args, **kwargs).arguments)
     parameters = list(signature.parameters.values())
@@ -121,7 +133,7 @@ def _attends(module: nn.Module, attending: set[nn.Module]) -> bool:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """The output [1, T, D'] of a call: the result or the first of a tuple. None if it has another shape."""
+    """The output [1, T, D'] of a module: its result, or the first element if the result is a tuple. Else None."""
     if isinstance(output, tuple) and output:
         output = output[0]
     if isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == (1, NUM_TOKENS):
@@ -130,7 +142,7 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _hidden_parameter(call: _MixerCall) -> str | None:
-    """The parameter that takes the hidden states: the first one of shape [1, T, D]."""
+    """The name of the parameter that takes the hidden states: the first one whose argument has shape [1, T, D]."""
     for name, value in call.arguments.items():
         if isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == (1, NUM_TOKENS):
             return name
@@ -138,7 +150,7 @@ def _hidden_parameter(call: _MixerCall) -> str | None:
 
 
 def _mixes(module: nn.Module, call: _MixerCall) -> bool:
-    """Whether a changed token changes the outputs of other tokens."""
+    """Whether a change of one token changes the module's outputs for other tokens."""
     name, output = _hidden_parameter(call), _first_tensor(call.output)
     if name is None or output is None:
         return False
@@ -185,7 +197,7 @@ def _has_context(call: _MixerCall) -> bool:
 def _read_token_arguments(module: nn.Module, call: _MixerCall, hidden: str) -> Iterator[str]:
     """The parameters of forward, besides `hidden`, that hold one value per token and affect the result.
 
-    Modules get many parameters that they do not use.
+    Modules also get many arguments that they do not use.
     """
     output = _first_tensor(call.output)
     assert output is not None

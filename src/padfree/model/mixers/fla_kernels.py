@@ -22,24 +22,25 @@ from torch.nn import functional
 from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from padfree.batch import Segments
 from padfree.model.model_files import one_line
+from padfree.segments import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")
-"""On Hopper, flash-linear-attention has no backward with Triton from the first version up to, but excluding, the
-second."""
+"""On Hopper, versions of flash-linear-attention from the first of these up to, but excluding, the second have no Triton
+backward.
+"""
 
 
 @cache
 def unavailable(device_type: str) -> str | None:
-    """Why the kernels cannot be used on this device; None if they can."""
+    """The reason why the kernels cannot be used on this type of device. None if they can."""
     if device_type != "cuda":
         return "flash-linear-attention needs a GPU"
     try:
         import_module("fla.ops.gated_delta_rule")
         triton = TorchVersion(version("triton"))
-    except Exception as error:  # its dependencies can be missing or have unusable versions
+    except Exception as error:  # dependencies of the package can be missing or have unusable versions
         return f"flash-linear-attention cannot be imported ({one_line(error)}); install padfree[fla]"
     on_hopper = torch.cuda.get_device_capability()[0] == 9
     if on_hopper and triton >= NO_GRADIENTS[0] and triton < NO_GRADIENTS[1] and find_spec("tilelang") is None:
@@ -54,8 +55,10 @@ _HOST_LENGTHS: Any = WeakTensorKeyDictionary()
 
 
 def _lengths(segments: Segments) -> dict[str, Tensor]:
-    """The segment boundaries on the device and on the host. All layers get the same tensors, because fla caches its own
-    preparations by these tensors."""
+    """The segment boundaries on the device and on the host, as keyword arguments of the kernels.
+
+    All layers get the same tensors, because flash-linear-attention caches its preparations by these tensors.
+    """
     device = segments.cu_seqlens
     if device not in _HOST_LENGTHS:
         _HOST_LENGTHS[device] = torch.from_numpy(segments.offsets).to(device.dtype)
@@ -115,7 +118,10 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """[1, T, H, P] linear attention with keys B, queries C, values dt · x and the decay exp(dt · A)."""
+    """The recurrence of Mamba-2: linear attention with keys B, queries C, values dt · x and the decay exp(dt · A).
+
+    `hidden_states` x is [1, T, H, P] for T tokens and H heads of size P. Returns [1, T, H, P].
+    """
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = functional.softplus(steps) if dt_softplus else steps
     steps = steps.clamp(*dt_limit)
@@ -135,5 +141,8 @@ def _decayed_attention(queries: Tensor, keys: Tensor, values: Tensor, decay: Ten
 
 
 def no_fused_layer(*_args: Any, **_kwargs: Any) -> None:
-    """Replaces `mamba2_split_conv1d_scan_combined`, which takes no boundaries; the layer then uses separate steps."""
+    """Replaces `mamba2_split_conv1d_scan_combined`, which does not support segment boundaries.
+
+    It returns None, so that the layer runs its separate steps instead.
+    """
     return None

@@ -7,12 +7,12 @@
                              move the results back
 
 The choice between "each segment" and "all segments at once" is made before the first forward pass of the model on a
-device. All segments at once is the fast forward, and a compiled layer includes it. Over context ranks, and segment by
-segment, a mixer is a graph break.
+device. "All segments at once" is called the fast forward; a compiled layer includes it in its graph. If a mixer runs
+segment by segment, or if context ranks share a pack, the mixer is a graph break.
 
-The module keeps its class, its weights and its own forward. The instance gets another forward, which calls the original
-one while the model uses an attention implementation of transformers. The AttnContext is passed with the call: as the
-argument `attn_context`, or in place of the mask if the layer passes on only a mask.
+The module keeps its class, its weights and its own forward. The instance gets another forward. As long as the model
+uses an attention implementation of transformers, this forward calls the original one. The `AttnContext` is passed with
+the call, as the argument `attn_context`. If the layer passes on only a mask, the context takes the place of the mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from padfree.batch import AttnContext, Segments
+from padfree.batch import AttnContext
 from padfree.cp import from_whole_segments, to_whole_segments
 from padfree.errors import UserError
 from padfree.model.interface import is_attached
@@ -37,6 +37,7 @@ from padfree.model.mixers.mixer import Mixer, qualified_name
 from padfree.model.mixers.own_forward import reference_forward
 from padfree.model.mixers.varlen_kernel import VarlenKernel, own_kernels_are_right, tested_kernel
 from padfree.model.outputs import base_of
+from padfree.segments import Segments
 
 STATE = "_padfree_mixer"
 CHOSEN_FOR = "_padfree_mixers_chosen_for"
@@ -45,22 +46,21 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixerState:
-    """The state of an installed module. Nothing in it depends on data."""
+    """The state of a module whose forward was replaced by `packed_forward`. Nothing in it depends on data."""
 
     mixer: Mixer
-    config: PreTrainedConfig  # of the model; shows whether the model is attached
-    parameters: tuple[str, ...]  # of the module's own forward, in order, without **kwargs
-    order: Tensor | None = None  # [T] used by the probe: index i of the pack holds token order[i]
+    config: PreTrainedConfig  # config of the model; shows whether the model is attached
+    parameters: tuple[str, ...]  # parameters of the module's own forward, in order, without **kwargs
+    order: Tensor | None = None  # [T] for the probe's shuffled packs: index i of the pack holds token order[i]
     fast: VarlenKernel | None = None
-    own_kernels: bool = False  # segment by segment: use the kernels that transformers finds, not plain PyTorch
+    own_kernels: bool = False  # if run segment by segment: use the kernels that transformers finds, not plain PyTorch
 
 
 def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None, *, fast: bool = False) -> int:
-    """Install `packed_forward` in the modules that these `mixers` describe. Returns the number of modules.
+    """Replace the forward of the modules that `mixers` describe by `packed_forward`. Returns the number of modules.
 
-    May be called again for the same model. `order` is for the probe (see `MixerState`).
-
-    `fast`: process all segments at once, if a test on the device of the first batch finds that correct.
+    May be called again for the same model. `order` is for the probe (see `MixerState`). If `fast` is True, all segments
+    are processed at once, if a test on the device of the first batch finds this correct.
     """
     by_class = {mixer.class_name: mixer for mixer in mixers}
     handing = {mixer.handed_by for mixer in mixers}
@@ -74,7 +74,7 @@ def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | Non
             object.__setattr__(module, STATE, state)
             object.__setattr__(module, "forward", MethodType(packed_forward, module))
             count += 1
-        # If the base model passes the context as the mask, the model around it may also pass on nothing but the mask.
+        # If the base model passes the context as the mask, the model around it may also pass on only the mask.
         hands = name in handing or (module is model and qualified_name(type(base_of(model))) in handing)
         if hands and hand_context not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hand_context, with_kwargs=True)
@@ -100,7 +100,7 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def choose_forwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of a model with mixers: before the first batch on a device, test the fast forwards."""
+    """A forward pre-hook of a model with mixers. Before the first batch on a device, it tests the fast forwards."""
     given = args[0] if args else kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
     if not isinstance(given, Tensor) or model.__dict__.get(CHOSEN_FOR) == given.device:
@@ -125,7 +125,7 @@ def _config_of(module: nn.Module, state: MixerState) -> PreTrainedConfig:
 
 
 def installed(module: nn.Module) -> Mixer | None:
-    """The `Mixer` that this module was installed as; None if it was not."""
+    """The `Mixer` that describes this module, if its forward was replaced by `install`. Otherwise None."""
     state = module.__dict__.get(STATE)
     return state.mixer if isinstance(state, MixerState) else None
 
@@ -133,7 +133,10 @@ def installed(module: nn.Module) -> Mixer | None:
 def hand_context(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward pre-hook for modules that pass on a mask but drop keyword arguments: pass the context as the mask."""
+    """A forward pre-hook that passes the `AttnContext` in place of the mask.
+
+    It is for modules that pass on a mask but drop other keyword arguments.
+    """
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext) or kwargs.get("attention_mask") is not None:
         return None
@@ -141,7 +144,7 @@ def hand_context(
 
 
 def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an installed mixer: its own forward, applied to segments."""
+    """The forward of a mixer on a pack: its own forward, applied to each segment or to all segments at once."""
     state = module.__dict__[STATE]
     if not is_attached(state.config):
         return type(module).forward(module, *args, **kwargs)
@@ -180,13 +183,13 @@ def _check(module: nn.Module, arguments: dict[str, Any], context: AttnContext) -
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _moved(fast: VarlenKernel, module: nn.Module, state: MixerState, hidden: Tensor, context: AttnContext) -> Any:
-    """The fast forward over context ranks: on the whole segments that this rank receives."""
+    """Run the fast forward if context ranks share a pack: on the whole segments that this rank receives."""
     states, lengths = to_whole_segments(hidden.squeeze(0), context)
     assert context.plan is not None
     segments = context.plan.prepared(
         "segments of mixers", lambda: Segments.from_lengths(lengths or [1], device=hidden.device)
     )
-    if not lengths:  # all ranks of a sharded model must use the same parameters
+    if not lengths:  # run it even without tokens, because all ranks of a sharded model must use the same parameters
         states = states.sum(0, dtype=states.dtype, keepdim=True)
     output = fast.forward(module, **{state.mixer.hidden: states[None], fast.boundaries: segments})
     first, *others = output if isinstance(output, tuple) else (output,)
@@ -209,7 +212,7 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
             f"is for {needed} tokens, but {name} has {len(values_of_tokens[0])}",
             "take both from the same LocalBatch",
         )
-    # Tensors that the module ignores are not split into segments, so they must not be passed.
+    # Tensor arguments that the module ignores are not split into segments, so None is passed instead of them.
     rest = {argument: None if _holds_tensors(value) else value for argument, value in arguments.items()}
     if mixer.carrier == "attention_mask":
         rest["attention_mask"] = None
@@ -232,7 +235,10 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _on_whole_segments(call: Any, tokens: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
-    """Apply `call` to whole segments: `tokens` [T/world, ...] each -> [T/world, D'], with zeros for the pad."""
+    """Apply `call` to whole segments.
+
+    Each of `tokens` is [T/world, ...]; returns [T/world, D'] with zeros for padding.
+    """
     segments = context.segments
     if context.layout is not None:
         moved = [to_whole_segments(values, context) for values in tokens]

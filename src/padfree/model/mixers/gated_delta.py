@@ -2,7 +2,8 @@
 
     S_t = exp(g_t) · S_{t-1} + k_t (beta_t · (v_t - S_{t-1}ᵀ k_t))ᵀ        o_t = S_tᵀ q_t       S is [d_k, d_v] per head
 
-with a short convolution on q, k and v before it.
+g_t is the log decay and beta_t the learning rate of token t. A short convolution on q, k and v comes before the
+recurrence.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ def matches(module: nn.Module) -> bool:
 
 
 def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
-    """Heads, d_k, d_v. Attribute names differ between models; the default divides the convolution channels by 3."""
+    """The number of heads, the key size d_k and the value size d_v of a head.
+
+    Attribute names differ between models. By default, the convolution channels are divided by 3.
+    """
 
     def number(*names: str) -> int:
         found = (getattr(module, name, None) for name in names)
@@ -44,13 +48,18 @@ def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
 
 
 def state_flops(module: nn.Module) -> int:
-    """Reading, correcting and writing a state of [d_k, d_v] per head: three matrix-vector products."""
+    """The FLOPs per token of the recurrence: each head reads, corrects and writes a state [d_k, d_v].
+
+    These are three matrix-vector products.
+    """
     heads, d_k, d_v = _head_sizes(module)
     return 6 * heads * d_k * d_v + convolution_flops(module)
 
 
 def state_width(module: nn.Module) -> int:
-    """q, k, v before and after the convolution, and the output before its gate."""
+    """The number of values per token saved for backward: q, k, v before and after the convolution, and the ungated
+    output.
+    """
     heads, _, d_v = _head_sizes(module)
     return 2 * convolution_width(module) + heads * d_v
 

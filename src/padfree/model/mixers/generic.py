@@ -12,7 +12,7 @@ def matches(module: nn.Module) -> bool:
 
 
 def _width(module: nn.Module) -> int:
-    """The largest dimension of any weight, as an estimate of the values per token."""
+    """An estimate of the number of values per token saved for backward: the largest dimension of any weight."""
     return max((max(parameter.shape) for parameter in module.parameters() if parameter.ndim), default=0)
 
 

@@ -2,7 +2,7 @@
 
     S_t = λ · S_{t-1} + k_t v_tᵀ        o_t = S_tᵀ q_t        S is [d, d] per head
 
-transformers computes it in blocks, in plain PyTorch.
+λ is the decay. transformers computes the recurrence in blocks, in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from padfree.model.mixers.mixer import MixerKind
 
 
 def matches(module: nn.Module) -> bool:
-    """Whether the module has a decay rate per head that is a buffer, not a parameter."""
+    """Whether the module has one decay rate per head, stored as a buffer and not as a parameter."""
     return "slope_rate" in module._buffers
 
 
@@ -22,13 +22,16 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 
 
 def state_flops(module: nn.Module) -> int:
-    """Per block of n tokens: scores and values inside the block, and the state before and after it."""
+    """The FLOPs per token of the recurrence, computed in blocks of n tokens.
+
+    Counted are the scores and values inside a block, reading the state before the block, and updating it after.
+    """
     heads, dim = _heads(module)
     return heads * (4 * int(module.block_size) * dim + 4 * dim * dim)  # type: ignore[arg-type]
 
 
 def state_width(module: nn.Module) -> int:
-    """q, k, v and the output, and each block's scores."""
+    """The number of values per token saved for backward: q, k, v, the output, and the scores of each block."""
     heads, dim = _heads(module)
     return 4 * heads * dim + 2 * heads * int(module.block_size)  # type: ignore[arg-type]
 

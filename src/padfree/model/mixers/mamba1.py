@@ -2,7 +2,7 @@
 
     S_t = exp(dt_t · A) ∘ S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t         A and S are [channels, N]
 
-with a short convolution on x before it.
+A short convolution on x comes before the recurrence. N is the state size per channel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def state_flops(module: nn.Module) -> int:
 
 
 def state_width(module: nn.Module) -> int:
-    """Without kernels, the state of every token is saved for backward."""
+    """The number of values per token saved for backward. Without kernels, they include the state of every token."""
     decay = decay_of(module)
     assert decay is not None
     return 2 * decay.numel() + 2 * convolution_width(module)

@@ -3,7 +3,7 @@
     S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t       S is [N, P] per head, A a
     scalar
 
-with a short convolution on x, B and C before it.
+N is the state size and P the head size. A short convolution on x, B and C comes before the recurrence.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def matches(module: nn.Module) -> bool:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    """Channels of x, and state size per channel."""
+    """The number of channels of x, and the state size per channel."""
     channels = int(getattr(module, "intermediate_size", 0)) or convolution_width(module)
     return channels, int(getattr(module, "ssm_state_size", 1))
 
 
 def state_flops(module: nn.Module) -> int:
-    """Decaying, writing and reading a state of N numbers per channel."""
+    """The FLOPs per token of the recurrence: decaying, writing and reading a state of N numbers per channel."""
     channels, state = _sizes(module)
     return 6 * channels * state + convolution_flops(module)
 

@@ -1,8 +1,8 @@
 """`Mixer`: how the modules of a class are called. `MixerKind`: how a kind is recognised and what it costs.
 
 A mixer is a module that mixes tokens without softmax attention: a recurrence, a convolution, a shift.
-`padfree.model.mixers.find_mixers` finds it by its behaviour on the small copy of the probe. Its kind follows from its
-parameters and determines its cost. A mixer of an unknown kind runs segment by segment.
+`padfree.model.mixers.find_mixers` finds the mixers of a model by their behaviour on the probe's small copy. The kind of
+a mixer follows from its parameters and determines its cost. A mixer of an unknown kind runs segment by segment.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import torch
 from torch import Tensor, nn
 
 Carrier = Literal["attn_context", "attention_mask"]
-"""The argument by which a mixer gets the AttnContext. Layers and base models that drop keyword arguments still pass on
-the mask."""
+"""The argument by which a mixer gets the `AttnContext`. Some layers and base models drop other keyword arguments but
+pass on the mask.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixer:
-    """How modules of one class are called."""
+    """How the modules of one class of mixers are called."""
 
     class_name: str  # from `qualified_name`
     kind: str
     carrier: Carrier
-    hidden: str  # the parameter of its forward that takes the hidden states [1, T, D]
-    token_arguments: tuple[str, ...]  # other parameters that affect its result: [1, T, ...], or tuples of these
-    handed_by: str  # class of the layer or base model that passes the context as the mask; "" for none
+    hidden: str  # the parameter of the module's forward that takes the hidden states [1, T, D]
+    # other parameters with values per token that affect the result: [1, T, ...], or tuples of these
+    token_arguments: tuple[str, ...]
+    handed_by: str  # class of the layer or base model that passes the context as the mask; "" if there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +40,13 @@ class MixerKind:
     name: str
     matches: Callable[[nn.Module], bool]
     state_flops: Callable[[nn.Module], int]
-    """FLOPs per token of a forward pass besides those of linear layers: state updates and convolutions."""
+    """The FLOPs per token of a forward pass for state updates and convolutions, without linear layers."""
     state_width: Callable[[nn.Module], int]
-    """Values per token saved for backward, besides the inputs of linear layers."""
+    """The number of values per token saved for backward, besides the inputs of linear layers."""
     functions: Callable[[torch.device], dict[str, Callable[..., Any]] | str] | None = None
-    """For a device: functions that respect segment boundaries, by the names of transformers' functions that they
-    replace. If there are none for this device, a string with the reason."""
+    """For a device, returns functions that respect segment boundaries, by the names of transformers' functions that
+    they replace. If there are no functions for this device, returns the reason as a string.
+    """
     dtypes: Callable[[torch.device], tuple[torch.dtype, ...]] = lambda device: (torch.float32,)
     """The dtypes of hidden states that `functions` support on a device; the first one is tested."""
 
@@ -53,17 +56,17 @@ def qualified_name(cls: type) -> str:
 
 
 def decay_of(module: nn.Module) -> Tensor | None:
-    """The log decay of a recurrence, in the module or a submodule; all models call it `A_log`."""
+    """The log decay of a recurrence, in the module or a submodule. All models name this parameter `A_log`."""
     return next((tensor for name, tensor in module.named_parameters() if name.split(".")[-1] == "A_log"), None)
 
 
 def depthwise_convolutions(module: nn.Module) -> list[nn.Conv1d]:
-    """The module's own depthwise convolutions along the sequence."""
+    """The depthwise convolutions along the sequence that are direct children of the module."""
     return [child for child in module.children() if isinstance(child, nn.Conv1d) and child.groups == child.in_channels]
 
 
 def convolution_flops(module: nn.Module) -> int:
-    """FLOPs per token of the depthwise convolutions."""
+    """The FLOPs per token of the module's depthwise convolutions."""
     return sum(2 * each.in_channels * each.kernel_size[0] for each in depthwise_convolutions(module))
 
 

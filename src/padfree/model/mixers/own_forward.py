@@ -3,8 +3,9 @@
     modeling_x.py       def forward(self, hidden_states, ...):      y = causal_conv1d_fn(x, ...)
     with_functions      the same code, in which causal_conv1d_fn is padfree's function
 
-In transformers, mixers call functions with a few well-known names, which are kernels of other packages if these are
-installed. The copy shares only the code of the forward. The modules of transformers, and other models, do not change.
+In transformers, mixers call functions with a few well-known names. If certain optional packages are installed, these
+names refer to the packages' kernels. The copy has the code of the original forward, but its own table of names, so that
+neither the modules of transformers nor other models change.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ Function = Callable[..., Any]
 
 
 def code_of(module_class: type[nn.Module]) -> FunctionType:
-    """The forward without its decorators."""
+    """The forward function of a module class, without its decorators."""
     function = inspect.unwrap(module_class.forward)
     assert isinstance(function, FunctionType)
     return function
 
 
 def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> FunctionType:
-    """A copy of `forward` in which these names refer to these functions."""
-    # Remove `__name__`: the compiler would look up the functions in the module of that name and find the originals.
+    """A copy of `forward` in which the names in `functions` refer to the given functions."""
+    # Remove `__name__`. Otherwise the compiler would look up the functions in the module of that name and find the
+    # originals.
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
     copy = FunctionType(
         forward.__code__, {**names, **functions}, forward.__name__, forward.__defaults__, forward.__closure__
@@ -41,7 +43,10 @@ def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> 
 
 @cache
 def reference_forward(module_class: type[nn.Module]) -> Function | None:
-    """The forward with transformers' plain PyTorch functions instead of kernels; None if it calls no kernels."""
+    """The forward of a class with transformers' plain PyTorch functions instead of kernels.
+
+    None if it calls no kernels.
+    """
     if not isinstance(inspect.unwrap(module_class.forward), FunctionType):
         return None
     forward = code_of(module_class)
@@ -57,7 +62,7 @@ def reference_forward(module_class: type[nn.Module]) -> Function | None:
 
 @contextmanager
 def reference_functions(model: nn.Module) -> Iterator[None]:
-    """Context manager: the model's modules do not call kernels of other packages, which do not support the CPU."""
+    """A block in which the modules of a model do not call kernels of other packages, which do not support the CPU."""
     replaced = []
     for module in model.modules():
         own = not type(module).__module__.startswith("torch.")

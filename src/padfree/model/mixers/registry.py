@@ -1,4 +1,4 @@
-"""The kinds of mixers; `kind_of` takes the first one that matches."""
+"""The list of all kinds of mixers. `kind_of` returns the first kind that matches a module."""
 
 from __future__ import annotations
 

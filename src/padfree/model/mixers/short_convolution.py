@@ -1,6 +1,8 @@
 """A short convolution between two gates: LFM2.
 
-y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i < 3
+    y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i < 3
+
+x is the input, B and C are the gates, and w_i are the weights of the convolution.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def functions(device: torch.device) -> dict[str, Callable[..., Any]] | str:
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """All floating dtypes; first the usual one on this device."""
+    """The supported dtypes: all floating dtypes, the usual one on this device first."""
     first = torch.bfloat16 if device.type == "cuda" else torch.float32
     return first, torch.bfloat16, torch.float16, torch.float32, torch.float64
 

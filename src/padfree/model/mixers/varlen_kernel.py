@@ -1,14 +1,14 @@
-"""Run mixers on a whole pack: their own forward, with functions that know the segment boundaries.
+"""Run mixers on a whole pack at once: their own forward, with functions that respect the segment boundaries.
 
     per segment    [n, L, D] for each length L        always correct, slow
     fast           [1, T, D], Segments                functions of the mixer's kind replace functions of transformers
 
-A kind provides functions for a device. Before first use they are tested on this machine, on a mixer with random weights
-and the real sizes: outputs and all gradients are compared with the mixer's plain PyTorch code on each segment in
-float32. The difference may be a few times as large as that of the plain code in the tested dtype. If the test fails or
-a package is missing, the mixer runs segment by segment, and the reason is reported once. In that case transformers may
-call kernels of other packages. These are tested in the same way, because some versions cannot compute gradients or give
-wrong results.
+Each kind of mixer provides functions for a device. Before they are used, they are tested on this machine, on a mixer
+with random weights and the real sizes. The outputs and all gradients are compared with the mixer's plain PyTorch code,
+run on each segment in float32. The difference may be a few times as large as the difference of the plain code in the
+tested dtype. If the test fails or a package is missing, the mixer runs segment by segment, and the reason is reported
+once. In that case transformers may call kernels of other packages. These kernels are tested in the same way, because
+some versions cannot compute gradients or give wrong results.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from padfree.batch import Segments
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.mixers.mixer import Mixer, decay_of, qualified_name
 from padfree.model.mixers.own_forward import Function, code_of, reference_forward, with_functions
 from padfree.model.mixers.registry import KINDS
+from padfree.segments import Segments
 from padfree.warning import PadfreeWarning
 
 LENGTHS = (67, 1, 130, 64, 3)
-"""Segment lengths of the test, around the kernels' chunk size of 64."""
+"""The segment lengths of the test. They are chosen around the kernels' chunk size of 64."""
 
 NOISE_FACTOR = 4.0
 NOISE_FLOOR = 2e-5
-"""The allowed difference is NOISE_FACTOR * noise + NOISE_FLOOR, where the noise is the difference of the plain PyTorch
-code in the tested dtype. In float32 the noise is almost 0."""
+"""The allowed difference is NOISE_FACTOR * noise + NOISE_FLOOR, where the noise is the difference between the plain
+PyTorch code in the tested dtype and in float32. If the tested dtype is float32, the noise is almost 0.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,7 +51,7 @@ class VarlenKernel:
 
 
 def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.device) -> VarlenKernel | str:
-    """The fast forward of this class on this device, not yet tested; or the reason why there is none."""
+    """The fast forward of this class on this device, not yet tested. If there is none, the reason as a string."""
     kind = KINDS[mixer.kind]
     if kind.functions is None:
         return f"there is no kernel for mixers of the kind {mixer.kind}"
@@ -72,7 +73,10 @@ def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.dev
 def tested_kernel(
     module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device
 ) -> VarlenKernel | None:
-    """The fast forward if it passes the test on this machine. Otherwise None, with a warning on a GPU."""
+    """The fast forward, if it passes the test on this machine.
+
+    Otherwise None, with a warning if the device is a GPU.
+    """
     way = varlen_kernel(type(module), mixer, device)
     if isinstance(way, str):
         reason: str | None = way
@@ -91,7 +95,10 @@ def tested_kernel(
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Whether the kernels that transformers finds for the module's own forward pass the test, segment by segment."""
+    """Whether the kernels that transformers chooses for the module's own forward pass the test.
+
+    The kernels are tested segment by segment.
+    """
     if device.type == "cpu" or reference_forward(type(module)) is None:  # type: ignore[arg-type]
         return False
 
@@ -115,10 +122,10 @@ _TRIALS: dict[tuple[str, str, str, torch.device], str | None] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """A test of one implementation of a mixer, on a copy of it with random weights."""
+    """A test of one implementation of a mixer. It runs on a copy of the mixer with random weights."""
 
     name: str  # of the implementation
-    call: Function  # (module, hidden states [T, D], Segments) -> [T, D]
+    call: Function  # a function of (module, hidden states [T, D], Segments) that returns [T, D]
     module: nn.Module
     mixer: Mixer
     config: PreTrainedConfig
@@ -126,7 +133,10 @@ class _Trial:
     dtype: torch.dtype
 
     def reason(self) -> str | None:
-        """Why the test fails; None if it passes. Cached per process for each name, class, config and device."""
+        """The reason why the test fails. None if it passes.
+
+        Cached per process for each name, class, config and device.
+        """
         key = (self.name, qualified_name(type(self.module)), repr(self.config), self.device)
         if key not in _TRIALS:
             devices = [self.device] if self.device.type == "cuda" else []
@@ -140,7 +150,7 @@ class _Trial:
                     torch.autocast(self.device.type, enabled=False),
                 ):
                     _TRIALS[key] = self._difference()
-            except Exception as error:  # a kernel that does not compile, or a class with another constructor
+            except Exception as error:  # for example, a kernel does not compile, or a class has another constructor
                 _TRIALS[key] = f"the test failed ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
             finally:
                 torch.set_default_dtype(default)
@@ -176,7 +186,8 @@ class _Trial:
         torch.manual_seed(0)
         with self.device:
             made: nn.Module = module_class(self.config, int(getattr(self.module, "layer_idx", 0))).train()
-        for name, constant in self.module.named_buffers(recurse=False):  # models can set some after creating the layer
+        # copy the buffers too, because models can set some after creating the layer
+        for name, constant in self.module.named_buffers(recurse=False):
             made.register_buffer(name, constant.detach().clone())
         with torch.no_grad():
             for name, parameter in made.named_parameters():  # some classes do not initialise them
@@ -184,7 +195,8 @@ class _Trial:
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)
                 else:
                     parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
-            if (decay := decay_of(made)) is not None:  # make the decay slow, so that a leaked state is visible
+            # make the decay slow, so that a state that leaks between segments is visible
+            if (decay := decay_of(made)) is not None:
                 decay.uniform_(math.log(0.02), math.log(0.05))
         return made
 
@@ -200,7 +212,7 @@ def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 def _outcome(
     call: Function, module: nn.Module, hidden: Tensor, weights: Tensor, segments: Segments
 ) -> dict[str, Tensor]:
-    """Output and gradients by name, in float32."""
+    """Run `call` forward and backward. Returns the output and all gradients by name, in float32."""
     module.zero_grad(set_to_none=True)
     hidden = hidden.detach().requires_grad_()
     output = call(module, hidden, segments)
@@ -212,5 +224,8 @@ def _outcome(
 
 
 def _apart(values: Tensor, expected: Tensor) -> float:
-    """The relative difference in norm, so that a single entry near zero does not matter."""
+    """The difference of two tensors in norm, relative to the norm of `expected`.
+
+    A norm is used so that a single entry near zero does not matter.
+    """
     return float((values - expected).norm() / expected.norm().clamp(min=1e-6))

@@ -3,7 +3,7 @@
     groups    own             spare               "equal": the batch takes the groups whose rewards differ, in this
               0   1   2   3   4   5   6   ...     order, until it is full. If there are too few of them within
     rewards   01  00  01  11  10  11              `rollout.filter_bound`, the first of the other groups fill it
-    chosen    0       2       4                   3 of 4: group 6 is sampled next. At the bound: 0 1 2 4
+    chosen    0       2       4                   3 of 4 are found: group 6 is sampled next. At the bound: 0 1 2 4
 
 Spare groups have other prompts of the data, in an order given by the seed and the batch number. The choice depends only
 on the sampled responses. It does not depend on when groups were requested, or on how many were requested at a time.
@@ -22,17 +22,17 @@ from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.prompts import Prompt
 from padfree.rollout.sampling_rng import response_keys
 
-_SPARE = 1 << 40  # larger than any batch number: the order of spare prompts uses random keys that no response has
+_SPARE = 1 << 40  # added to the batch number, so that the order of spare prompts uses random keys of its own
 
 
 class SparePrompts:
-    """All prompts of a run, from which a batch takes replacements."""
+    """All prompts of a run. A batch takes from them the prompts that replace groups with equal rewards."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         self._prompts, self._seed = prompts, seed
 
     def order(self, batch: int, own: Sequence[RolloutGroup]) -> list[Prompt]:
-        """Return the prompts that are not in `own`, in the random order of this batch."""
+        """Return the prompts that are not in `own`, the groups of batch `batch`, in a random order."""
         keys = response_keys(self._seed, batch + _SPARE, np.arange(len(self._prompts), dtype=np.int64))
         own_uids = {group.prompt.uid for group in own}
         shuffled = (self._prompts[index] for index in np.argsort(keys, kind="stable"))
@@ -40,7 +40,10 @@ class SparePrompts:
 
 
 class Candidates:
-    """The groups of one batch, its own groups first. The first `num_requested` of them have been requested."""
+    """The groups that one batch may sample: its own groups, then spare ones.
+
+    The first `num_requested` of them have been requested.
+    """
 
     def __init__(self, batch: int, own: Sequence[RolloutGroup], settings: RolloutConfig, spare: SparePrompts) -> None:
         self.groups: list[RolloutGroup] = []
@@ -55,11 +58,14 @@ class Candidates:
         self.num_requested = 0
 
     def first(self) -> range:
-        """Return the groups to request first."""
+        """Return the indices of the groups to request first."""
         return self._request(self._wanted)
 
     def more(self, signal: Mapping[int, bool]) -> range:
-        """Return the groups to request next. `signal`: for each requested group, whether its rewards differ."""
+        """Return the indices of the groups to request next.
+
+        `signal`: for each requested group, whether its rewards differ.
+        """
         assert len(signal) == self.num_requested
         if not self._filtered:
             return range(0)
@@ -80,7 +86,10 @@ class Candidates:
         self.groups.append(replace(group, first=first))
 
     def chosen(self, signal: Mapping[int, bool]) -> list[int]:
-        """Return the groups to train on, in order: as many as the batch has groups of its own."""
+        """Return the indices of the groups to train on, as many as the batch has groups of its own.
+
+        `signal`: for each requested group, whether its rewards differ.
+        """
         if not self._filtered:
             return list(range(self._wanted))
         order = sorted(range(self.num_requested), key=lambda group: (not signal[group], group))

@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,36 +35,42 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
-from padfree.config import Config
-from padfree.config.functions import model_of
-from padfree.data import Reward, load_reward
+from padfree.config import LossConfig, RunConfig
+from padfree.config.rollout import RolloutConfig
+from padfree.data import Reward
 from padfree.data.chat_renderer import ChatRenderer
 from padfree.distributed import Mesh, gather_objects
 from padfree.errors import UserError
 from padfree.record.file_names import FAILURES, ROLLOUTS
-from padfree.rollout.base import Response, Sampler
+from padfree.rollout.base import Response
 from padfree.rollout.collect.candidates import Candidates, SparePrompts
 from padfree.rollout.collect.group import RolloutGroup, written_groups
-from padfree.rollout.collect.queue_state import Stored, dropped_reason, queue_state, stored_in
+from padfree.rollout.collect.queue_state import KnownEpisodes, Stored, dropped_reason, queue_state, stored_in
+from padfree.rollout.collect.queued_batch import (
+    EpisodeOutcome,
+    QueuedBatch,
+    RewardModel,
+    merged,
+    outcomes_of,
+    owners_of,
+    score_by_model,
+    signals_of,
+)
 from padfree.rollout.collect.response_examples import ResponseExamples, log_line
-from padfree.rollout.collect.response_writer import ResponseWriter
+from padfree.rollout.collect.response_writer import make_writer
 from padfree.rollout.collect.rollout_metrics import batch_metrics, queue_metrics
-from padfree.rollout.collect.sample_exchange import LeafFacts, facts_of, placeholder_leaves, travelling
+from padfree.rollout.collect.sample_exchange import known_to_all, travelling_samples
 from padfree.rollout.environment.episode_policy import ChatTokenizer
-from padfree.rollout.environment.load_environment import environment_name, load_episode
+from padfree.rollout.environment.load_environment import environment_name
 from padfree.rollout.environment.play import Play, Played, Watcher
-from padfree.rollout.environment.reward_workers import RewardsLater, RewardWorkers
-from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
+from padfree.rollout.environment.reward_workers import RewardWorkers
 from padfree.rollout.prompts import Prompt
 from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.sampling_rng import response_keys
+from padfree.sample import Sample
 
 OnSampling = Callable[[int, int], None]
 """Called with this rank's number of finished responses and its number of requested responses."""
-
-RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
-"""Takes this rank's (prompt, response text) pairs; returns a reward or an error message for each. Collective."""
 
 NUM_SHOWN = 4
 """Number of groups of a batch whose first response is written to `rollouts.jsonl`."""
@@ -73,40 +78,14 @@ POLL = 0.2
 """Seconds between two checks while the collector waits for episodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeOutcome:
-    """The result of an episode, known to every rank."""
-
-    rewards: tuple[float, ...]
-    failure: str | None
-    num_tokens: int  # sampled tokens
-    ended: bool
-
-    @property
-    def reward(self) -> float:
-        """Mean reward of the leaves; 0 if the episode failed."""
-        return sum(self.rewards) / max(len(self.rewards), 1)
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class QueuedBatch:
-    """A batch between `put` and `take`, with the episodes of this rank by their number in the batch."""
-
-    batch: int
-    candidates: Candidates
-    version: int  # the policy version at which the batch is trained
-    plays: list[Play] = field(default_factory=list)  # episodes for `take` to play (staleness 0)
-    missing: set[int] = field(default_factory=set)  # episodes that are not finished
-    partial: dict[int, Response] = field(default_factory=dict)  # the tokens sampled so far of unfinished episodes
-    played: dict[int, Played] = field(default_factory=dict)
-
-
 class Collector:
     """Turns groups of prompts into rewarded samples."""
 
     def __init__(
         self,
-        config: Config,
+        settings: RolloutConfig,
+        loss: LossConfig,
+        run: RunConfig,
         mesh: Mesh,
         sampler: Any,
         tokenizer: Any,
@@ -120,38 +99,29 @@ class Collector:
     ) -> None:
         """Create a collector.
 
-        `sampler` is a `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts` are all prompts of
-        the run, for `rollout.filter`. `vocabulary` is the size of the model's embedding matrix: an environment may not
+        `loss` gives the temperature and the updates per batch, `run` the seed and the folder. `sampler` is a `Sampler`,
+        or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts` are all prompts of the run, for
+        `rollout.filter`. `vocabulary` is the size of the model's embedding matrix: an environment may not
         add other token ids. `chat` renders the messages of environments. `response_log` stores responses until a
         checkpoint holds them.
         """
-        settings = config.rollout
-        self.config, self.mesh, self.sampler = config, mesh, sampler
+        self.settings, self.mesh, self.sampler, self._seed = settings, mesh, sampler, run.seed
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary)
         self.response_log = None if settings.has_episodes else response_log  # a resumed run replays episodes
         self.timings: dict[str, float] = {}  # seconds of the last batch other than sampling, by activity
         self._reward_model, self._on_sampling = reward_model, on_sampling
-        self._writer = _make_writer(config, sampler, self.chat_tokenizer)
+        self._writer = make_writer(settings, sampler, self.chat_tokenizer, temperature=loss.temperature)
         self._async = settings.staleness > 0
-        self.oldest = settings.staleness * config.loss.epochs * config.loss.mini_batches  # maximum age, in steps
-        self._spare = SparePrompts(prompts, config.run.seed)
+        self.oldest = settings.staleness * loss.epochs * loss.mini_batches  # maximum age, in steps
+        self._spare = SparePrompts(prompts, run.seed)
         self._batches: dict[int, QueuedBatch] = {}
-        self._restored: dict[tuple[int, int], Played | Response] = {}
+        self._known = KnownEpisodes(self.response_log, oldest=self.oldest, continues=self._async)
         self._change = threading.Condition()
         self._failure: str | None = None  # error message of another thread
-        self._dropped = self._from_response_log = 0  # number of groups, and number of responses
         self._batch_metrics: dict[str, float] = {}
-        folder, first = Path(config.run.folder), mesh.loss.rank == 0
+        folder, first = Path(run.folder), mesh.loss.rank == 0
         self._log = ResponseExamples(folder / ROLLOUTS) if first else None
         self._failures = ResponseExamples(folder / FAILURES) if first else None
-
-    def collect(
-        self, trained: PreTrainedModel, groups: Sequence[RolloutGroup], *, batch: int, version: int
-    ) -> list[Sample]:
-        """Return the samples of global batch `batch`, sampled from `trained` after `version` optimizer steps."""
-        self.sync_weights(trained, version)
-        self.put(groups, batch=batch, version=version)
-        return self.take(batch, version=version)
 
     def sync_weights(self, trained: PreTrainedModel, version: int) -> None:
         """Send the weights of `trained` to the sampler, which samples from them from now on."""
@@ -162,21 +132,21 @@ class Collector:
 
     def put(self, groups: Sequence[RolloutGroup], *, batch: int, version: int) -> None:
         """Queue the episodes of a batch that will be trained after `version` optimizer steps."""
-        candidates = Candidates(batch, groups, self.config.rollout, self._spare)
+        candidates = Candidates(batch, groups, self.settings, self._spare)
         queued = self._batches[batch] = QueuedBatch(batch=batch, candidates=candidates, version=version)
         self._request(queued, candidates.first())
 
     def look(self) -> None:
         """Request replacements for groups with equal rewards in batches that are still queued."""
-        if self.config.rollout.filter == "none" or not self._async or self._reward_model is not None:
+        if self.settings.filter == "none" or not self._async or self._reward_model is not None:
             return
         with self._change:
-            own = {batch: None if queued.missing else _outcomes(queued) for batch, queued in self._batches.items()}
+            own = {batch: None if queued.missing else outcomes_of(queued) for batch, queued in self._batches.items()}
         by_rank = self._gathered(own)
         for batch, queued in self._batches.items():
             parts = [outcomes[batch] for outcomes in by_rank]
             if None not in parts:
-                self._request(queued, queued.candidates.more(_signal(queued.candidates, _merged(parts))))
+                self._request(queued, queued.candidates.more(signals_of(queued.candidates, merged(parts))))
 
     def take(self, batch: int, *, version: int) -> list[Sample]:
         """Wait for all episodes of a batch and return its samples, to be trained now."""
@@ -192,7 +162,7 @@ class Collector:
             if outcomes is None:
                 self.sampler.renew()
                 continue
-            signal = _signal(queued.candidates, outcomes)
+            signal = signals_of(queued.candidates, outcomes)
             requested = queued.candidates.more(signal)
             if not requested:
                 break
@@ -204,19 +174,19 @@ class Collector:
         waiting = self._waiting_groups() if self._async else None
         if self._async:
             self.timings["waiting"] = time.perf_counter() - begin - self.timings.get("rewards", 0.0)
-        samples = [sample for group in groups for sample in group.samples(self.config.rollout)]
+        samples = [sample for group in groups for sample in group.samples(self.settings)]
         if self.mesh.loss.size > 1:
-            samples = self._travelling(samples, groups, owners, queued.played)
+            samples = travelling_samples(samples, self.mesh, groups, owners, queued.played)
+        dropped, from_log = self._known.take_counts()
         self._batch_metrics = {
             **queued.candidates.metrics(signal),
-            **batch_metrics(groups, samples, self.config.rollout, failed=num_failed),
-            **({"responses_from_log": float(self._from_response_log)} if self._from_response_log else {}),
+            **batch_metrics(groups, samples, self.settings, failed=num_failed),
+            **({"responses_from_log": float(from_log)} if from_log else {}),
         }
         if waiting is not None:
             self._batch_metrics |= queue_metrics(
-                groups, version, self.oldest, waiting=waiting, dropped=self._dropped, sampler=self.sampler.metrics()
+                groups, version, self.oldest, waiting=waiting, dropped=dropped, sampler=self.sampler.metrics()
             )
-        self._dropped = self._from_response_log = 0
         if self._log is not None:
             self._log.write(batch, [self._line(group) for group in groups[:NUM_SHOWN]])
         return samples
@@ -236,9 +206,9 @@ class Collector:
         `reward` replaces the reward of the run. A failed episode has reward 0.
         """
         self.sampler.update_weights(trained, version)
-        candidates = Candidates(0, groups, self.config.rollout, self._spare)
+        candidates = Candidates(0, groups, self.settings, self._spare)
         prompts = [prompt for group in groups for prompt in group]
-        own = _owners(candidates.groups, range(len(groups)), self.mesh.loss.size)[self.mesh.loss.rank]
+        own = owners_of(candidates.groups, range(len(groups)), self.mesh.loss.size)[self.mesh.loss.rank]
         plays = [Play(number=number, prompt=prompts[number], key=int(keys[number])) for number in own]
         queued = QueuedBatch(batch=0, candidates=candidates, version=version, plays=plays)
 
@@ -267,10 +237,10 @@ class Collector:
         groups = queued.candidates.groups
         known: dict[int, Played | Response] = {}
         for index in requested:
-            known |= self._known(queued, groups[index])
-        numbers = _owners(groups, requested, self.mesh.loss.size)[self.mesh.loss.rank]
+            known |= self._known.find(queued.batch, groups[index], version=queued.version)
+        numbers = owners_of(groups, requested, self.mesh.loss.size)[self.mesh.loss.rank]
         prompts = {number: groups[index].prompt for index in requested for number in groups[index].numbers}
-        keys = response_keys(self.config.run.seed, queued.batch, np.array(numbers, dtype=np.int64))
+        keys = response_keys(self._seed, queued.batch, np.array(numbers, dtype=np.int64))
         plays: list[Play] = []
         with self._change:
             for number, key in zip(numbers, keys, strict=True):
@@ -285,7 +255,7 @@ class Collector:
         if self._async and plays:
             self._writer.begin(plays, self._watcher(queued, plays))
         elif not self._async:
-            queued.plays += plays
+            queued.plays.extend(plays)
 
     def _watcher(self, queued: QueuedBatch, plays: Sequence[Play]) -> Watcher:
         prompts = {play.number: play.prompt for play in plays}
@@ -296,7 +266,7 @@ class Collector:
 
         def on_responses(responses: Sequence[tuple[int, Response]]) -> None:
             with self._change:  # a checkpoint must hold everything that the response log held before it
-                queued.partial |= dict(responses)
+                queued.partial.update(responses)
                 to_log = [
                     (number, prompts[number].tokens, response) for number, response in responses if len(response.tokens)
                 ]
@@ -321,7 +291,7 @@ class Collector:
         self, queued: QueuedBatch, reward_workers: RewardWorkers | None = None, watch: Watcher | None = None
     ) -> str | None:
         """Play all requested episodes now. Returns an error message, or None."""
-        plays, queued.plays = queued.plays, []
+        plays = queued.take_plays()
         watch = watch or self._watcher(queued, plays)
         seconds = self._writer.reward_seconds
         try:
@@ -373,34 +343,12 @@ class Collector:
         if self._reward_model is not None and model:
             self._spent("waiting", time.perf_counter() - begin)
             begin = time.perf_counter()
-            self._score_by_model(self._reward_model, queued)
+            score_by_model(self._reward_model, queued, self._gathered, skip_failures=self.settings.on_failure == "skip")
             self._spent("rewards", time.perf_counter() - begin)
             begin = time.perf_counter()
-        outcomes = _merged(self._gathered(_outcomes(queued)))
+        outcomes = merged(self._gathered(outcomes_of(queued)))
         self._spent("waiting", time.perf_counter() - begin)
         return outcomes
-
-    def _score_by_model(self, reward_model: RewardModel, queued: QueuedBatch) -> None:
-        """Compute the rewards of this rank's leaves that have none yet."""
-        prompts = {number: group.prompt for group in queued.candidates.groups for number in group.numbers}
-        played = [one for one in queued.played.values() if len(one.rewards) < len(one.leaves)]
-        pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in played for leaf in one.leaves]
-        rewards = iter(reward_model(pairs))
-        skips, first_error = self.config.rollout.on_failure == "skip", None
-        for one in played:
-            values = [next(rewards) for _ in one.leaves]
-            failure = next((value for value in values if isinstance(value, str)), None)
-            first_error = first_error or failure
-            leaves = tuple(
-                replace(leaf, reward=value)
-                for leaf, value in zip(one.leaves, values, strict=True)
-                if not isinstance(value, str)
-            )
-            failed = Played(number=one.number, failure=failure)
-            queued.played[one.number] = failed if failure is not None else replace(one, leaves=leaves)
-        for message in self._gathered(None if skips else first_error):
-            if message is not None:
-                raise UserError.of(message)
 
     def _written(
         self, queued: QueuedBatch, signal: Mapping[int, bool], outcomes: Mapping[int, EpisodeOutcome]
@@ -428,55 +376,9 @@ class Collector:
         if self.mesh.loss.size == 1:
             return written_groups(chosen, queued.played), {}, failures
         begin = time.perf_counter()
-        played, owners = self._known_to_all(chosen, queued.played)
+        played, owners = known_to_all(chosen, queued.played, self._gathered, num_shown=NUM_SHOWN)
         self._spent("waiting", time.perf_counter() - begin)
         return written_groups(chosen, played), owners, failures
-
-    def _known_to_all(
-        self, groups: Sequence[RolloutGroup], own: Mapping[int, Played]
-    ) -> tuple[dict[int, Played], dict[int, int]]:
-        """Return the episodes of these groups with placeholder leaves, and the rank that played each of them."""
-        own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
-        for index, group in enumerate(groups):
-            part = [own[number] for number in group.numbers if number in own]
-            shown = group.first if index < NUM_SHOWN else None
-            for one, leaf_facts in zip(part, facts_of(part, group.prompt.tokens, shown=shown), strict=True):
-                own_facts[one.number] = leaf_facts, one.metrics, one.counts
-        played: dict[int, Played] = {}
-        owners: dict[int, int] = {}
-        num_leaves = 0
-        for rank, rank_facts in enumerate(self._gathered(own_facts)):
-            for group in groups:
-                numbers = [number for number in group.numbers if number in rank_facts]
-                group_facts = [leaf_facts for number in numbers for leaf_facts in rank_facts[number][0]]
-                leaves = iter(placeholder_leaves(group_facts, group.prompt.tokens, num_leaves))
-                num_leaves += len(group_facts)
-                for number in numbers:
-                    episode_facts, metrics, counts = rank_facts[number]
-                    own_leaves = tuple(next(leaves) for _ in episode_facts)
-                    played[number] = Played(number=number, leaves=own_leaves, metrics=metrics, counts=counts)
-                    owners[number] = rank
-        return played, owners
-
-    def _travelling(
-        self,
-        samples: Sequence[Sample],
-        groups: Sequence[RolloutGroup],
-        owners: Mapping[int, int],
-        own: Mapping[int, Played],
-    ) -> list[Sample]:
-        leaves = [
-            (one.number, leaf_index)
-            for group in groups
-            for one in group.episodes
-            for leaf_index in range(len(one.leaves))
-        ]
-        arrays = {}
-        for index, (number, leaf_index) in enumerate(leaves):
-            if number in own:
-                leaf = own[number].leaves[leaf_index]
-                arrays[index] = leaf.tokens, leaf.logprobs
-        return travelling(samples, self.mesh, [owners[number] for number, _ in leaves], arrays)
 
     def _list_failures(self, batch: int, lines: list[dict[str, Any]]) -> None:
         if self._failures is not None and (lines or self._failures.path.exists()):
@@ -484,7 +386,7 @@ class Collector:
 
     def _line(self, group: RolloutGroup) -> dict[str, Any]:
         prompt = self.chat_tokenizer.decode(group.prompt.tokens)
-        return log_line(group.prompt.uid, prompt, group.episodes[0], episodes=self.config.rollout.has_episodes)
+        return log_line(group.prompt.uid, prompt, group.episodes[0], episodes=self.settings.has_episodes)
 
     def _waiting_groups(self) -> tuple[int, int]:
         """Return the numbers of finished and unfinished groups of the queued batches, over all ranks."""
@@ -508,31 +410,6 @@ class Collector:
 
     # Checkpoints
 
-    def _known(self, queued: QueuedBatch, group: RolloutGroup) -> dict[int, Played | Response]:
-        """The episodes and responses of a group that the checkpoint or the response log holds, by episode number.
-
-        Empty if some of their tokens would be too old when the batch is trained.
-        """
-        found: dict[int, Played | Response] = {}
-        for number in group.numbers:
-            stored = self._restored.pop((queued.batch, number), None)
-            logged = (
-                None if self.response_log is None else self.response_log.find(queued.batch, number, group.prompt.tokens)
-            )
-            if logged is not None and not self._async and not logged.is_whole(group.prompt.max_new_tokens):
-                logged = None  # a synchronous sampler may not be able to continue a partial response
-            if logged is not None and (
-                stored is None or (isinstance(stored, Response) and len(logged.tokens) > len(stored.tokens))
-            ):
-                stored = logged
-                self._from_response_log += 1
-            if stored is not None:
-                found[number] = stored
-        if any((queued.version - _versions(stored) > self.oldest).any() for stored in found.values()):
-            self._dropped += 1
-            return {}
-        return found
-
     def state(self) -> dict[str, Any]:
         """The state of the queue, to be stored in the `extra` field of a checkpoint. The same on every rank.
 
@@ -546,81 +423,14 @@ class Collector:
                 own += [(batch, number, played) for number, played in queued.played.items()]
                 own += [(batch, number, partial) for number, partial in queued.partial.items() if len(partial.tokens)]
         from_ranks = [one for part in self._gathered(own) for one in part]
-        not_requested = [(batch, number, one) for (batch, number), one in self._restored.items()]
-        return queue_state([*from_ranks, *not_requested], environment_name(self.config.rollout))
+        not_requested = [(batch, number, one) for (batch, number), one in self._known.restored.items()]
+        return queue_state([*from_ranks, *not_requested], environment_name(self.settings))
 
     def restore(self, extra: Mapping[str, Any]) -> None:
         """Restore the queue from the `extra` field of a checkpoint, where `state` was stored."""
         if self.dropped_reason(extra) is None:
-            self._restored = {(batch, number): one for batch, number, one in stored_in(extra)}
+            self._known.restore(stored_in(extra))
 
     def dropped_reason(self, extra: Mapping[str, Any]) -> str | None:
         """Why the queue in a checkpoint cannot be used; None if it can, or if it is empty."""
-        return dropped_reason(extra, environment_name(self.config.rollout), self.config.rollout.staleness)
-
-
-def _make_writer(config: Config, sampler: Sampler, chat_tokenizer: ChatTokenizer) -> ResponseWriter | EpisodeRunner:
-    """Make the object that plays episodes: those of an environment, or single turns."""
-    settings = config.rollout
-    runner = RunnerSettings(
-        name=environment_name(settings),
-        max_concurrent=settings.max_concurrent,
-        timeout=settings.episode_timeout,
-        skip_failures=settings.on_failure == "skip",
-        temperature=config.loss.temperature,
-    )
-    reward_workers: RewardWorkers | None = None
-    if model_of(settings.reward) is not None:
-        reward_workers = RewardsLater(str(settings.reward))
-    elif settings.reward is not None:
-        reward_workers = RewardWorkers(load_reward(settings.reward), settings.reward_processes)
-    if settings.has_episodes:
-        return EpisodeRunner(load_episode(settings), sampler, chat_tokenizer, reward_workers, runner)
-    assert reward_workers is not None
-    return ResponseWriter(sampler, chat_tokenizer, reward_workers, runner)
-
-
-def _owners(groups: Sequence[RolloutGroup], requested: range, world: int) -> list[list[int]]:
-    """Divide the episodes of the requested groups over ranks: the episode numbers of each rank."""
-    first = groups[requested.start].first if requested else 0
-    parts = divided([(len(groups[index]), len(groups[index].prompt.tokens)) for index in requested], world)
-    return [[first + offset for offset in part] for part in parts]
-
-
-def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
-    """Divide responses over `world` ranks; `groups` are (number of responses, number of prompt tokens).
-
-    Returns the response numbers of each rank. Shares differ by at most one response, and a group is split only at the
-    end of a share. Groups with prompts of similar length go to different ranks, so that every rank gets prompts of all
-    lengths.
-
-        3 groups of 2, world 2      numbers  0 1 | 2 3 | 4 5        shares  0 1 4 | 5 2 3
-    """
-    firsts = np.cumsum([0, *(count for count, _ in groups)])
-    by_length = sorted(range(len(groups)), key=lambda group: (groups[group][1], group))
-    dealt = [group for rank in range(world) for group in by_length[rank::world]]
-    order = [int(firsts[group]) + member for group in dealt for member in range(groups[group][0])]
-    return [part.tolist() for part in np.array_split(np.array(order, dtype=np.int64), world)]
-
-
-def _outcomes(queued: QueuedBatch) -> dict[int, EpisodeOutcome]:
-    return {
-        number: EpisodeOutcome(one.rewards, one.failure, one.num_tokens, one.ended)
-        for number, one in queued.played.items()
-    }
-
-
-def _signal(candidates: Candidates, outcomes: Mapping[int, EpisodeOutcome]) -> dict[int, bool]:
-    """For each requested group, whether its rewards differ."""
-    signal = {}
-    for index, group in enumerate(candidates.groups[: candidates.num_requested]):
-        signal[index] = len({reward for number in group.numbers for reward in outcomes[number].rewards}) > 1
-    return signal
-
-
-def _versions(one: Played | Response) -> NDArray[np.int64]:
-    return one.versions if isinstance(one, Played) else one.token_versions
-
-
-def _merged(parts: Iterable[Mapping[int, EpisodeOutcome]]) -> dict[int, EpisodeOutcome]:
-    return {number: one for part in parts for number, one in part.items()}
+        return dropped_reason(extra, environment_name(self.settings), self.settings.staleness)

@@ -5,7 +5,8 @@
     collector    name="rows.jsonl:4 (time 2)", episodes=(6, 7, 8)        a prompt that occurs twice gives two groups
     samples      one for each leaf of each episode, with `name` as their group; advantages compare them
 
-As a sequence, a group is its prompt repeated `size` times. Plans and batchers use this to count it.
+A leaf is a complete token sequence of an episode; an episode that branches has several. As a sequence, a group is its
+prompt repeated `size` times. Plans and batchers therefore count a group as `size` samples.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from padfree.batch import Sample
 from padfree.config.rollout import RolloutConfig
 from padfree.rollout.environment.play import Played
 from padfree.rollout.prompts import Prompt
+from padfree.sample import Sample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. `episodes` is filled by `written_groups`, in the order of their numbers."""
+    """A prompt with `size` episodes. `written_groups` sets `episodes` once they are played, in order of number."""
 
     prompt: Prompt
     size: int
@@ -39,11 +40,11 @@ class RolloutGroup(Sequence[Prompt]):
 
     @property
     def numbers(self) -> range:
-        """Numbers of its episodes in the batch."""
+        """The numbers of the group's episodes in the batch."""
         return range(self.first, self.first + self.size)
 
     def samples(self, settings: RolloutConfig) -> list[Sample]:
-        """Make a sample for each leaf; its reward includes the overlong penalty."""
+        """Return one sample for each leaf of the episodes. Its reward includes the penalty for overlong responses."""
         samples = []
         for index, episode in enumerate(self.episodes, start=1):
             for place, leaf in enumerate(episode.leaves, start=1):
@@ -66,7 +67,7 @@ class RolloutGroup(Sequence[Prompt]):
 
 
 def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played]) -> list[RolloutGroup]:
-    """Add episodes and a unique name to each group."""
+    """Return the groups with a unique name and with their episodes. `played`: results of the episodes, by number."""
     times: Counter[str] = Counter()
     written = []
     for group in groups:
@@ -78,7 +79,9 @@ def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played])
 
 
 def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) -> float:
-    """Penalty for a leaf of `length` tokens after the prompt: 0 before the buffer, then growing linearly inside it.
+    """Return the penalty for a leaf with `length` tokens after its prompt.
+
+    It is 0 up to the last `rollout.overlong_buffer` tokens before `max_new_tokens`, and grows linearly inside them.
 
     max_new_tokens 8, buffer 4, penalty 1        length    1 2 3 4 5    6   7    8
                                                  penalty   0 0 0 0 0.25 0.5 0.75 1

@@ -11,7 +11,7 @@ Unfinished episodes of an environment are not stored, because the state of their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from padfree.rollout.base import Response
+from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
+from padfree.rollout.response_log import ResponseLog
 
 KEY = "queue"
 OF = f"{KEY}/of"
@@ -33,7 +35,10 @@ Stored = tuple[int, int, Played | Response]
 
 
 def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
-    """Convert to values that a checkpoint can hold."""
+    """Convert queued episodes and partial responses to the values that a checkpoint stores. Inverse: `stored_in`.
+
+    `environment`: the name of the run's environment.
+    """
     entries: list[dict[str, Any]] = []
     pieces: list[tuple[NDArray[Any], ...]] = []
     for batch, number, one in sorted(stored, key=lambda each: each[:2]):
@@ -56,7 +61,10 @@ def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
 
 
 def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
-    """Inverse of `queue_state`; an empty list if the checkpoint has no queue."""
+    """Return the episodes and partial responses that `queue_state` stored in a checkpoint's `extra` dict.
+
+    Return an empty list if the checkpoint has no queue.
+    """
     entries = extra.get(KEY) or []
     lengths = [
         facts["length"] for entry in entries for facts in (entry["leaves"] if "leaves" in entry else [entry["begun"]])
@@ -88,7 +96,7 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
 
 
 def dropped_reason(extra: Mapping[str, Any], environment: str, staleness: int) -> str | None:
-    """Why the queue in a checkpoint cannot be used; None if it can, or if it is empty."""
+    """Return the reason why this run cannot use the queue in a checkpoint; None if it can, or if the queue is empty."""
     if not (extra.get(KEY) or extra.get("episodes")):  # "episodes": an earlier format
         return None
     if not staleness:
@@ -100,3 +108,49 @@ def _leaf(facts: Mapping[str, Any], tokens: Any, logprobs: Any, versions: Any) -
     sampled = versions != NOT_SAMPLED
     values = {name: facts[name] for name in ABOUT_LEAF}
     return Leaf(tokens=tokens, sampled=sampled, logprobs=logprobs, versions=np.where(sampled, versions, 0), **values)
+
+
+class KnownEpisodes:
+    """The episodes and responses of an earlier start that a checkpoint or the response log holds."""
+
+    def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
+        """`oldest`: the maximum age of a token in steps. `continues`: the sampler can continue a partial response."""
+        self._response_log, self._oldest, self._continues = response_log, oldest, continues
+        self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
+        self._dropped = self._from_log = 0  # number of groups, and number of responses
+
+    def restore(self, stored: Iterable[Stored]) -> None:
+        self.restored = {(batch, number): one for batch, number, one in stored}
+
+    def find(self, batch: int, group: RolloutGroup, *, version: int) -> dict[int, Played | Response]:
+        """The known episodes and responses of a group that is trained at policy version `version`, by episode number.
+
+        Empty if some of their tokens would be too old when the batch is trained.
+        """
+        found: dict[int, Played | Response] = {}
+        for number in group.numbers:
+            stored = self.restored.pop((batch, number), None)
+            logged = None if self._response_log is None else self._response_log.find(batch, number, group.prompt.tokens)
+            if logged is not None and not self._continues and not logged.is_whole(group.prompt.max_new_tokens):
+                logged = None
+            if logged is not None and (
+                stored is None or (isinstance(stored, Response) and len(logged.tokens) > len(stored.tokens))
+            ):
+                stored = logged
+                self._from_log += 1
+            if stored is not None:
+                found[number] = stored
+        if any((version - _versions(stored) > self._oldest).any() for stored in found.values()):
+            self._dropped += 1
+            return {}
+        return found
+
+    def take_counts(self) -> tuple[int, int]:
+        """The numbers of dropped groups and of responses from the log since the last call."""
+        counts = self._dropped, self._from_log
+        self._dropped = self._from_log = 0
+        return counts
+
+
+def _versions(one: Played | Response) -> NDArray[np.int64]:
+    return one.versions if isinstance(one, Played) else one.token_versions

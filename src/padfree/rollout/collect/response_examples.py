@@ -13,7 +13,7 @@ from padfree.rollout.environment.play import Played
 
 
 class ResponseExamples:
-    """A JSON Lines file with a batch number in each line. A resumed run removes the batches it will write again."""
+    """A JSON Lines file with a batch number in each line. A resumed run removes the lines of batches it repeats."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class ResponseExamples:
             ) from error
 
     def _before(self, batch: int) -> list[str]:
-        """Return the complete lines of earlier batches."""
+        """Return the complete lines of batches before `batch`."""
         kept: list[str] = []
         if self.path.exists():
             with self.path.open(encoding="utf-8", newline="\n") as file:  # a response may contain other line breaks
@@ -48,7 +48,10 @@ class ResponseExamples:
 
 
 def log_line(uid: str, prompt: str, played: Played, *, episodes: bool) -> dict[str, Any]:
-    """Describe the first leaf of an episode. `episodes`: whether the run has an environment."""
+    """Return a line for `rollouts.jsonl` that describes the first leaf (token sequence) of an episode.
+
+    `episodes`: whether the run has an environment.
+    """
     leaf = played.leaves[0]
     line = {
         "uid": uid,

@@ -1,4 +1,4 @@
-"""Single-turn episodes: a prompt, a response, a reward. They need no coroutines.
+"""Play single-turn episodes: a prompt, a response, a reward. They need no coroutines.
 
     play      requests p0 p1 p2 q0 q1 q2 -> one call of `Sampler.sample` -> rewards in order, in the main thread
     begin     requests -> `AsyncSampler.begin` -> a thread computes the reward of each response as it arrives
@@ -16,12 +16,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
+from padfree.config.functions import model_of
+from padfree.config.rollout import RolloutConfig
+from padfree.data import load_reward
 from padfree.errors import UserError
 from padfree.rollout.base import AsyncSampler, Response, Sampler, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer
+from padfree.rollout.environment.load_environment import environment_name, load_episode
 from padfree.rollout.environment.play import Play, Played, Watcher
-from padfree.rollout.environment.reward_workers import RewardWorkers
-from padfree.rollout.environment.runner import RunnerSettings
+from padfree.rollout.environment.reward_workers import RewardsLater, RewardWorkers
+from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 from padfree.rollout.environment.tokens import Gather
 from padfree.rollout.environment.trajectory import Leaf, leaf_of_response
 from padfree.rollout.loop_thread import LoopThread
@@ -31,7 +35,7 @@ REWARD_THREADS = 64
 
 
 class ResponseWriter:
-    """Samples responses and computes their rewards. Has the same methods as `EpisodeRunner`."""
+    """Samples responses and computes their rewards. It has the same methods as `EpisodeRunner`."""
 
     def __init__(
         self, sampler: Sampler, chat_tokenizer: ChatTokenizer, reward_workers: RewardWorkers, settings: RunnerSettings
@@ -54,7 +58,10 @@ class ResponseWriter:
         reward_workers: RewardWorkers | None = None,
         watch: Watcher | None = None,
     ) -> list[Played]:
-        """Play these episodes and return the results in order. Every rank calls it with its own episodes."""
+        """Play these episodes and return the results in order. Every rank calls this with its own episodes.
+
+        `gather` gathers an object from all ranks. `reward_workers` replaces the workers of this writer if it is given.
+        """
         reward_workers, watch = reward_workers or self._reward_workers, watch or Watcher()
         responses = {play.number: play.partial for play in plays if play.partial is not None}
         missing = [play for play in plays if play.number not in responses]
@@ -79,7 +86,10 @@ class ResponseWriter:
         return played
 
     def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
-        """Queue these episodes after the earlier ones and return. The sampler must be an `AsyncSampler`."""
+        """Queue these episodes after the earlier ones, and return at once. The sampler must be an `AsyncSampler`.
+
+        `watch` has callbacks for responses and finished episodes.
+        """
         whole = [
             play for play in plays if play.partial is not None and play.partial.is_whole(play.prompt.max_new_tokens)
         ]
@@ -114,14 +124,15 @@ class ResponseWriter:
         self._thread.close(self._reward_workers.close)
 
     def _supported(self, **callbacks: Any) -> dict[str, Any]:
-        """The callbacks that `sample` of this sampler accepts. A user's sampler may not accept all of them."""
+        """Return those of the callbacks that this sampler's `sample` accepts. A user's sampler may not accept all."""
         parameters = inspect.signature(self._sampler.sample).parameters
         return {name: callback for name, callback in callbacks.items() if name in parameters}
 
     def _leaf(self, play: Play, response: Response) -> Leaf:
-        """The leaf of a response.
+        """Return the leaf (token sequence and text) of a single-turn episode.
 
-        Its text includes special tokens other than the stop token: the policy could exploit what the reward cannot see.
+        The text keeps all special tokens except the stop token: the policy could exploit tokens that the reward does
+        not see.
         """
         text = self.chat_tokenizer.decode(response.tokens[:-1] if response.ended else response.tokens)
         return leaf_of_response(play.prompt, response, text)
@@ -129,7 +140,7 @@ class ResponseWriter:
     # Rewards
 
     def _rewarding(self, play: Play, response: Response, reward_workers: RewardWorkers) -> Future[Played]:
-        """Compute the reward in a thread or a process."""
+        """Compute the reward of a response in a thread or a process; return a future of the finished episode."""
         if reward_workers.processes:
             return self._thread.submit(self._by_process(play, response, reward_workers))
         future: Future[Played] = Future()
@@ -163,6 +174,28 @@ class ResponseWriter:
         if not self._settings.skip_failures:
             raise error
         return Played(number=play.number, failure=str(error))
+
+
+def make_writer(
+    settings: RolloutConfig, sampler: Sampler, chat_tokenizer: ChatTokenizer, *, temperature: float
+) -> ResponseWriter | EpisodeRunner:
+    """Make the object that plays episodes: those of an environment, or single turns."""
+    runner = RunnerSettings(
+        name=environment_name(settings),
+        max_concurrent=settings.max_concurrent,
+        timeout=settings.episode_timeout,
+        skip_failures=settings.on_failure == "skip",
+        temperature=temperature,
+    )
+    reward_workers: RewardWorkers | None = None
+    if model_of(settings.reward) is not None:
+        reward_workers = RewardsLater(str(settings.reward))
+    elif settings.reward is not None:
+        reward_workers = RewardWorkers(load_reward(settings.reward), settings.reward_processes)
+    if settings.has_episodes:
+        return EpisodeRunner(load_episode(settings), sampler, chat_tokenizer, reward_workers, runner)
+    assert reward_workers is not None
+    return ResponseWriter(sampler, chat_tokenizer, reward_workers, runner)
 
 
 def _request(play: Play) -> SamplingRequest:

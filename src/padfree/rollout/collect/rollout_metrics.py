@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from padfree.batch import Sample
 from padfree.config.rollout import RolloutConfig
 from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
+from padfree.sample import Sample
 
 
 def batch_metrics(
     groups: Sequence[RolloutGroup], samples: Sequence[Sample], settings: RolloutConfig, *, failed: tuple[int, int]
 ) -> dict[str, float]:
-    """Metrics of the trained groups. `failed`: numbers of failed episodes and groups among all requested ones."""
+    """Return metrics of the groups that the batch trains on.
+
+    `failed`: the number of failed episodes, and the number of failed groups, among all that were requested.
+    """
     metrics: dict[str, float] = {}
     if settings.has_episodes:
         metrics |= episode_metrics([one for group in groups for one in group.episodes])
@@ -33,7 +36,7 @@ def batch_metrics(
 
 
 def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
-    """Metrics of the episodes of a batch: means of their own metrics, and sums of the gateway's counters."""
+    """Return metrics of a batch's episodes: means of their own metrics, and sums of the gateway's counters."""
     leaves = [leaf for one in played for leaf in one.leaves]
     metrics = {
         "episodes": float(len(played)),
@@ -51,7 +54,7 @@ def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
 
 
 def _added(leaf: Leaf) -> int:
-    """Number of tokens that the environment added after the first turn."""
+    """Return the number of tokens that the environment added after the first turn."""
     return int((~leaf.sampled[int(leaf.sampled.argmax()) :]).sum())
 
 
@@ -64,7 +67,7 @@ def queue_metrics(
     dropped: int,
     sampler: Mapping[str, float],
 ) -> dict[str, float]:
-    """Ages of the tokens trained at policy version `version`, and the length of the queue.
+    """Return metrics of the ages of the tokens that are trained at policy version `version`, and of the queue.
 
     `oldest` is the maximum age, and `waiting` are the numbers of finished and unfinished groups in the queue.
     """

@@ -24,11 +24,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh, exchange_rows, gather_objects
 from padfree.packing.prefixes import common_length
+from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
+from padfree.rollout.environment.tokens import Gather
 from padfree.rollout.environment.trajectory import Leaf
+from padfree.sample import Sample
 
 NO_TOKEN = 1 << 40
 """Larger than any token id; placeholder ids start here."""
@@ -39,7 +41,7 @@ Arrays = tuple[NDArray[Any], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive tokens that were all sampled by one policy version, or that were all not sampled."""
+    """A run of consecutive tokens. Either one policy version sampled all of them, or none of them was sampled."""
 
     length: int
     sampled: bool
@@ -48,9 +50,9 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LeafFacts:
-    """Description of a leaf without its tokens, known to every rank.
+    """Description of a leaf (a sequence that becomes a sample) without its tokens. Every rank knows it.
 
-    The leaves of one group and rank are sorted by their token ids; `order` is the index in that order.
+    The leaves of one group and rank are sorted by their token ids; `order` is the leaf's index in that order.
     """
 
     stretches: tuple[Stretch, ...]
@@ -65,9 +67,9 @@ class LeafFacts:
 
 
 def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None) -> list[tuple[LeafFacts, ...]]:
-    """Describe the leaves of the episodes of one group that this rank played.
+    """Return descriptions of the leaves, for each episode of one group that this rank played.
 
-    `shown` is the number of the episode whose text is included.
+    `prompt`: token ids of the group's prompt. `shown`: the number of the episode whose text is included.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][1].tokens.astype(np.int64).tobytes())
@@ -103,7 +105,10 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
 
 
 def placeholder_leaves(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int) -> list[Leaf]:
-    """Make placeholder leaves from the facts of one group and rank. `first`: number of leaves made before."""
+    """Make leaves with placeholder token ids from the descriptions (`facts`) of one group and rank.
+
+    `first`: the number of placeholder leaves made so far, so that ids are not used twice.
+    """
     leaves: dict[int, Leaf] = {}
     previous: NDArray[np.int64] = np.zeros(0, np.int64)
     for index in sorted(range(len(facts)), key=lambda index: facts[index].order):
@@ -129,18 +134,51 @@ def placeholder_leaves(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: 
     return [leaves[index] for index in range(len(facts))]
 
 
+def known_to_all(
+    groups: Sequence[RolloutGroup], own: Mapping[int, Played], gather: Gather, *, num_shown: int
+) -> tuple[dict[int, Played], dict[int, int]]:
+    """Return the episodes of these groups with placeholder leaves, and the rank that played each of them. Collective.
+
+    The first `num_shown` groups keep the text of their first episode.
+    """
+    own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
+    for index, group in enumerate(groups):
+        part = [own[number] for number in group.numbers if number in own]
+        shown = group.first if index < num_shown else None
+        for one, leaf_facts in zip(part, facts_of(part, group.prompt.tokens, shown=shown), strict=True):
+            own_facts[one.number] = leaf_facts, one.metrics, one.counts
+    played: dict[int, Played] = {}
+    owners: dict[int, int] = {}
+    num_leaves = 0
+    for rank, rank_facts in enumerate(gather(own_facts)):
+        for group in groups:
+            numbers = [number for number in group.numbers if number in rank_facts]
+            group_facts = [leaf_facts for number in numbers for leaf_facts in rank_facts[number][0]]
+            leaves = iter(placeholder_leaves(group_facts, group.prompt.tokens, num_leaves))
+            num_leaves += len(group_facts)
+            for number in numbers:
+                episode_facts, metrics, counts = rank_facts[number]
+                own_leaves = tuple(next(leaves) for _ in episode_facts)
+                played[number] = Played(number=number, leaves=own_leaves, metrics=metrics, counts=counts)
+                owners[number] = rank
+    return played, owners
+
+
 class SampleStore:
-    """The token ids and log-probabilities of a batch that this rank holds. All methods but `get` are collective."""
+    """The token ids and log-probabilities that this rank holds of a batch. All methods but `get` are collective."""
 
     def __init__(self, mesh: Mesh, owners: Sequence[int], lengths: Sequence[int], own: Mapping[int, Arrays]) -> None:
-        """`owners` are the ranks that sampled each sample; `own` are the arrays of this rank by sample index."""
+        """`owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens.
+
+        `own`: the arrays of the samples that this rank sampled, by sample index.
+        """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
         self._data_ranks: list[int] = gather_objects(mesh.data.rank, mesh.loss.group, "the exchange of samples")
         self.received = 0  # bytes received from other ranks
 
     def fetch(self, wanted: Sequence[Iterable[int]]) -> None:
-        """Send each rank the samples that it wants: `wanted[rank]` are sample indices, the same on every rank."""
+        """Send each rank the samples that it needs. `wanted[rank]`: sample indices, the same on every rank."""
         rank, size = self._mesh.loss.rank, self._mesh.loss.size
         missing = [sorted(set(one) - held) for one, held in zip(wanted, self._held, strict=True)]
         for one, held in zip(missing, self._held, strict=True):
@@ -163,7 +201,10 @@ class SampleStore:
             start = end
 
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
-        """Send each rank the samples of its packs: `packs[data rank]` are arrays of positions in `indices`."""
+        """Send each rank the samples of its packs.
+
+        `packs[data rank]`: for each pack an array of positions in `indices`. `indices`: sample indices in the store.
+        """
         positions = [np.concatenate([np.zeros(0, np.int64), *each]) for each in packs]
         self.fetch([[indices[position] for position in positions[data].tolist()] for data in self._data_ranks])
 
@@ -177,13 +218,13 @@ class SampleStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TravellingSample(Sample):
-    """A placeholder for sample `index` of a store."""
+    """A placeholder for sample `index` of a `SampleStore`. Its token ids are not the real ones."""
 
     store: SampleStore
     index: int
 
     def itself(self) -> Sample:
-        """Return the sample with its tokens if this rank holds them, else this placeholder."""
+        """Return the sample with its real tokens if this rank holds them; otherwise this placeholder."""
         arrays = self.store.get(self.index)
         if arrays is None:
             return self
@@ -192,7 +233,10 @@ class TravellingSample(Sample):
 
 
 def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own: Mapping[int, Arrays]) -> list[Sample]:
-    """Wrap samples with placeholder tokens; `own` are the real arrays of this rank, by sample index. Collective."""
+    """Wrap samples with placeholder tokens, so that their real tokens can be fetched later. Collective.
+
+    `owners[i]`: the rank that sampled sample i. `own`: the real arrays of the samples of this rank, by sample index.
+    """
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own)
     return [
         TravellingSample(
@@ -202,10 +246,29 @@ def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own
     ]
 
 
-def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
-    """Fetch the tokens of the samples in this rank's packs. Collective if the samples are placeholders.
+def travelling_samples(
+    samples: Sequence[Sample],
+    mesh: Mesh,
+    groups: Sequence[RolloutGroup],
+    owners: Mapping[int, int],
+    own: Mapping[int, Played],
+) -> list[Sample]:
+    """Wrap the samples of these groups, one for each leaf. `owners`, `own`: see `known_to_all`. Collective."""
+    leaves = [
+        (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))
+    ]
+    arrays = {}
+    for index, (number, leaf_index) in enumerate(leaves):
+        if number in own:
+            leaf = own[number].leaves[leaf_index]
+            arrays[index] = leaf.tokens, leaf.logprobs
+    return travelling(samples, mesh, [owners[number] for number, _ in leaves], arrays)
 
-    `packs[data rank]` are arrays of indices of `samples`, as in a `StepPlan`.
+
+def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
+    """Return the samples, with real tokens for those in this rank's packs. Collective if they are placeholders.
+
+    `packs[data rank]`: for each pack an array of indices of `samples`, as in a `StepPlan`.
     """
     placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
     if not placeholders:
@@ -216,7 +279,7 @@ def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64
 
 
 def whole(samples: Sequence[Sample]) -> list[Sample]:
-    """Fetch the tokens of all samples, for a checkpoint or a message. Collective if the samples are placeholders."""
+    """Return all samples with their real tokens, for a checkpoint or a message. Collective if they are placeholders."""
     placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
     if placeholders:
         placeholders[0].store.fetch_all([sample.index for sample in placeholders])

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +22,6 @@ from padfree.config.functions import UserFunction, is_path
 from padfree.distributed import Mesh, PeerLostError
 from padfree.errors import UserError, shown_error
 from padfree.rollout.base import (
-    AsyncSampler,
     OnFinished,
     OnProgress,
     OnResponse,
@@ -44,44 +43,33 @@ ASYNC_METHODS = (*METHODS, "begin", "renew", "stuck", "failure")
 
 
 def check_engine_name(name: str) -> None:
-    """Raise a UserError if a user's engine cannot be found. Imports nothing."""
+    """Raise a `UserError` if the package of a user's engine cannot be found. Nothing is imported."""
     if is_path(name):
         USER_ENGINE.check(name)
 
 
 def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score) -> Sampler:
-    """Make the sampler named by `rollout.engine`. Collective.
+    """Make the sampler named by `rollout.engine`; an `AsyncSampler` if `rollout.staleness` is above 0. Collective.
 
-    `trained` is the model whose weights it will receive. `score` gives the trainer's log-probabilities, with which the
-    sampler can verify that the weights have arrived.
+    `trained` is the model whose weights the sampler will receive. `score` computes the trainer's log-probabilities,
+    with which the sampler can verify that the weights have arrived.
     """
-    sampler: Sampler = _make(METHODS, "Sampler", config, mesh, trained, tokenizer, score)
-    return sampler
-
-
-def make_async_sampler(
-    config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
-) -> AsyncSampler:
-    """Like `make_sampler`, for `rollout.staleness` above 0."""
-    sampler: AsyncSampler = _make(ASYNC_METHODS, "AsyncSampler", config, mesh, trained, tokenizer, score)
-    return sampler
-
-
-def _make(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
-    name = config.rollout.engine
+    name, staleness = config.rollout.engine, config.rollout.staleness
+    sampler: Any
     if not is_path(name):
         module, function = SAMPLING_ENGINES[name].split(":")
-        return getattr(import_module(module), function)(config, *rest)
+        sampler = getattr(import_module(module), function)(config, mesh, trained, tokenizer, score)
+        return cast(Sampler, sampler)
     make = USER_ENGINE.load(name)
     with _user_code(name):
-        sampler = make(config, *rest)
-    missing = [method for method in methods if not hasattr(sampler, method)]
+        sampler = make(config, mesh, trained, tokenizer, score)
+    missing = [method for method in (ASYNC_METHODS if staleness else METHODS) if not hasattr(sampler, method)]
     if missing:
-        needed = f" for rollout.staleness {config.rollout.staleness}" if config.rollout.staleness else ""
+        kind = f"AsyncSampler for rollout.staleness {staleness}" if staleness else "Sampler"
         raise UserError(
             "rollout.engine",
             f"returned an object of type {type(sampler).__name__}, which has no {missing[0]}",
-            f"return a padfree.rollout.base.{kind}{needed}",
+            f"return a padfree.rollout.base.{kind}",
             value=name,
         )
     is_async = all(hasattr(sampler, method) for method in ASYNC_METHODS)
@@ -90,7 +78,7 @@ def _make(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
 
 @contextmanager
 def _user_code(name: str) -> Iterator[None]:
-    """Report an exception of a user's engine as a UserError, because it is not a bug of padfree."""
+    """Context manager: an exception of the user's engine `name` becomes a `UserError`. It is not a bug in padfree."""
     try:
         yield
     except (UserError, PeerLostError, torch.OutOfMemoryError):
@@ -151,7 +139,7 @@ class CheckedSampler:
 
 
 class CheckedAsyncSampler(CheckedSampler):
-    """Wraps a user's `AsyncSampler`. An invalid response becomes its `failure`."""
+    """Wraps a user's `AsyncSampler` and checks its responses. The error of an invalid response becomes `failure`."""
 
     _wrong: Exception | None = None
 
@@ -168,7 +156,9 @@ class CheckedAsyncSampler(CheckedSampler):
         def checked(index: int, response: Response) -> None:
             try:
                 self._checked(response, requests[index], whole=False)
-            except UserError as error:  # this is a thread of the engine; the main thread reads `failure`
+            except UserError as error:
+                # A thread of the engine runs this function. The error is stored in `failure`, which the main thread
+                # reads.
                 self._wrong = self._wrong or error
                 return
             on_response(index, response)

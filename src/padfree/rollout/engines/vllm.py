@@ -1,12 +1,13 @@
 """vLLM servers: their routes, options and answers.
 
-The version of a response is read on the same connection before and after it. Versions never repeat and a connection
-does not survive a restart of the server. If both versions agree, all tokens were sampled from those weights.
+The policy version of a response is the version of the server's weights, which is read on the same connection before and
+after the response. Versions never repeat, and a connection does not survive a restart of the server. If both versions
+agree, all tokens were therefore sampled from those weights.
 
 vLLM can also freeze requests during a pause and continue them afterwards (`keep`). This is not used, because the
-version of each token would be unknown, and later tokens could attend to keys and values of old weights, so that their
-log-probabilities would belong to no policy. Instead a pause aborts the requests (`abort`), and the new weights prefill
-the partial responses.
+version of each token would be unknown. Later tokens could also attend to keys and values of old weights; their
+log-probabilities would then belong to no policy. Instead a pause aborts the requests (`abort`), and the new weights
+prefill the partial responses.
 
 `vllm_plugin` is the part that runs inside the server.
 """
@@ -39,7 +40,7 @@ LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 COMPLETIONS = "/v1/completions"
 
 _OWN_WEIGHTS = "default"  # version of the weights that vLLM loaded itself
-_SEEDS = (1 << 63) - 1  # a mask for non-negative seeds: -1 means no seed to vLLM
+_SEEDS = (1 << 63) - 1  # a mask that makes seeds non-negative: to vLLM, -1 means no seed
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 
 
@@ -68,7 +69,7 @@ class VllmServer(HttpServer):
         name = (await self.models(fix="set the URL of a vLLM server"))[0]
         options = (await self.call("GET", "/server_info?config_format=json")).get("vllm_config")
         if not isinstance(options, dict) or not isinstance(options.get("model_config"), dict):
-            raise self.lost("/server_info answered without vllm_config")
+            raise self.lost("/server_info returned no vllm_config")
         given = options.get("weight_transfer_config")
         transfer = given.get("backend") if isinstance(given, dict) else given
         if transfer != "padfree" and not served.lora_rank:
@@ -92,7 +93,10 @@ class VllmServer(HttpServer):
         return name
 
     async def models(self, *, fix: str = START) -> list[str]:
-        """Names of the models that the server serves: the base model first, then adapters."""
+        """Return the names of the models that the server serves: the base model first, then adapters.
+
+        `fix`: advice in the error message if the server does not have the route.
+        """
         answer = await self.call("GET", "/v1/models", fix=fix)
         with self.reading("/v1/models names no model"):
             names = [str(entry["id"]) for entry in answer["data"]]
@@ -101,7 +105,7 @@ class VllmServer(HttpServer):
         return names
 
     async def _end_interrupted_sync(self) -> None:
-        """Finish a weight sync of a killed run, which left the server paused with layers partly loaded."""
+        """Finish a weight sync that a killed run left open: the server is paused, with layers partly loaded."""
         if (await self.call("GET", "/is_paused")).get("is_paused"):
             with suppress(ServerLostError):  # vLLM refuses to start an update if one is already open
                 await self.call("POST", "/start_weight_update")
@@ -109,7 +113,7 @@ class VllmServer(HttpServer):
             await self.resume()
 
     async def _check_vocabulary(self, name: str, vocabulary: int) -> None:
-        """Check that the server accepts the last token of the vocabulary and rejects the next one."""
+        """Raise an error unless the server accepts the last token id of the vocabulary and rejects the next one."""
         for token, expected in ((vocabulary - 1, True), (vocabulary, False)):
             try:
                 async with self.connected() as connection:
@@ -138,7 +142,7 @@ class VllmServer(HttpServer):
         answer = await connection.call("GET", "/weight_info", fix=START)
         version = answer.get("weight_version")
         if not isinstance(version, str):
-            raise self.lost(f"/weight_info answered {answer} without weight_version")
+            raise self.lost(f"/weight_info returned {answer}, which has no weight_version")
         return None if version == _OWN_WEIGHTS else version
 
     async def complete(
@@ -157,12 +161,12 @@ class VllmServer(HttpServer):
         async with self.connected() as connection:
             self.need_version(await self._version(connection), version)
             (choice,) = self._choices(await connection.call("POST", COMPLETIONS, body), 1, model)
-            cut = choice.get("finish_reason") == "abort"  # all its tokens were sampled before the pause
+            cut = choice.get("finish_reason") == "abort"  # a pause aborted it; its tokens were sampled before
             if not cut:
                 self.need_version(await self._version(connection), version)
         if cut and not choice.get("token_ids"):
             return Completion(tokens=[], logprobs=[], reason="cut")
-        with self.reading(f"{COMPLETIONS} answered without token ids and log-probabilities"):
+        with self.reading(f"{COMPLETIONS} did not return token ids and log-probabilities"):
             tokens, logprobs = _sampled(choice)
         if not cut and choice.get("prompt_token_ids") != body["prompt"]:
             raise UserError(
@@ -189,7 +193,7 @@ class VllmServer(HttpServer):
             answer = await connection.call("POST", COMPLETIONS, body)
         scored = []
         choices = self._choices(answer, len(sequences), model)
-        with self.reading("answered without the log-probabilities of the canary"):
+        with self.reading("did not return the log-probabilities of the canary"):
             for sequence, choice in zip(sequences, choices, strict=True):
                 given = [
                     float(entry[str(token)]["logprob"])
@@ -200,12 +204,15 @@ class VllmServer(HttpServer):
         return scored
 
     def _choices(self, answer: Mapping[str, Any], number: int, model: str) -> list[dict[str, Any]]:
-        """Return the choices of an answer in the order of the prompts. There must be `number` of them."""
+        """Return the choices of an answer, in the order of the prompts. Raise an error unless there are `number`.
+
+        `model`: the name of the model that must have answered.
+        """
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise self.lost(f"{COMPLETIONS} answered without choices")
+            raise self.lost(f"{COMPLETIONS} returned no choices")
         if sorted(str(choice.get("index")) for choice in choices) != sorted(map(str, range(number))):
-            raise self.lost(f"{COMPLETIONS} answered {len(choices)} of {number} responses")
+            raise self.lost(f"{COMPLETIONS} returned {len(choices)} of {number} responses")
         if answer.get("model") != model:
             raise self.lost(f"{COMPLETIONS} answered for the model {answer.get('model')!r}, not {model!r}")
         return sorted(choices, key=lambda choice: int(choice["index"]))
@@ -221,7 +228,7 @@ class VllmServer(HttpServer):
     async def workers(self) -> int:
         answer = await self.call("GET", "/get_world_size")
         if not isinstance(answer.get("world_size"), int):
-            raise self.lost(f"/get_world_size answered {answer} without world_size")
+            raise self.lost(f"/get_world_size returned {answer}, which has no world_size")
         return int(answer["world_size"])
 
     async def join(self, transfer_info: Mapping[str, Any]) -> None:
@@ -274,7 +281,8 @@ class VllmServer(HttpServer):
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)
             wanted += [("--enable-lora",), ("--max-lora-rank", str(rank))]
-        if served.adapted:  # otherwise the head also gets an adapter, and then cannot score prompts on the CPU
+        # Name the modules. Otherwise the head also gets an adapter, and vLLM cannot score prompts on the CPU with it.
+        if served.adapted:
             wanted.append(("--lora-target-modules", *served.adapted))
         given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
         return [*arguments, *(argument for flag in wanted if flag[0] not in given for argument in flag)]
@@ -285,7 +293,10 @@ class VllmServer(HttpServer):
 
 
 def _plain_sampling(temperature: float) -> dict[str, Any]:
-    """Options that sample from the plain softmax, overriding the server's defaults, and return ids instead of text."""
+    """Return request options that sample from the plain softmax and return ids instead of text.
+
+    They override the server's own defaults.
+    """
     return {
         "n": 1,
         "temperature": temperature,

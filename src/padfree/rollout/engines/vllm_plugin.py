@@ -10,10 +10,10 @@
 Every worker receives whole tensors; the model's `load_weights` keeps its shard of them.
 
 vLLM's layerwise reload processes a layer once the weights of that layer have arrived. A head that is tied to the
-embeddings has no weights of its own, and on the CPU vLLM computes it from a packed copy. Without the processing in the
-last step, the head would keep the old copy.
+embeddings has no weights of its own, and on the CPU vLLM computes it from a packed copy of the embeddings. If the last
+step did not process the head again, the head would keep the old copy.
 
-This module is imported by the server. Its environment has torch and safetensors, but not all dependencies of padfree.
+The server imports this module. Its environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKEND = "padfree"
 
 
 def register() -> None:
-    """vLLM calls this at the start of each of its processes."""
+    """Register padfree's weight transfer engine. vLLM calls this at the start of each of its processes."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def _engine_class() -> type[Any]:
-    """Define the class inside a function, because its base class needs vLLM."""
+    """Return the class of the weight transfer engine. It is defined inside a function, because its base is in vLLM."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -94,7 +94,7 @@ def _engine_class() -> type[Any]:
         def receive_weights(self, update_info: Any) -> None:
             if self._receiver is None:
                 raise RuntimeError("padfree: a bucket arrived before /init_weight_transfer_engine")
-            # The reload keeps views of a bucket until their layer is complete.
+            # vLLM's reload keeps views of a bucket's tensors until all weights of their layer have arrived.
             self.model.load_weights(self._receiver.tensors(BucketForm(**asdict(update_info))))
 
         def finish_weight_update(self) -> None:
@@ -111,7 +111,7 @@ def _engine_class() -> type[Any]:
 
 
 def process_tied(model: nn.Module) -> None:
-    """Process heads and embeddings that share a weight again: on the CPU they keep a packed copy of it."""
+    """Process heads and embeddings that share a weight once more, because on the CPU they keep a packed copy of it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     sharing: dict[int, list[nn.Module]] = {}

@@ -37,7 +37,7 @@ LARGEST_OUTPUT, LAST_ERRORS = 16 << 20, 64 << 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """A program that has ended."""
+    """The exit code and the output of a program that has ended."""
 
     code: int
     output: str
@@ -45,7 +45,10 @@ class Finished:
 
 
 async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Finished:
-    """Run a program until it ends. Its calls to the policy become part of the episode."""
+    """Run a program until it ends, and return its exit code and output. Its calls to the policy join the episode.
+
+    `command`: the program and its arguments. `variables`: additional environment variables.
+    """
     check_command(command)
     row = policy.prompt.row
     url = await policy.base_url()
@@ -68,7 +71,10 @@ async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[s
 
 
 async def _communicate(process: asyncio.subprocess.Process, message: bytes) -> tuple[bytes, bytes]:
-    """Return standard output and standard error of a program. When it ends, children that hold its pipes are killed."""
+    """Send `message` to a program's standard input; return its standard output and standard error.
+
+    When the program ends, its children that still hold its pipes are killed.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -103,7 +109,10 @@ async def _feed(pipe: asyncio.StreamWriter, message: bytes) -> None:
 
 
 async def _collect(pipe: asyncio.StreamReader, collected: bytearray, last: int | None) -> None:
-    """Read to the end; keep the `last` bytes, or all of it up to LARGEST_OUTPUT."""
+    """Read a pipe to its end into `collected`.
+
+    If `last` is given, only so many of the last bytes are kept; otherwise more than LARGEST_OUTPUT bytes are an error.
+    """
     while piece := await pipe.read(1 << 16):
         collected += piece
         if last is not None:
@@ -113,14 +122,14 @@ async def _collect(pipe: asyncio.StreamReader, collected: bytearray, last: int |
 
 
 async def _close(process: asyncio.subprocess.Process) -> None:
-    """Close the pipes while the loop is running: after a timeout the loop may end before it closes them itself."""
+    """Close the pipes of a program now: after a timeout, the event loop may end before it closes them itself."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), GRACE)
     process._transport.close()  # type: ignore[attr-defined]  # asyncio has no public method for it
 
 
 def agent_episode(command: Sequence[str]) -> Episode:
-    """The environment of `rollout.agent`."""
+    """Return the episode function of `rollout.agent`, which runs `command` for each episode."""
 
     async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
         finished = await run_agent(policy, command)

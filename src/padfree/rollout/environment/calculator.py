@@ -28,7 +28,7 @@ from padfree.rollout.prompts import Prompt
 QUESTION = re.compile(r"<<([^<>=]+)=\s*$")
 MOST_CALLS = 16
 ARITHMETIC = re.compile(r"[\d+\-*/(). ]{1,100}")
-"""Questions that are parsed. The length limit also bounds the numbers."""
+"""Matches the questions that the calculator answers. The length limit also bounds the size of the numbers."""
 DIGITS = 6
 """Maximum number of decimal places."""
 
@@ -41,7 +41,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
-    """Play one episode: the policy generates, and the calculator answers its questions."""
+    """Play one episode: the policy generates, and the calculator answers its questions until it asks no more."""
     calls = wrong = 0
     while True:
         turn = await policy.generate()
@@ -57,7 +57,9 @@ async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def calculate(question: str) -> str | None:
-    """Evaluate an expression of decimal numbers and `+ - * / ( )`, rounded to DIGITS places; None if it is invalid.
+    """Return the value of an expression of decimal numbers and `+ - * / ( )`, rounded to DIGITS places.
+
+    Return None if the expression is invalid.
 
     48/2 -> 24      1/3 -> 0.333333      1,000*2.5 -> 2500      2**9 -> None
     """

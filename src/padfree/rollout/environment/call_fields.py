@@ -1,4 +1,4 @@
-"""The fields of a call: each is followed, overridden, neutral or metadata. All other fields are rejected.
+"""The fields of an agent's API call: each is followed, overridden, neutral or metadata. All others are rejected.
 
     FOLLOWED     messages, prompt, max_tokens, n, ...       the call obeys them
     OVERRIDDEN   temperature, top_p, seed, ...              OpenAI's sampling settings, which most programs send; the
@@ -57,7 +57,7 @@ def _is_tool(tool: Any) -> bool:
 
 
 FOLLOWED: dict[str, Rule] = {
-    "model": _LINE,  # there is one model; the answer repeats the name
+    "model": _LINE,  # any name: there is only one model, and the answer repeats the name
     "messages": (lambda value: isinstance(value, list) and bool(value), "give a list of objects with role and content"),
     "prompt": (lambda value: isinstance(value, (str, list)) and bool(value), "give a string, or a list of token ids"),
     "n": _integer(1, MAX_CHOICES),
@@ -162,7 +162,7 @@ MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reason
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object and remove fields that are null."""
+    """Parse the body of a call as a JSON object, and return it without fields that are null."""
     try:
         body = json.loads(raw.decode("utf-8") or "{}", object_pairs_hook=_object, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -190,7 +190,10 @@ def _no_constant(name: str) -> Any:
 
 
 def check_fields(body: Mapping[str, Any], route: str, temperature: float) -> bool:
-    """Raise a CallError for unsupported fields. Returns whether the call requests other sampling than the policy's."""
+    """Raise a `CallError` for unsupported fields. Return whether the call asks for other sampling than the policy's.
+
+    `body`: the fields of the call. `route`: e.g. chat/completions. `temperature`: the sampling temperature of the run.
+    """
     elsewhere = OF_COMPLETIONS if route == CHAT else OF_CHAT
     for name, value in body.items():
         if name in elsewhere:
@@ -225,7 +228,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Convert messages for a chat template: the content becomes a string, and null keys are removed."""
+    """Convert the messages of a call for a chat template: content becomes a string, and null keys are removed."""
     converted = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
@@ -257,7 +260,10 @@ def _is_tool_call(call: Any) -> bool:
 
 
 def _content(message: Mapping[str, Any], where: str) -> str:
-    """The text of a message: a string, or text parts. A message with tool calls may have no content."""
+    """Return the text of a message, whose content is a string or a list of text parts.
+
+    A message with tool calls may have no content. `where`: the place of the message in the call, for errors.
+    """
     content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, str):
         return content
@@ -272,6 +278,6 @@ def _content(message: Mapping[str, Any], where: str) -> str:
 
 
 def max_tokens_asked(body: Mapping[str, Any]) -> float:
-    """Maximum number of tokens that a call requests."""
+    """Return the maximum number of tokens that a call asks for; infinity if it gives none."""
     limit: int | None = body.get("max_completion_tokens", body.get("max_tokens"))
     return math.inf if limit is None else limit

@@ -34,7 +34,7 @@ from padfree.rollout.sampling_rng import turn_key
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _FinishedCall:
-    """A finished call: its context and response."""
+    """A finished API call of an agent: its context and its response."""
 
     text: str
     branch: Branch
@@ -53,7 +53,7 @@ class Context:
 
 
 class Calls:
-    """The calls of one episode."""
+    """The API calls of one episode, as branches of its tree."""
 
     def __init__(self, tree: Tree, host: Host) -> None:
         self._tree, self._host, self._chat_tokenizer = tree, host, host.chat_tokenizer
@@ -61,7 +61,7 @@ class Calls:
         self._times: Counter[int] = Counter()  # number of calls, by hash of their context ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None) -> Context:
-        """The context of a chat call."""
+        """Return the context of a chat call with these messages and tools."""
         assert self._chat_tokenizer.chat is not None
         conversation = read_conversation(list(messages), "messages", tools=tools)
         context = self._of_text(self._chat_tokenizer.chat.prompt(conversation), conversation.messages, begun=True)
@@ -73,7 +73,7 @@ class Calls:
         return context
 
     def of_prompt(self, prompt: str | Sequence[int]) -> Context:
-        """The context of a completion call: text, or token ids."""
+        """Return the context of a completion call. `prompt`: a text, or token ids."""
         if isinstance(prompt, str):
             return self._of_text(prompt, (), begun=False)
         ids = list(prompt)
@@ -91,7 +91,7 @@ class Calls:
         return self._tree.limit - len(context.ids)
 
     async def respond(self, context: Context, max_new_tokens: int) -> Turn:
-        """Sample a response to a context."""
+        """Sample a response of at most `max_new_tokens` tokens to a context, and add it to the episode."""
         branch = self._tree.begin(context.ids) if context.parent is None else self._tree.fork(context.parent)
         branch.add(context.new)
         digest = hashlib.sha256(np.array(context.ids, np.int64).tobytes()).digest()
@@ -128,7 +128,10 @@ class Calls:
         return Context(ids=[*parent.branch.ids, *new], text=text, messages=messages, parent=parent.branch, new=new)
 
     def _expected(self, messages: Sequence[Message]) -> _FinishedCall | None:
-        """The longest earlier call that these messages continue: they begin with its messages and a response."""
+        """Return the longest earlier call that these messages continue, or None.
+
+        Messages continue a call if they begin with the messages of that call, followed by a response.
+        """
         longest = None
         for one in self._finished:
             number = len(one.messages)

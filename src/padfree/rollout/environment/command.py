@@ -10,8 +10,8 @@ A column is data, and data must not be executed. A command is therefore rejected
     as the script, or before it                 ["python", "{file}"], ["awk", "{question}", "rows.txt"]
     after a program that starts a shell         ["ssh", "host", "agent", "{question}"]
 
-It is also rejected if an interpreter gets no code: it would run its standard input, which is the row. Arguments after
-the code or the script are safe: `["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]`.
+A command is also rejected if it starts an interpreter without code: the interpreter would run its standard input, which
+is the row. Arguments after the code or the script are safe: `["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ its argument is unnecessary but harmless."""
 
 
 def column_names(arguments: Sequence[str]) -> list[str]:
-    """The columns that the arguments name, each once."""
+    """Return the names of the columns in the placeholders of the arguments, each once."""
     return list(dict.fromkeys(match[2] for argument in arguments for match in COLUMN.finditer(argument) if match[2]))
 
 
 def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the row") -> list[str]:
-    """Replace placeholders by columns of the row. Braces around anything but a name are kept."""
+    """Return the arguments with placeholders replaced by columns of the row. Other text in braces is kept.
+
+    `place`: what error messages call the row.
+    """
 
     def value(match: re.Match[str]) -> str:
         if match[1]:
@@ -77,7 +80,10 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
 
 
 def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> None:
-    """Raise a UserError if a row lacks a column that the arguments name, or if its value cannot be an argument."""
+    """Raise a `UserError` if a row lacks a column that the arguments name, or if its value cannot be an argument.
+
+    `place`: what error messages call the row.
+    """
     for argument, given in zip(filled(arguments, row, place), arguments, strict=True):
         if argument == given:
             continue
@@ -98,7 +104,7 @@ def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> N
 
 
 def check_command(arguments: Sequence[str]) -> None:
-    """Raise a UserError if a command would run data as code."""
+    """Raise a `UserError` if a command would run data as code. `arguments`: the program and its arguments."""
     problem = _danger(arguments)
     if problem is not None:
         raise UserError(
@@ -112,7 +118,7 @@ def check_command(arguments: Sequence[str]) -> None:
 def _danger(arguments: Sequence[str]) -> str | None:
     if column_names(arguments[:1]):
         return f"{arguments[0]!r} makes a column the program"
-    reached = True  # only wrappers and their options precede this argument
+    reached = True  # this argument surely is a program: only wrappers precede it
     for index, argument in enumerate(arguments):
         name, rest = _name(argument), arguments[index + 1 :]
         if reached and name in SHELL_CALLERS and (found := _first_with_column(rest)) is not None:
@@ -129,9 +135,9 @@ def _danger(arguments: Sequence[str]) -> str | None:
 
 
 def _interpreted(name: str, arguments: Sequence[str], *, surely: bool) -> str | None:
-    """The problem with the arguments of an interpreter, or None.
+    """Return the problem with the arguments of the interpreter `name`, or None if they are safe.
 
-    `surely`: the interpreter is certainly run; otherwise its name may be an argument of another program.
+    `surely`: whether the interpreter certainly runs. Otherwise its name may be an argument of another program.
     """
     has_code, index = False, 0
     while index < len(arguments):
@@ -160,12 +166,12 @@ def _interpreted(name: str, arguments: Sequence[str], *, surely: bool) -> str | 
 
 
 def _is_script(argument: str) -> bool:
-    """Whether an argument looks like a file: `agent.py`, `./agent`."""
+    """Whether an argument looks like the name of a file, such as `agent.py` or `./agent`."""
     return not argument.startswith("-") and not re.search(r"\s", argument) and ("." in argument or "/" in argument)
 
 
 def _name(argument: str) -> str:
-    """The name of a program without folder and version: /usr/bin/python3.11 -> python."""
+    """Return the name of a program without folder and version: /usr/bin/python3.11 -> python."""
     name = PurePath(argument.replace("\\", "/")).name.lower().removesuffix(".exe")
     return re.sub(r"[\d.]+$", "", name) or name
 
@@ -175,7 +181,7 @@ def _first_with_column(arguments: Sequence[str]) -> str | None:
 
 
 def _split_string(arguments: Sequence[str]) -> str | None:
-    """The argument that `env -S` splits, if it contains a column."""
+    """Return the argument that `env -S` splits into several, if it contains a column; otherwise None."""
     for index, argument in enumerate(arguments):
         text = arguments[index + 1] if argument in ("-S", "--split-string") and index + 1 < len(arguments) else ""
         if re.match(r"-v?S.|--split-string=", argument):

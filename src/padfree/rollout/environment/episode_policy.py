@@ -32,7 +32,7 @@ from padfree.rollout.sampling_rng import turn_key
 from padfree.rollout.token_ids import checked_ids
 
 MARK = "\u2e28reply\u2e29"
-"""Placeholder for a response, to find out what a chat template writes after one."""
+"""Rendered in place of a response, to find out which text a chat template writes after a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,28 +53,35 @@ class ChatTokenizer:
         self._prompts = Encoder(tokenizer, append_eos=False)
 
     def encode_prompt(self, text: str, *, begun: bool) -> list[int]:
-        """Encode like prompts of the data. `begun`: the text already starts with a bos token; none is added."""
+        """Return the token ids of a text, encoded like the prompts of the data.
+
+        `begun`: whether the text already starts with a bos token, so that none is added.
+        """
         (found,) = self._prompts.encode([Passage(pieces=(Piece(text, False),), begun=begun)])
         assert not isinstance(found, RowError)
         return self.checked(found.tokens, "model.tokenizer")
 
     def encode(self, text: str) -> list[int]:
-        """Encode without adding special tokens. Special tokens that occur in the text are recognised."""
+        """Return the token ids of a text. No special tokens are added, but those in the text are recognised."""
         return self.checked(self._tokenizer(text, add_special_tokens=False)["input_ids"], "model.tokenizer")
 
     def checked(self, ids: Any, what: str) -> list[int]:
-        """Return token ids as a list; a UserError unless the model has embeddings for all of them."""
+        """Return token ids as a list. Raise a `UserError` if the model lacks an embedding for one of them.
+
+        `what`: what error messages call the ids.
+        """
         return checked_ids(ids, self.vocabulary, what)
 
     def decode(self, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """Decode, including special tokens."""
+        """Return the text of token ids, including special tokens."""
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else [int(token) for token in tokens]
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def between(self, content: str, role: str, end: str) -> str:
-        """The text between two responses: after a response that ended with `end`, render a message and the next header.
+        """Return the text between two responses: the message `content` of `role`, and the header of the next response.
 
-        Without a chat template, this is `content` itself.
+        The chat template renders it. `end`: the text with which the response ended. Without a chat template, the result
+        is `content` itself.
         """
         if self.chat is None:
             return content
@@ -94,7 +101,7 @@ class ChatTokenizer:
 
 
 class Host(Protocol):
-    """The runner of an episode, as seen by its policies."""
+    """What the policies of an episode need from its runner: sampling, tokenisation and the API for programs."""
 
     chat_tokenizer: ChatTokenizer
     key: int
@@ -103,11 +110,11 @@ class Host(Protocol):
         """Sample a response. `path` identifies the turn, and orders requests that are sampled together."""
 
     def serve(self, tree: Tree) -> Awaitable[str]:
-        """Serve the policy as an OpenAI-compatible API for this episode, and return its URL."""
+        """Serve the policy as an OpenAI-compatible API for the episode of `tree`, and return the URL."""
 
 
 class Policy:
-    """One branch of an episode."""
+    """One branch of an episode, through which the episode samples tokens, adds its own text and makes new branches."""
 
     def __init__(self, tree: Tree, branch: Branch, host: Host) -> None:
         self.tree, self._branch, self._host = tree, branch, host
@@ -120,17 +127,17 @@ class Policy:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """[n] tokens of this branch, including the prompt."""
+        """[n]: token ids of this branch, including the prompt."""
         return np.array(self._branch.ids, dtype=np.int64)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """[n] whether each token was sampled. Only sampled tokens are trained on."""
+        """[n]: whether each token was sampled. Only sampled tokens are trained on."""
         return np.array(self._branch.sampled, dtype=np.bool_)
 
     @property
     def text(self) -> str:
-        """All text after the prompt, including that of the environment, without a final stop token."""
+        """All text after the prompt, including the environment's text, without a final stop token."""
         ids = self._branch.ids[len(self.prompt.tokens) :]
         return self._host.chat_tokenizer.decode(ids[:-1] if self._branch.ended else ids)
 
@@ -149,7 +156,10 @@ class Policy:
         self._branch.reward = value
 
     async def generate(self, max_tokens: int | None = None) -> Turn:
-        """Sample tokens at the end of this branch. Returns an empty turn if `max_new_tokens` is 0."""
+        """Sample a turn of at most `max_tokens` tokens at the end of this branch, and return it.
+
+        The turn is empty if `max_new_tokens` is 0, i.e. if the branch is full.
+        """
         if self._generating:
             raise UserError(
                 "rollout.environment",
@@ -192,19 +202,22 @@ class Policy:
         return True
 
     def reply(self, content: str, role: str = "user") -> bool:
-        """Append a message as the chat template renders it between two responses. Without a template, like `add`."""
+        """Append a message as the chat template renders it between two responses. Return False if it does not fit.
+
+        Without a chat template, this is the same as `add`.
+        """
         branch = self._branch
         end = self._host.chat_tokenizer.decode(branch.ids[-1:]) if branch.ended else ""
         return self.add(self._host.chat_tokenizer.between(content, role, end))
 
     def branch(self) -> Policy:
-        """Make a branch from here, with its own random keys."""
+        """Return a new branch that continues from the end of this one, with its own random keys."""
         child = Policy(self.tree, self.tree.fork(self._branch), self._host)
         child._full = self._full
         return child
 
     async def base_url(self) -> str:
-        """URL of an OpenAI-compatible API for a program. Its calls become part of the trajectory."""
+        """Return the URL of an OpenAI-compatible API. The calls of a program to it become part of the trajectory."""
         return await self._host.serve(self.tree)
 
     def trajectory(
@@ -214,10 +227,11 @@ class Policy:
         answer: str | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """The return value of an episode: all its leaves. `reward`: the reward of branches without their own.
+        """Return the trajectory of the episode, i.e. all its leaves. An episode returns this value.
 
-        Without any reward, `rollout.reward` computes one from the text of each leaf, or from `answer`. `metrics` are
-        averaged over the episodes of a batch and named `environment/...`.
+        `reward`: the reward of branches that have none of their own. Without any reward, `rollout.reward` computes one
+        from the text of each leaf, or from `answer` if it is given. `metrics` are averaged over the episodes of a batch
+        and named `environment/...`.
         """
         return Trajectory(tree=self.tree, reward=reward, answer=answer, metrics=dict(metrics or {}))
 

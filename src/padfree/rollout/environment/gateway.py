@@ -1,4 +1,4 @@
-"""The policy as an OpenAI-compatible API, served on this machine for programs that are environments.
+"""The policy as an OpenAI-compatible API, served on this machine for agent programs (`rollout.agent`).
 
     http://127.0.0.1:PORT/KEY/v1/chat/completions        KEY: a secret that identifies the episode
                                  completions
@@ -66,7 +66,7 @@ class Gateway:
         self._episodes: list[_Served] = []
 
     async def address(self, tree: Tree, host: Host) -> str:
-        """The URL of the API for one episode. Repeated calls return the same URL."""
+        """Return the URL of the API for the episode of `tree`. Repeated calls return the same URL."""
         async with self._starting:
             if self._port is None:
                 self._port = await self._listener.start()
@@ -90,7 +90,7 @@ class Gateway:
     def _admit(self, method: str, path: str) -> Answer:
         key, _, route = path.partition("?")[0].lstrip("/").partition("/")
         given, episode = key.encode("latin-1"), None
-        for one in self._episodes:  # always all of them, so that the timing reveals nothing about keys
+        for one in self._episodes:  # compare all keys, so that the timing reveals nothing about them
             if hmac.compare_digest(given, one.key.encode()):
                 episode = one
         if episode is None:
@@ -145,7 +145,7 @@ class Gateway:
         chat = route == CHAT
         try:
             context = self._chat(episode.calls, body) if chat else self._prompt(episode.calls, body)
-        except UserError as error:  # a chat template that fails, wrong token ids, or text that is not Unicode
+        except UserError as error:  # e.g. a chat template fails, or token ids are wrong
             raise CallError(400, str(error)) from None
         max_new_tokens = episode.calls.max_new_tokens(context)
         if max_new_tokens < 1:
@@ -174,7 +174,10 @@ class Gateway:
 
 
 def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -> dict[str, Any]:
-    """The body of the answer to a call, in OpenAI's format."""
+    """Return the body of the answer to a call, in OpenAI's format. `turns`: the sampled responses.
+
+    `chat`: whether the call is a chat completion. `model`: the name that the call gave.
+    """
     choices: list[dict[str, Any]] = []
     for index, turn in enumerate(turns):
         choice: dict[str, Any] = {"index": index, "finish_reason": "stop" if turn.ended else "length", "logprobs": None}
@@ -196,7 +199,7 @@ def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -
 
 
 def events(answer: Mapping[str, Any], *, usage: bool = False) -> bytes:
-    """The same answer as a stream of events: the whole text, the finish reason, and with `usage` the token counts."""
+    """Return an answer as a stream of events: the whole text, the finish reason, and with `usage` the token counts."""
     parts: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         chunk = {**answer, "object": answer["object"].replace("chat.completion", "chat.completion.chunk")}

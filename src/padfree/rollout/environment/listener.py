@@ -9,7 +9,8 @@ key; until then, the server keeps only its head in memory. At most `ListenerLimi
 connections are open. If one more opens, the oldest is closed, so that a program that sends its head at once is always
 served. The bodies of all requests together take at most `ListenerLimits.bodies` bytes; further requests wait.
 
-The server does not know the application: `Admit` decides by method and path, before a body is read.
+The server does not depend on the application: a function of type `Admit` decides by method and path, before a body is
+read, whether and how a request is answered.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListenerLimits:
-    """Maximum sizes in bytes, times in seconds, and numbers of connections."""
+    """Limits of the HTTP server: maximum sizes in bytes, times in seconds, and numbers of connections."""
 
     head: int = 16 << 10
     headers: int = 100
     head_seconds: float = 10.0
     unauthenticated: int = 256  # connections without a known key
-    connections: int = 768  # all connections; one more closes an idle one
-    dropped: int = 64 << 10  # bytes of a rejected body that are read and dropped, so that the client gets the answer
+    connections: int = 768  # maximum number of connections; opening one more closes an idle one
+    # Maximum bytes of a rejected body that are read and dropped. Without this, the client might not get the answer.
+    dropped: int = 64 << 10
     dropped_seconds: float = 1.0
-    idle_seconds: float = 300.0  # until an authenticated connection without a request is closed
+    idle_seconds: float = 300.0  # time after which an authenticated connection without a request is closed
     body: int = 16 << 20
-    bodies: int = 128 << 20  # bytes of the bodies of all requests together
+    bodies: int = 128 << 20  # maximum bytes of the bodies of all requests together
     body_seconds: float = 60.0
     answer_seconds: float = 60.0
 
@@ -71,14 +73,14 @@ class Reply:
 
 
 Answer = Callable[[bytes], Awaitable[Reply]]
-"""Takes a body and returns an awaitable of the reply, which does not hold the body in memory."""
+"""Function that takes the body of a request and returns an awaitable of the reply. The reply must not hold the body."""
 
 Admit = Callable[[str, str], Answer]
-"""Takes the method and the path, and returns the `Answer`. Raises `CallError` if the path has no known key."""
+"""Function of method and path that returns the `Answer`. It raises `CallError` if the path has no known key."""
 
 
 class _EndedError(Exception):
-    """The client is gone or too slow: close the connection without an answer."""
+    """The client is gone or too slow, so that the connection is closed without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class _Head:
 
 
 class Listener:
-    """The server. It runs on one event loop."""
+    """A small HTTP server on the loopback address. It runs on one event loop."""
 
     def __init__(self, admit: Admit, limits: ListenerLimits | None = None) -> None:
         self._admit, self._limits = admit, limits or ListenerLimits()
@@ -101,7 +103,7 @@ class Listener:
         self._bodies = _Budget(self._limits.bodies)
 
     async def start(self) -> int:
-        """Start and return the port. Other machines cannot reach it."""
+        """Start the server and return its port, which other machines cannot reach."""
         assert self._server is None
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=self._limits.head)
         port: int = self._server.sockets[0].getsockname()[1]
@@ -134,7 +136,10 @@ class Listener:
                 writer.transport.abort()
 
     def _make_space(self) -> bool:
-        """If there are too many connections, close the oldest unauthenticated one, or else the oldest idle one."""
+        """If there are too many connections, close the oldest unauthenticated one, or else the oldest idle one.
+
+        Return whether there is space for a new connection.
+        """
         total = len(self._unauthenticated) + len(self._idle) + len(self._busy)
         if len(self._unauthenticated) < self._limits.unauthenticated and total < self._limits.connections:
             return True
@@ -147,7 +152,7 @@ class Listener:
         return False
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Handle one request. Returns whether the connection stays open."""
+        """Read one request and answer it. Return whether the connection stays open."""
         try:
             head = await self._head(reader, authenticated=writer in self._idle)
             answer = self._admit(head.method, head.path)
@@ -244,7 +249,7 @@ class Listener:
             raise _EndedError from None
 
     async def _drop(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read and drop the rest of the request: closing with unread bytes would reset the connection."""
+        """Read and drop the rest of the request, because closing with unread bytes would reset the connection."""
         left = self._limits.dropped
         with contextlib.suppress(TimeoutError, OSError):
             if writer.can_write_eof():
@@ -255,7 +260,7 @@ class Listener:
 
 
 class _Budget:
-    """A memory budget in bytes that requests share."""
+    """The bytes of memory that the bodies of all requests share."""
 
     def __init__(self, size: int) -> None:
         self._left = size

@@ -23,7 +23,7 @@ USER_ENVIRONMENT = UserFunction(
 
 
 def check_episode_settings(settings: RolloutConfig) -> None:
-    """Raise a UserError if the environment cannot be found. Imports and starts nothing."""
+    """Raise a `UserError` if the environment or the agent program cannot be found. Nothing is imported or started."""
     if settings.environment is not None:
         USER_ENVIRONMENT.check(settings.environment)
     if settings.agent:
@@ -38,13 +38,13 @@ def check_episode_settings(settings: RolloutConfig) -> None:
 
 
 def check_episode_rows(settings: RolloutConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise a UserError if the arguments of `rollout.agent` cannot be made from a row."""
+    """Raise a `UserError` if the row of a prompt does not give the arguments of `rollout.agent`."""
     for prompt in prompts if settings.agent else ():
         check_row(settings.agent, prompt.row, prompt.uid)
 
 
 def load_episode(settings: RolloutConfig) -> Episode:
-    """Return the coroutine function of an episode. Imports the module of a user's environment."""
+    """Return the coroutine function that plays an episode. This imports the module of a user's environment."""
     if settings.environment is not None:
         episode: Episode = USER_ENVIRONMENT.load(settings.environment)
         return episode
@@ -53,5 +53,5 @@ def load_episode(settings: RolloutConfig) -> Episode:
 
 
 def environment_name(settings: RolloutConfig) -> str:
-    """Name of the environment, for messages and checkpoints."""
+    """Return the name of the environment, for messages and checkpoints."""
     return settings.environment or " ".join(settings.agent) or "one response"

@@ -1,7 +1,7 @@
 """An episode to play, its result, and callbacks.
 
 Play       number 7, prompt, key -> `EpisodeRunner`, or `ResponseWriter` for single-turn episodes
-Played     number 7, leaves or a failure
+Played     number 7, leaves (sequences that become samples) or a failure
 Watcher    callbacks for progress, responses and finished episodes
 """
 
@@ -30,7 +30,7 @@ class Play:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Played:
-    """The result of an episode. A failed episode has no leaves."""
+    """The result of an episode: its leaves, i.e. the sequences that become samples. A failed episode has none."""
 
     number: int
     leaves: tuple[Leaf, ...] = ()

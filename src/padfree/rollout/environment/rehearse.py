@@ -34,9 +34,10 @@ def rehearse(
     max_new_tokens: int = 1000,
     reward: str | None = None,
 ) -> tuple[Leaf, ...]:
-    """Return the leaves of one episode in which the policy writes these turns in order, each ended by eos.
+    """Play one episode in which the policy writes these turns in order, each ended by eos; return its leaves.
 
-    `prompt` is not rendered. With `chat`, replies of the environment are rendered by the tokenizer's chat template.
+    A leaf is a sequence that would become a sample. `prompt` is not rendered. With `chat`, the chat template renders
+    the replies of the environment. `row`: the data row of the prompt. `reward`: the value of `rollout.reward`.
     """
     chat_tokenizer = ChatTokenizer(tokenizer, ChatRenderer(tokenizer) if chat else None, tokenizer_size(tokenizer))
     reward_workers = None if reward is None else RewardWorkers(load_reward(reward))

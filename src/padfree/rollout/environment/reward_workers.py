@@ -23,7 +23,7 @@ from padfree.rollout.time_limit import call_within
 
 
 class RewardWorkers:
-    """Calls a reward function from an event loop: in `processes` processes, or if this is 0, in threads."""
+    """Calls a reward function from an event loop: in `processes` processes or, if `processes` is 0, in threads."""
 
     def __init__(self, reward: Reward, processes: int = 0) -> None:
         self._reward, self.name, self.processes = reward, reward.name, processes
@@ -31,11 +31,17 @@ class RewardWorkers:
         self._workers: list[_Worker] = []
 
     def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
-        """Compute the reward in this thread, with a time limit (`call_within`)."""
+        """Return the reward of a text, computed in this thread with a time limit in seconds (see `call_within`).
+
+        `row`: the data row of the prompt. `uid`: the name of the sample, for messages.
+        """
         return call_within(seconds, self._late(seconds, uid), self._reward, text, row, uid)
 
     async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
-        """Compute the reward. `seconds` is the time limit in a process, not counting the wait for a free process."""
+        """Return the reward of a text, computed in a process or a thread. `row` and `uid`: see `within`.
+
+        `seconds`: the time limit in a process, not counting the wait for a free process.
+        """
         if not self.processes:
             return await asyncio.to_thread(self._reward, text, row, uid)
         if self._free is None:

@@ -57,7 +57,7 @@ class RunnerSettings:
 
 
 class EpisodeRunner:
-    """Plays episodes with one sampler. `reward_workers` computes rewards that the episodes do not return."""
+    """Plays episodes with one sampler. `reward_workers` compute the rewards that episodes do not return themselves."""
 
     reward_seconds = 0.0  # not measured: rewards are computed while other episodes run
 
@@ -89,9 +89,9 @@ class EpisodeRunner:
         reward_workers: RewardWorkers | None = None,
         watch: Watcher | None = None,
     ) -> list[Played]:
-        """Play these episodes and return the results in order. Every rank calls it with its own episodes.
+        """Play these episodes and return the results in order. Every rank calls this with its own episodes.
 
-        `gather` gathers an object from all ranks.
+        `gather` gathers an object from all ranks. `reward_workers` replace those of this runner if they are given.
         """
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
         free_slots = asyncio.Semaphore(self._settings.max_concurrent)
@@ -110,7 +110,8 @@ class EpisodeRunner:
         def ended(playing: Future[Any]) -> None:
             try:
                 message = failure_of(playing)
-            except Exception as error:  # it must reach the thread that waits for the episodes
+            except Exception as error:
+                # The error must reach the thread that waits for the episodes.
                 message = f"rollout.environment: {shown_error(error)}; report this bug of padfree"
             if message is not None:
                 watch.on_failed(message)
@@ -118,7 +119,7 @@ class EpisodeRunner:
         self._thread.submit(self._play_in_turn(plays, source, watch.on_played)).add_done_callback(ended)
 
     def blocked(self) -> str | None:
-        """An error message if an episode blocks the event loop."""
+        """Return an error message if an episode blocks the event loop; otherwise None."""
         return blocked(self._thread, self._settings.timeout)
 
     def close(self) -> None:
@@ -144,7 +145,11 @@ class EpisodeRunner:
         on_played: Callable[[Played], None] | None = None,
         on_started: Callable[[], None] | None = None,
     ) -> list[Played]:
-        """Play episodes. `on_started` is called when all of them have started, or one has failed."""
+        """Play episodes and return the results in order. `source` samples their tokens.
+
+        `free_slots` limits the number of concurrent episodes. `on_played` receives each result. `on_started` is called
+        when all episodes have started, or one has failed.
+        """
         tasks: list[asyncio.Task[Played]] = []
         try:
             try:
@@ -181,7 +186,7 @@ class EpisodeRunner:
 
 
 class _Session:
-    """One running episode: the `Host` of its policies."""
+    """One running episode. It is the `Host` through which the episode's policies sample tokens."""
 
     def __init__(self, runner: EpisodeRunner, play: Play, source: TokenSource, free: Callable[[], None]) -> None:
         self._runner, self._play, self._source, self._free = runner, play, source, free
@@ -267,7 +272,10 @@ class _Session:
         return float(own)
 
     def _text(self, ids: Sequence[int], ended: bool) -> str:
-        """The text of a branch without the stop token, and without the prompt if the branch starts with it."""
+        """Return the text of the token ids of a branch, without the prompt if they start with it.
+
+        `ended`: whether the last id is a stop token, which is left out.
+        """
         prompt = self._play.prompt.tokens
         start = len(prompt) if ids[: len(prompt)] == prompt.tolist() else 0
         return self.chat_tokenizer.decode(ids[start:-1] if ended else ids[start:])
@@ -280,7 +288,8 @@ class _Session:
                 "rollout.environment", "an episode requests tokens after its end", "await all tasks that it creates"
             )
         self._turns += 1
-        if self._turns > MAX_TURNS:  # the timeout would never end it, because the clock stops while it waits
+        # The timeout cannot end such an episode, because its clock stops while it waits for tokens.
+        if self._turns > MAX_TURNS:
             raise UserError(
                 "rollout.environment",
                 f"{self._runner._settings.name} has requested tokens {MAX_TURNS} times for {self._play.prompt.uid!r}",
@@ -307,7 +316,7 @@ class _Session:
         return await self._runner._gateway.address(tree, self)
 
     def _finish(self) -> None:
-        """The episode requests no more tokens: let another episode start."""
+        """Record that the episode requests no more tokens, so that another episode can start."""
         if not self._finished:
             self._runner._gateway.forget(self._tree)
             self._source.finished(self._play.number)
@@ -316,12 +325,15 @@ class _Session:
 
 
 def _is_own(error: UserError) -> bool:
-    """Whether the error names a setting that the user can correct, and not an argument from the environment."""
+    """Whether the error names a setting that the user can correct. Otherwise it is about an environment's argument."""
     return error.setting == "reward" or error.setting.startswith(("rollout.", "data."))
 
 
 async def _in_own_task(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
-    """Run the coroutine in a separate task, which is abandoned if it does not end when it is cancelled."""
+    """Run the coroutine of an episode in a separate task, and return its trajectory.
+
+    If the task does not end when it is cancelled, it is abandoned. `name`: the name of the environment, for messages.
+    """
     task = asyncio.ensure_future(coroutine)
     if isinstance(task, asyncio.Task):
         task.set_name(name)

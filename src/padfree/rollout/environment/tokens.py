@@ -26,7 +26,7 @@ TurnPath = tuple[int, ...]
 """Identifies a turn of an episode; it also orders the requests of a round."""
 Round = list[tuple[tuple[int, TurnPath], SamplingRequest]]
 Gather = Callable[[Any], list[Any]]
-"""Gathers an object from every rank. Collective."""
+"""Function that gathers an object from every rank and returns the list of them. Collective."""
 
 POLL = 0.2
 """Seconds between two checks while waiting for episodes."""
@@ -42,7 +42,7 @@ class TokenSource(Protocol):
     def started(self, episode: int) -> None: ...
 
     def finished(self, episode: int) -> None:
-        """The episode will request no more tokens."""
+        """Record that the episode will request no more tokens."""
 
     async def respond(self, episode: int, path: TurnPath, request: SamplingRequest) -> Response: ...
 
@@ -51,13 +51,13 @@ class TokenSource(Protocol):
 
 
 class Rounds:
-    """Collects requests and samples them together."""
+    """Token source that collects the requests of all waiting episodes and samples them together, in rounds."""
 
     def __init__(self, sampler: Sampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout
         self._num_waiting: dict[int, int] = {}  # waiting requests of each running episode
         self._waiting: dict[tuple[int, TurnPath], tuple[SamplingRequest, asyncio.Future[Response]]] = {}
-        self._quiet: int | None = None  # iterations of the loop since the last change; None: not counting
+        self._quiet: int | None = None  # iterations of the event loop without a change; None: not counting
         self._sampling = False  # whether a round is being sampled
         self._rounds: queue.SimpleQueue[Round] = queue.SimpleQueue()
 
@@ -133,7 +133,10 @@ class Rounds:
                 self._thread.call(self._deliver, requests, responses)
 
     def _next(self, episodes: Future[Any]) -> tuple[Round, str | None]:
-        """The next round, empty once all episodes have ended, and an error message or None."""
+        """Wait for the next round and return it, with an error message or None.
+
+        The round is empty once all episodes have ended.
+        """
         while True:
             if episodes.done():
                 return [], failure_of(episodes)
@@ -145,7 +148,7 @@ class Rounds:
 
 
 class Streams:
-    """Sends each request to an `AsyncSampler` at once."""
+    """Token source that sends each request to an `AsyncSampler` at once."""
 
     def __init__(self, sampler: AsyncSampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout
@@ -183,7 +186,7 @@ class Streams:
             self._sampler.renew()
 
     def _wait(self, episodes: Future[Any]) -> str | None:
-        """Wait until this rank's episodes have ended, or the sampler is stuck. Returns an error message, or None."""
+        """Wait until this rank's episodes have ended, or the sampler is stuck. Return an error message, or None."""
         ended = threading.Event()
         episodes.add_done_callback(lambda _: ended.set())
         while not ended.wait(POLL):
@@ -212,7 +215,10 @@ def failure_of(episodes: Future[Any]) -> str | None:
 
 
 def blocked(thread: LoopThread, timeout: float) -> str | None:
-    """An error message if an episode blocks the event loop, so that no episode continues and no timeout works."""
+    """Return an error message if an episode has blocked the event loop for more than `timeout` seconds; otherwise None.
+
+    While the loop is blocked, no episode continues and no timeout works.
+    """
     if thread.seconds_blocked() <= timeout:
         return None
     return (

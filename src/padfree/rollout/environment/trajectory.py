@@ -44,19 +44,19 @@ class Branch:
 
     @property
     def tokens(self) -> NDArray[np.integer[Any]]:
-        """[n] token ids. Branches with the same tokens return the same array object."""
+        """[n]: token ids. Branches with the same tokens return the same array object."""
         if len(self._array) != len(self.ids):
             self._array = np.array(self.ids, dtype=np.int64)
         return self._array
 
     def write(self, response: Response) -> None:
-        """Append sampled tokens."""
+        """Append the tokens of a sampled response."""
         self._append(response.tokens.tolist(), True, response.logprobs.tolist(), response.token_versions.tolist())
         self.turns += 1
         self.ended = response.ended
 
     def add(self, ids: Sequence[int]) -> None:
-        """Append tokens of the environment."""
+        """Append token ids that the environment wrote. They are not trained on."""
         self._append(list(ids), False, [0.0] * len(ids), [0] * len(ids))
         self.ended = self.ended and not ids
 
@@ -67,7 +67,7 @@ class Branch:
         self.versions += versions
 
     def branch(self, at: int | None = None) -> Branch:
-        """Make a branch from here, or from the first `at` tokens."""
+        """Return a new branch that starts with the first `at` tokens of this one, by default with all of them."""
         tokens = self.tokens if at is None else self.tokens[:at]
         child = Branch(tokens, path=(*self.path, self.num_branches), parent=self)
         child.sampled, child.logprobs = self.sampled[: len(tokens)], self.logprobs[: len(tokens)]
@@ -78,7 +78,7 @@ class Branch:
 
     @property
     def has_own(self) -> bool:
-        """Whether it has sampled tokens that its parent does not have."""
+        """Whether the branch has sampled tokens that its parent does not have."""
         return any(self.sampled[self.fork :])
 
 
@@ -102,7 +102,7 @@ class Tree:
         return self.branches[-1]
 
     def begin(self, tokens: Sequence[int]) -> Branch:
-        """Start a branch with these tokens instead of the prompt."""
+        """Start another root, with these tokens instead of the prompt, and return its branch."""
         self.branches.append(Branch(np.array(tokens, dtype=np.int64), path=(-len(self.branches),)))
         return self.branches[-1]
 
@@ -127,7 +127,7 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaf:
-    """A path that becomes a sample. It can be sent to other ranks."""
+    """A path of an episode's tree that becomes a sample. It is picklable, so that it can be sent to other ranks."""
 
     tokens: NDArray[np.int64]  # [n]
     sampled: NDArray[np.bool_]  # [n]
@@ -155,7 +155,7 @@ def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None 
 
 
 def leaf_of_response(prompt: Prompt, response: Response, text: str) -> Leaf:
-    """The leaf of a single-turn episode."""
+    """Return the leaf of a single-turn episode: the prompt followed by the response. `text`: text of the response."""
     before = len(prompt.tokens)
     return Leaf(
         tokens=np.concatenate([prompt.tokens, response.tokens]),
@@ -169,6 +169,6 @@ def leaf_of_response(prompt: Prompt, response: Response, text: str) -> Leaf:
 
 
 def turns_of(branch: Branch) -> int:
-    """Number of runs of consecutive sampled tokens."""
+    """Return the number of turns of a branch, i.e. the number of runs of consecutive sampled tokens."""
     sampled = np.array([False, *branch.sampled])
     return int((sampled[1:] & ~sampled[:-1]).sum())

@@ -6,10 +6,10 @@
 model_source    the model to load, or its first layers
 samples         a few of the user's samples, or random tokens
 one_at_a_time   plain transformers code: one sample at a time, and in padded pairs
-exact           the same in float64
+exact           plain transformers code in float64
 padded          padded batches and their loss
 plain_losses    the losses of pairs, teachers, reward models and critics, by plain transformers code
-packed          the path of training: plan, packs, attached model, fused loss, FSDP2
+packed          the code path of training: plan, packs, prepared model, fused loss, FSDP2
 compare         the largest differences, and the tolerances
 check_report    the results and the verdict
 model_check     check_model: all of the above

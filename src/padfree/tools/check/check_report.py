@@ -4,7 +4,8 @@
     log-probabilities             4.8e-07   7.2e-07   2.0e-05  ok   token 30 of sample 5
     gradients of layer 1          1.9e-06   1.1e-06   1.0e-04  ok   model.layers.1.mlp.up_proj.weight
 
-A result passes if its difference is at most `tolerance`, or at most `FACTOR` times the noise.
+The noise is the rounding error of plain transformers code in the same dtype. A result passes if its difference is at
+most `tolerance`, or at most `FACTOR` times the noise.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import Any
 from padfree.tools.check.compare import FACTOR
 
 MAIN = "packed"
-"""The name of the main check; the other checks vary the layout."""
+"""The name of the main check. The other checks vary the layout of the samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """The result of one comparison."""
+    """The result of one comparison between packed training and the reference."""
 
     check: str  # packed, leak, pad, or the name of a layout
-    quantity: str  # log-probabilities, loss, normaliser, gradients
+    quantity: str  # one of log-probabilities, loss, normaliser, gradients
     part: str | None = None  # part of the model, for gradients
     difference: float
     noise: float | None  # None: only the tolerance counts
@@ -46,7 +47,7 @@ class CheckResult:
 
     @property
     def excess(self) -> float:
-        """The difference divided by the limit."""
+        """The difference divided by the largest difference that passes; above 1, the comparison has failed."""
         return self.difference / self.limit if self.limit else (math.inf if self.difference else 0.0)
 
     @property
@@ -57,7 +58,7 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """A variation that could not run, and the reason."""
+    """A variation of the check that could not run, and the reason."""
 
     check: str
     reason: str
@@ -95,7 +96,7 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """The verdict in one line."""
+        """One line of text that says whether the check passed and, if not, which comparisons failed."""
         if self.passed:
             return "passed: packed training gives the same results as one sample at a time"
         found = {
@@ -109,7 +110,7 @@ class CheckReport:
         return f"FAILED: {'; '.join(listed)}" + (f" ({self.remark})" if self.remark else "")
 
     def heading(self) -> list[str]:
-        """The model, samples and settings of the check, as lines of text."""
+        """Return the model, samples and settings of the check, as lines of text."""
         layers = "all" if self.num_layers == self.total_layers else f"the first {self.num_layers}"
         ranks = (self.data_ranks, self.context_ranks)
         spread = "one process" if ranks == (1, 1) else f"{ranks[0]} data x {ranks[1]} context ranks, FSDP2"
@@ -124,7 +125,10 @@ class CheckReport:
         ]
 
     def shown_rows(self) -> list[CheckResult]:
-        """All results of the main check. For each variation, all failures, or else the result nearest to its limit."""
+        """Return the results that the table shows: all of the main check, and some of each variation.
+
+        Of a variation, these are all failures or, if there are none, the result nearest to its limit.
+        """
         shown: list[CheckResult] = []
         for check, group in groupby(self.rows, key=lambda row: row.check):
             rows = list(group)
@@ -133,7 +137,7 @@ class CheckReport:
         return shown
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The cells of the table as text, without the header."""
+        """Return the cells of the table as text, without the header."""
         return [
             (
                 row.title,
@@ -147,7 +151,7 @@ class CheckReport:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON. Non-finite differences are None."""
+        """Return the report as plain values for JSON. Non-finite differences are None."""
         rows = [
             {
                 **asdict(row),

@@ -6,8 +6,9 @@
     gradients           per parameter: largest difference / largest entry                 3.0e-07 in layers.0.mlp...
                         then the maximum over the parameters of a part (a layer, the embeddings, the head, a norm)
 
-A gradient that is zero except for rounding (the bias of a key projection) would give a large quotient of two rounding
-errors. The divisor is therefore at least a hundredth of the largest entry in the parameter's part.
+Some gradients are zero except for rounding, e.g. that of the bias of a key projection. Their relative difference would
+be a large quotient of two rounding errors. The divisor is therefore at least a hundredth of the largest entry in the
+parameter's part of the model.
 
 A non-finite number counts as an infinite difference.
 """
@@ -25,14 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.model.structure import layers_of
+from padfree.sample import Sample
 
 FLOOR = 0.01
-"""The divisor of a gradient difference is at least this fraction of the largest gradient entry of the part."""
+"""A gradient difference is divided by at least this fraction of the largest gradient entry in its part of the model."""
 
 FACTOR = 4.0
-"""A difference of at most this many times the noise of HF passes."""
+"""A difference passes if it is at most this many times the noise, i.e. the rounding error of plain HF code."""
 
 
 class Gap(NamedTuple):
@@ -51,7 +52,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """Differences that always pass."""
+    """For each quantity, the difference up to which a comparison always passes."""
 
     logprobs: float
     loss: float
@@ -68,7 +69,7 @@ are always in float32."""
 
 
 def logprob_gap(actual: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
-    """The largest difference of log-probabilities of any token."""
+    """Return the largest difference between two sets of log-probabilities, [n] for each sample, and its token."""
     largest = Gap(0.0, "")
     for index, (ours, theirs, sample) in enumerate(zip(actual, expected, samples, strict=True)):
         if not len(sample):
@@ -88,7 +89,10 @@ def loss_gap(actual: float, expected: float) -> Gap:
 
 
 def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
-    """The relative difference of the loss and the mean of these log-probabilities. It shows wrong loss weights."""
+    """Return the relative difference between the loss and minus the mean of the trained tokens' log-probabilities.
+
+    A large difference shows that the loss weights are wrong.
+    """
     trained = [sample.mask & (np.arange(len(sample)) > 0) for sample in samples]
     total = sum(float(values[mask].astype(np.float64).sum()) for values, mask in zip(logprobs, trained, strict=True))
     mean = -total / sum(int(mask.sum()) for mask in trained)
@@ -97,7 +101,7 @@ def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Seque
 
 
 def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
-    """Compare two gradients of one parameter. A gradient that is None counts as zeros."""
+    """Compare two gradients of one parameter, and return the largest difference. None counts as a zero gradient."""
     if actual is None or expected is None:
         only = actual if expected is None else expected
         size = 0.0 if only is None or not only.numel() else float(only.detach().abs().max())
@@ -109,7 +113,10 @@ def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
 
 
 def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
-    """The largest relative difference in each part of the model, in the order of the parts."""
+    """Return the largest relative gradient difference in each part of the model, in the order of the parts.
+
+    `extents`: the difference of each parameter's gradient. `parts`: the part of the model of each parameter.
+    """
     largest: dict[str, float] = {}
     for name, part in parts.items():
         largest[part] = max(largest.get(part, 0.0), extents[name].size)
@@ -126,7 +133,7 @@ def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> di
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, str]:
-    """The part of the model that each parameter belongs to: embeddings, layer 0, layer 1, ..., norm, head."""
+    """Return the part of the model to which each parameter belongs: embeddings, layer 0, layer 1, ..., norm, head."""
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     embeddings, head = (

@@ -1,7 +1,7 @@
 """The reference in float64: plain HF code with as little rounding as possible.
 
-    float32, sdpa, 30 layers      gradients differ from float64 by up to 1e-3, too much for a reference
-    float64, eager                weights of the files and activations in float64
+    float32, sdpa, 30 layers      gradients differ from float64 by up to 1e-3, which is too much for a reference
+    float64, eager                weights (converted from the files) and activations are float64
 
 transformers computes some operations in float32 for every model dtype: RMSNorm, the softmax of eager attention,
 routers. For a float64 model that would lose precision. Inside `float64_throughout`, an operation on a float64 tensor
@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.distributed import Mesh
-from padfree.model.load import named_tensors
+from padfree.model.named_tensors import named_tensors
+from padfree.sample import Sample
 from padfree.sizes import ModelSizes
 from padfree.train.resolve_auto import device_memory
 
@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 
 
 class float64_throughout(TorchFunctionMode):  # noqa: N801  used as a block
-    """Context manager: operations on float64 tensors stay in float64."""
+    """Context manager in which an operation on float64 tensors stays in float64, even if it asks for float32."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,7 +59,10 @@ def make_float64(model: PreTrainedModel) -> None:
 
 
 def float64_bytes(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
-    """Estimated bytes of float64 besides the float32 model: weights, gradients, activations of the longest sample."""
+    """Return the estimated bytes of the float64 reference, in addition to the float32 model.
+
+    They are the bytes of weights, gradients, and the activations of the longest sample.
+    """
     sizes, longest = ModelSizes.of(model.config), max(len(sample) for sample in samples)
     weights = sum(tensor.numel() for tensor in named_tensors(model).values()) * (4 + 8 + 8)
     activations = longest * 8 * (24 * sizes.layers * sizes.hidden + 4 * sizes.vocabulary)
@@ -74,10 +77,10 @@ def exact(
     load: Callable[[], PreTrainedModel],
     compute: Callable[[PreTrainedModel], Found],
 ) -> tuple[Found | None, str | None]:
-    """The result of `compute` with the model of `load` in float64, on rank 0; None on the other ranks.
+    """Load a model with `load`, convert it to float64, and return the result of `compute` on it. Collective.
 
-    The second result is None, or the reason why there is no float64 reference: not enough memory, or a model that does
-    not run in float64. The call is collective, and this reason is the same on every rank.
+    Only rank 0 computes; other ranks get None. The second result is None if this worked. Otherwise it is the reason why
+    there is no float64 reference, the same on every rank: not enough memory, or a model that does not run in float64.
     """
     found, obstacle = None, None
     model = load()
@@ -100,7 +103,10 @@ def exact(
 
 
 def reference_line(dtype: torch.dtype, obstacle: str | None, what: str, attention: str) -> str:
-    """The line of the report about the reference, with the reason if it is not in float64."""
+    """Return the text of the report about the reference. `obstacle`: why it is not in float64; None if it is.
+
+    `what`: the unit that is run at a time, e.g. one sample. `attention`: the attention implementation.
+    """
     if obstacle is None:
         return f"transformers in float64, {what}, eager attention"
     return f"transformers in {str(dtype).removeprefix('torch.')} ({obstacle}), {what}, {attention} attention"
@@ -120,7 +126,7 @@ def _obstacle(
 
 
 def free_memory(device: torch.device) -> float:
-    """Free bytes of the GPU, or of this machine for the CPU."""
+    """Return the free bytes of a GPU or, if the device is a CPU, of this machine."""
     if device.type == "cpu":
         try:
             with open("/proc/meminfo", encoding="ascii") as file:

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.choices import ModelHead
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.errors import UserError
 from padfree.model.load import load_model
+from padfree.sample import Sample
 from padfree.tools.check.check_report import MAIN, CheckReport, CheckResult, Skipped
 from padfree.tools.check.compare import (
     TOLERANCES,
@@ -71,7 +71,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Reference:
-    """The results that rank 0 compares with. On other ranks only the samples and the names are filled."""
+    """The reference results, with which rank 0 compares. On other ranks only the samples and the names are filled."""
 
     samples: list[Sample]  # the samples with the extra inputs of the loss
     outcome: CheckOutcome
@@ -162,7 +162,7 @@ def _what(loss: CheckedLoss) -> str:
 
 
 def longest_of(config: PreTrainedConfig, wanted: int) -> int:
-    """The maximum length of samples: `wanted` tokens, or the number of positions of the model if that is smaller."""
+    """Return the maximum length of samples: `wanted` tokens, or the model's number of positions if that is smaller."""
     return min(wanted, int(getattr(config, "max_position_embeddings", None) or wanted))
 
 
@@ -211,7 +211,10 @@ def _reference(
     def compute(
         model: PreTrainedModel, given: list[Sample] | None = None, *, padded: bool = False
     ) -> tuple[list[Sample], CheckOutcome]:
-        """The samples with the extra inputs of the loss, and the results."""
+        """Return the samples with the extra inputs of the loss, and the results of plain HF code for them.
+
+        `given`: samples that already have the extra inputs. `padded`: whether to run padded pairs.
+        """
         if model.dtype == torch.float64:
             for teacher in teachers:
                 make_float64(teacher)
@@ -263,7 +266,7 @@ def _reference(
 
 
 class _Check:
-    """Runs the packed path in all its variations. Collective; only rank 0 collects results."""
+    """Runs packed training in all its variations, and compares it. Collective; only rank 0 collects results."""
 
     def __init__(
         self, path: PackedPath, reference: _Reference, vocabulary: int, tolerance: Tolerance, say: Say
@@ -354,8 +357,8 @@ class _Check:
     def _add_exact(self, check: str, gap: Gap) -> None:
         """Add a result whose difference must be exactly 0 if two identical runs give the same bits.
 
-        The rows of a matmul do not depend on each other. With experts, the shapes of the matmuls depend on all tokens,
-        so that rounding can differ.
+        Exactness can be expected because the rows of a matmul do not depend on each other. With experts it cannot: the
+        shapes of their matmuls depend on all tokens, so that rounding can differ.
         """
         if not self.first:
             return

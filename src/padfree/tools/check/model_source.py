@@ -5,7 +5,7 @@
 
 The first layers keep their own weights, and so do the embeddings, the last norm and the head. Enough layers are kept to
 include every layer type in the config (sliding or full attention, dense or sparse). Files are linked, not copied,
-unless transformers renames or merges tensors on loading. In that case it reads whole files, so that the kept tensors
+unless transformers renames or merges tensors on loading. In that case it would read whole files, so the kept tensors
 are written to new files.
 """
 
@@ -30,8 +30,9 @@ from transformers import PreTrainedConfig
 from padfree.config.model_folder import INDEX
 from padfree.errors import UserError
 from padfree.model import attach, lm_head_of
-from padfree.model.load import _from_config, _names_match, opened_together
+from padfree.model.load import names_match, opened_together
 from padfree.model.model_files import PARTIAL
+from padfree.model.structure import model_from_config
 from padfree.model.wrapper import language_config
 from padfree.sizes import ModelSizes
 from padfree.train.limits import ModelLimits
@@ -42,7 +43,7 @@ FEW_LAYERS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """The model to check. `source` is the argument of `load_model`."""
+    """The model to check. `source`: the argument with which `load_model` loads it."""
 
     source: str | Path | PreTrainedConfig
     config: PreTrainedConfig  # the config with the kept layers only
@@ -62,16 +63,20 @@ def model_source(
     backend: str = "auto",
     trust_remote_code: bool = False,
 ) -> Iterator[ModelSource]:
-    """Context manager: the model, or its first `layers` layers. Raises if the model does not support packing."""
+    """Context manager that yields the model to check, or its first `layers` layers. `full`: take all layers.
+
+    Raise an error if the model does not support packing.
+    """
     if layers is not None and layers < 1:
         raise UserError("layers", "is not a positive number", "give 1 or more", value=layers)
     if layers is not None and full:
         raise UserError("layers", f"{layers} cannot be combined with full", "give one of them")
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
-    if (inner := language_config(config)) is not None:  # multimodal: the files also hold other layers, so load all
+    # The files of a multimodal model also hold layers of other parts, so all layers are loaded.
+    if (inner := language_config(config)) is not None:
         config, full, layers = inner, files is not None or full, None if files is not None else layers
     with torch.device("meta"):
-        model = _from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
+        model = model_from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
     lm_head_of(attach(model, backend))  # raises early if the model does not support packing
     limits = ModelLimits.of(model)
     total = int(config.num_hidden_layers)
@@ -100,7 +105,7 @@ def model_source(
 
 
 def default_layers(config: PreTrainedConfig) -> int:
-    """`FEW_LAYERS`, or as many layers as needed to include every layer type."""
+    """Return how many layers to check by default: `FEW_LAYERS`, or more if that does not include every layer type."""
     total = int(config.num_hidden_layers)
     lists = [value for value in config.to_dict().values() if _is_per_layer(value, total)]
     kinds = [repr([value[layer] for value in lists]) for layer in range(total)]
@@ -111,7 +116,7 @@ def default_layers(config: PreTrainedConfig) -> int:
 
 
 def first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
-    """The same config with `count` layers. Lists with one entry per layer are shortened to match."""
+    """Return a copy of the config with only `count` layers. Lists with one entry per layer are shortened to match."""
     total = int(config.num_hidden_layers)
     values: dict[str, Any] = {
         name: list(value[:count]) if _is_per_layer(value, total) else value for name, value in config.to_dict().items()
@@ -125,7 +130,10 @@ def _is_per_layer(value: Any, total: int) -> bool:
 
 
 def layer_number(name: str) -> int | None:
-    """The layer that a stored tensor belongs to: `model.layers.3.mlp.experts.7.up_proj.weight` -> 3."""
+    """Return the number of the layer that a stored tensor belongs to; None if it belongs to none.
+
+    `model.layers.3.mlp.experts.7.up_proj.weight` -> 3
+    """
     match = re.search(r"(?:^|\.)(\d+)\.", name)
     return None if match is None else int(match[1])
 
@@ -136,9 +144,9 @@ def _write_first_layers(
     config.save_pretrained(folder)
     kept = {name: path for name, path in files.items() if (layer_number(name) or 0) < count}
     with torch.device("meta"):
-        model = _from_config(config, torch.float32, trust_remote_code)
-    direct = _names_match(model, kept)
-    # If names match, every process reads its slices of the files. Otherwise only rank 0 reads them with transformers.
+        model = model_from_config(config, torch.float32, trust_remote_code)
+    direct = names_match(model, kept)
+    # If the tensor names match, every process reads its slices of the files. Otherwise only rank 0 reads the files.
     copies = not direct and (not dist.is_initialized() or dist.get_rank() == 0)
     for path in sorted(set(kept.values())):
         if copies:

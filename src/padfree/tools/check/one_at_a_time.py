@@ -3,8 +3,8 @@
     one at a time   [1, n]      HF's own attention, logits [n, V], cross entropy, backward; gradients summed in float32
     padded pairs    [2, L]      the same mathematics with an attention mask and HF's eager attention
 
-The first runs in float64 if possible (`exact.py`), the second in the checked dtype. Their difference is rounding: the
-noise that any correct implementation can show in this dtype, on this device, for this model.
+The first method runs in float64 if possible (`exact.py`), the second in the checked dtype. Their results differ by
+rounding: the noise that any correct implementation can show in this dtype, on this device, for this model.
 
 Each gradient is added to the sums and freed as soon as it is computed, so that the gradient of at most one parameter is
 in memory besides the sums.
@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
+from padfree.sample import Sample
 from padfree.tools.check.padded import padded_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CheckOutcome:
-    """The results of one implementation: plain, padded or packed."""
+    """The results of one implementation (one sample at a time, padded pairs or packed): loss and gradients."""
 
     logprobs: list[NDArray[np.float32]]  # [n] per sample; 0 for the first token
     loss: float  # mean over the trained tokens
@@ -36,12 +37,12 @@ class CheckOutcome:
 
 
 def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:
-    """Run one sample at a time, with the attention implementation that the model was loaded with."""
+    """Return loss and gradients of one sample at a time, with the attention that the model was loaded with."""
     return _outcome(model, [[index] for index in range(len(samples))], samples)
 
 
 def padded_pairs(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:
-    """Run pairs of consecutive samples, the shorter one padded at the end, with HF's eager attention."""
+    """Return loss and gradients of pairs of consecutive samples, the shorter one padded, with HF's eager attention."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
     outcome = _outcome(model, [[i, i + 1][: len(samples) - i] for i in range(0, len(samples), 2)], samples)

@@ -1,4 +1,4 @@
-"""The path of training, from samples to gradients, and variations of it that must not change the results.
+"""The code path of training, from samples to gradients, and variations of it that must not change the results.
 
 samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      padfree.train.Engine
 samples -> plan -> packs -> attached model -> score -> log-probabilities                     padfree.train.Scorer
@@ -27,16 +27,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
 from padfree.choices import LayoutKind, ModelHead
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
-from padfree.model.load import clean_name, load_model
+from padfree.model.load import load_model
+from padfree.model.named_tensors import clean_name
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing.collate import prefixes_of
+from padfree.sample import Sample
 from padfree.sharding.parallelize import inside, parallelize, transformations
 from padfree.tasks.distill import DistillationMicroBatchLoss
 from padfree.tasks.reward import RewardMicroBatchLoss
@@ -51,7 +53,7 @@ from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 Logprobs = list[NDArray[np.float32]]
 
 PAD = 7
-"""Pad tokens per context rank; deliberately not a round number."""
+"""Number of padding tokens per context rank in the check of padding; deliberately not a round number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +64,14 @@ class Variation:
     max_tokens: int  # maximum tokens of a pack per device
     pack_settings: PackSettings = field(default_factory=PackSettings)
     reverse: bool = False
-    may_be_refused: bool = False  # not every model, backend and number of ranks supports it
+    may_be_refused: bool = False  # whether a model, backend or number of ranks may not support it
 
 
 def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
-    """Other micro-batches, another order, shared prefixes, and the layouts and methods of context parallelism."""
+    """Return the variations to check: other micro-batches, another order, shared prefixes, context parallelism.
+
+    `context`: number of context ranks.
+    """
     total = sum(len(sample) for sample in samples)
     found = [
         Variation(name="one sample per pack", max_tokens=1),
@@ -101,7 +106,7 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
 
 
 class PackedPath:
-    """An engine built as in training, and its results for a list of samples. All methods are collective."""
+    """Computes the results of packed training for samples, with a training engine. All methods are collective."""
 
     def __init__(
         self,
@@ -143,11 +148,14 @@ class PackedPath:
             packer.pack_settings = replace(packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
 
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
-        """[n] log-probabilities of all tokens of each sample, trained or not; 0 for the first token. On every rank."""
+        """Return log-probabilities [n] of all tokens of each sample, trained or not, on every rank.
+
+        They are 0 for the first token.
+        """
         return self.scorer.logprobs(_all_scored(samples))
 
     def loss(self, samples: Sequence[Sample]) -> float:
-        """The loss of the samples. Its gradients are left in the parameters."""
+        """Return the loss of the samples. Its gradients are left in the parameters."""
         return self._loss(self.engine.prepare(samples))
 
     def _loss(self, prepared: PreparedStep) -> float:
@@ -156,7 +164,10 @@ class PackedPath:
         return float(loss)
 
     def extents(self, reference: Mapping[str, Tensor]) -> dict[str, Extent]:
-        """Compare the gradients in the parameters with these, then clear them. Ranks other than 0 return {}."""
+        """Compare the gradients in the parameters with `reference`, by parameter name, then clear them.
+
+        Return the differences on rank 0, and {} on other ranks.
+        """
         found: dict[str, Extent] = {}
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
@@ -170,7 +181,7 @@ class PackedPath:
     # With a pad after every pack
 
     def padded_logprobs(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> Logprobs:
-        """Like `logprobs`, with the tokens `fill(length)` after every pack."""
+        """Return the same as `logprobs`, computed with padding tokens `fill(length)` after every pack."""
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         scores = partial(self.scorer._scores, self.scorer.temperature)
@@ -186,7 +197,7 @@ class PackedPath:
         return [host[start:end] for start, end in pairwise(starts)]
 
     def padded_loss(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> float:
-        """Like `loss`, with the tokens `fill(length)` after every pack."""
+        """Return the same as `loss`, computed with padding tokens `fill(length)` after every pack."""
         return self._loss(self._padded(samples, fill))
 
     def _padded(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> PreparedStep:
@@ -216,7 +227,7 @@ class PackedPath:
 
 
 def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) -> Engine:
-    """The engine of this loss, built as in training."""
+    """Return a training engine for this loss."""
     optimizer = make_optimizer(scorer.model, OptimizerConfig(lr=0.0))
     if loss == "reward":
         rewards = RewardModelSettings()
@@ -234,7 +245,7 @@ def _all_scored(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def with_other_tokens(samples: Sequence[Sample], vocabulary: int, first: int) -> list[Sample]:
-    """The samples, with every token replaced by another one in every second sample, starting at `first`."""
+    """Return the samples; in every second sample, starting at `first`, all tokens are replaced by other tokens."""
     rng = np.random.default_rng(first)
     return [
         replace(sample, tokens=(sample.tokens + rng.integers(1, vocabulary, len(sample))) % vocabulary)

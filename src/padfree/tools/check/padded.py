@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE
+from padfree.sample import Sample
 
 
 class PaddedBatch(NamedTuple):
-    """Each tensor is [B, L] int64. Shorter samples are padded at the end."""
+    """A batch of B samples, padded at the end to L tokens. Each tensor is [B, L] int64."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -25,14 +26,14 @@ class PaddedBatch(NamedTuple):
 
     @property
     def labels(self) -> Tensor:
-        """[B, L] labels for transformers: the token id of trained tokens, not shifted; else IGNORE."""
+        """Labels [B, L] for transformers: the token id of a trained token, not shifted; IGNORE for other tokens."""
         return self.input_ids.where(self.scored.bool(), IGNORE)
 
 
 def padded_rows(
     samples: Sequence[Sample], device: torch.device | str = "cpu", *, length: int | None = None
 ) -> PaddedBatch:
-    """Pad samples to the length of the longest one, or to `length`."""
+    """Return a batch of the samples, padded to the length of the longest one, or to `length`."""
     shape = (len(samples), length or max(len(sample) for sample in samples))
     input_ids, attention_mask, scored = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for index, sample in enumerate(samples):
@@ -43,7 +44,7 @@ def padded_rows(
 
 
 def padded_loss(model: Any, batches: Sequence[Sequence[Sample]], count: int) -> float:
-    """The loss of the batches, divided by `count` scored tokens. Computes its gradients as well."""
+    """Return the loss of the padded batches, divided by `count`, the number of scored tokens. Also run backward."""
     total = 0.0
     for batch in batches:
         padded = padded_rows(batch, model.device)

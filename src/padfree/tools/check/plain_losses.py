@@ -9,8 +9,8 @@
     value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
 
 Inputs that a run would compute beforehand are random numbers here, seeded with the index of the sample: reference
-log-probabilities near the model's own, returns, old values. For the reference, each sample is one call of the model.
-For the noise, two samples (a pair, or consecutive samples) form a padded batch with eager attention.
+log-probabilities near the model's own, returns, old values. The reference result calls the model once per sample. The
+noise result calls it with padded batches of two samples (a pair, or consecutive samples) and eager attention.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.config.loss_settings import KTOSettings
 from padfree.losses import DPOSettings, ValueSettings
-from padfree.model.load import local_part, local_region, named_tensors
+from padfree.model.named_tensors import local_part, local_region, named_tensors
 from padfree.model.outputs import base_of
+from padfree.sample import Sample
 from padfree.tools.check.one_at_a_time import CheckOutcome, _take, one_at_a_time, padded_pairs
 from padfree.tools.check.padded import padded_rows
 
@@ -40,11 +40,14 @@ SCALAR = ("reward", "value")
 REFERENCED = ("dpo", "kto")
 DPO, KTO, VALUE = DPOSettings(), KTOSettings(desirable_weight=1.5), ValueSettings(clip=0.2)
 POINT = 0.3
-"""The reference point z₀ of the KTO loss (see `padfree.tasks.kto`)."""
+"""The value of the reference point z₀ in checks of the KTO loss (see `padfree.tasks.kto`)."""
 
 
 def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
-    """Consecutive samples as pairs; the first of two is the chosen answer. Drops the last sample of an odd number."""
+    """Return consecutive samples as pairs: the first of two becomes the chosen answer, the second the rejected one.
+
+    If the number of samples is odd, the last one is dropped.
+    """
     return [
         replace(sample, group=index // 2, reward=float(1 - index % 2), uid=index)
         for index, sample in enumerate(samples[: len(samples) // 2 * 2])
@@ -52,9 +55,9 @@ def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | None) -> list[Sample]:
-    """The samples with the further inputs of the loss.
+    """Return the samples with the further inputs of the loss, e.g. log-probabilities of a reference model.
 
-    `own` [n] each: log-probabilities of the model, needed for DPO and KTO.
+    `own`: for each sample, the model's log-probabilities [n], which DPO and KTO need.
     """
     found = []
     for index, sample in enumerate(samples):
@@ -75,7 +78,7 @@ def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | 
 
 @torch.no_grad()
 def make_teacher(model: PreTrainedModel) -> None:
-    """Turn the model into a different one: multiply norms and biases by random numbers from 0.5 to 1.5."""
+    """Change the model, so that it can be the teacher: multiply norms and biases by random numbers from 0.5 to 1.5."""
     for number, (_, tensor) in enumerate(sorted(named_tensors(model).items())):
         if tensor.ndim == 1 and tensor.is_floating_point():
             factors = 0.5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number))
@@ -91,7 +94,10 @@ def plain_loss(
     teacher: PreTrainedModel | None = None,
     padded: bool = False,
 ) -> CheckOutcome:
-    """The loss and its gradients. `padded`: run two samples per call, with HF's eager attention."""
+    """Compute the loss and its gradients by plain transformers code, and return them.
+
+    `padded`: run two samples per call of the model, with HF's eager attention.
+    """
     if loss == "nll":
         return padded_pairs(model, samples) if padded else one_at_a_time(model, samples)
     models = [one for one in (model, teacher) if one is not None]
@@ -128,7 +134,10 @@ def plain_loss(
 
 
 def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLoss, padded: bool) -> list[Tensor]:
-    """For each sample [n, V] logits, or with a scalar head [n] values; [1] reward for the loss "reward"."""
+    """Return the model's output for each sample.
+
+    It is logits [n, V] or, with a scalar head, values [n]; for the loss "reward" it is the reward [1].
+    """
     calls = [list(samples)] if padded else [[sample] for sample in samples]
     found: list[Tensor] = []
     for call in calls:
@@ -151,7 +160,7 @@ def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLos
 
 
 def _end(sample: Sample, pad_token: int | None) -> int:
-    """The index of the last token that is not the padding token."""
+    """Return the index of the last token of a sample that is not the padding token."""
     real = [index for index, token in enumerate(sample.tokens.tolist()) if token != pad_token]
     return real[-1] if real else 0
 
@@ -159,7 +168,10 @@ def _end(sample: Sample, pad_token: int | None) -> int:
 def _unit_loss(
     loss: CheckedLoss, unit: Sequence[Sample], outputs: Sequence[Tensor], taught: Sequence[Tensor]
 ) -> Tensor:
-    """The loss of these samples: a sum over their pairs, answers or trained tokens."""
+    """Return the loss of the samples in `unit`: a sum over their pairs, answers or trained tokens.
+
+    `outputs`: the model's output for each sample. `taught`: the teacher's output for each sample.
+    """
     if loss == "reward":
         (chosen,), (rejected,) = outputs
         return -logsigmoid(chosen - rejected)
@@ -189,7 +201,7 @@ def _unit_loss(
 
 
 def _moved(sample: Sample, logits: Tensor) -> Tensor:
-    """The sum over the trained tokens of the log-probability minus the reference log-probability."""
+    """Return the sum, over the trained tokens, of the log-probability minus the reference log-probability."""
     trained = _trained_indices(sample, logits)
     tokens = torch.from_numpy(np.asarray(sample.tokens, np.int64)).to(logits.device)
     reference = torch.from_numpy(np.asarray(sample.ref_logprobs)).to(logits)

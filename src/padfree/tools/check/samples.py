@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from padfree.batch import Sample
 from padfree.config import DataConfig
 from padfree.data import (
     RolloutDataSettings,
@@ -26,12 +25,13 @@ from padfree.data.formats import LABEL_SCHEMA
 from padfree.data.prepare import load_rows
 from padfree.data.sources import open_sources
 from padfree.errors import UserError
+from padfree.sample import Sample
 from padfree.tasks.kto import LabelledDataset, LabelTokenizer
 from padfree.tasks.reading import text_settings
 from padfree.train.training_data import open_tokenizer
 
 SHORTEST, LONGEST = 3, 96
-"""Lengths of random samples, in tokens."""
+"""Shortest and longest length of random samples, in tokens."""
 
 
 def chosen_samples(
@@ -44,7 +44,7 @@ def chosen_samples(
     pairs: bool = False,
     labels: bool = False,
 ) -> list[Sample]:
-    """`count` samples of SFT data, or of rollouts (files with a `reward`), truncated to `max_length` tokens.
+    """Return `count` samples of SFT data, or of rollouts (files with a `reward`), truncated to `max_length` tokens.
 
     `pairs`: the data has `chosen` and `rejected`, and whole pairs are taken. `labels`: data for `padfree kto`.
     `data`: files, or a `[data]` section. `tokenizer`: a folder or a Hub id; rollouts given as token ids need none.
@@ -96,22 +96,23 @@ def chosen_samples(
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether a folder has a tokenizer. True for a Hub id, which is not looked up."""
+    """Whether a folder has a tokenizer. The result is also true for a Hub id, which is not looked up."""
     path = Path(path)
     return not path.exists() or (path.is_dir() and any(path.glob("tokenizer*")))
 
 
 def spread(lengths: Any, count: int) -> list[int]:
-    """Ascending indices of `count` lengths, evenly spread from the shortest to the longest."""
+    """Return ascending indices of `count` of the lengths, which are evenly spread from the shortest to the longest."""
     order = np.argsort(lengths, kind="stable")
     chosen = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64))
     return sorted(order[chosen].tolist())
 
 
 def random_samples(vocabulary: int, count: int, *, longest: int = LONGEST, seed: int = 0) -> list[Sample]:
-    """Samples of random tokens. Lengths are geometrically spaced from `SHORTEST` to `longest` and shuffled.
+    """Return `count` samples of random tokens, in random order of length.
 
-    The first third of each sample is not trained. The last two samples share a prefix.
+    Lengths are geometrically spaced from `SHORTEST` to `longest`. The first third of each sample is not trained. The
+    last two samples share a prefix.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.permutation(np.geomspace(min(SHORTEST, longest), longest, count).round().astype(np.int64))

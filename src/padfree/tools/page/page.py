@@ -36,7 +36,7 @@ EMPTY = ("", "–")
 
 TEMPLATES = Environment(
     loader=PackageLoader("padfree.tools.page"),
-    autoescape=select_autoescape(("html",)),  # not in <style> and <script>, where escapes have no meaning
+    autoescape=select_autoescape(("html",)),  # CSS and JavaScript files are not escaped: escapes mean nothing there
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -47,7 +47,7 @@ BEGINNING = TEMPLATES.get_template("beginning.html").render()
 
 
 def refuse_foreign(path: Path, setting: str = "output") -> None:
-    """Refuse to overwrite a file that is not a page of padfree."""
+    """Raise a `UserError` if the file exists and is not a page of padfree. `setting`: the option that named it."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(len(BEGINNING))
@@ -62,7 +62,7 @@ def refuse_foreign(path: Path, setting: str = "output") -> None:
 
 
 class Page:
-    """Texts, tables and figures, shown in the order in which they are added."""
+    """A page of texts, tables and figures, which are shown in the order in which they are added."""
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self.title, self.subtitle = title, subtitle
@@ -115,12 +115,12 @@ class Page:
         self._blocks.append({"kind": "details", "summary": summary, "text": text})
 
     def add_marked(self, caption: str, pieces: Sequence[tuple[str, bool]]) -> None:
-        """Add preformatted text in pieces (text, whether it is highlighted)."""
+        """Add preformatted text. `pieces`: pairs of a text and whether it is highlighted."""
         shown = [{"text": text, "marked": marked} for text, marked in pieces]
         self._blocks.append({"kind": "marked", "caption": caption, "pieces": shown})
 
     def write(self, path: str | Path) -> None:
-        """Write the file atomically: a reader sees the old page or the new one."""
+        """Write the page to a file atomically: a reader sees the old page or the new one."""
         path = Path(path)
         refuse_foreign(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
@@ -136,7 +136,7 @@ class Page:
             ) from error
 
     def html(self) -> str:
-        """The HTML of the page."""
+        """Return the HTML of the page."""
         groups = groupby(self._blocks, key=lambda block: block["kind"] == "figure")
         shown = {"figures": self._figures, "templates": {theme: template(theme) for theme in THEMES}}
         figures = json.dumps(shown, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -154,12 +154,12 @@ class Page:
 
 
 def plain(text: str) -> str:
-    """Escape a text of a figure (the name of a trace, a label), so that plotly shows it unchanged."""
+    """Escape a text of a figure, such as a trace's name or a label, so that plotly shows it unchanged."""
     return html.escape(text, quote=False)
 
 
 def _plotly() -> str:
-    """Plotly's script. It must not contain text that ends the <script> element."""
+    """Return plotly's script. It must not contain text that would end the <script> element."""
     from plotly.offline import get_plotlyjs
 
     script: str = get_plotlyjs()
@@ -181,7 +181,10 @@ def _cell(cell: Cell, right: bool) -> dict[str, str]:
 
 
 def _kind(column: Sequence[Cell | None]) -> str:
-    """How a column of records is shown: right-aligned ("number"), on one line ("short"), or cut to a few ("long")."""
+    """Return how a column of records is shown.
+
+    It is right-aligned ("number"), on one line ("short"), or cut to a few lines ("long").
+    """
     values = [value for value in column if value is not None]
     if values and not any(isinstance(value, str) for value in values):
         return "number"
@@ -189,7 +192,7 @@ def _kind(column: Sequence[Cell | None]) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """The value as plain lists, dicts and numbers. NaN and infinity become null, which is a gap in a figure."""
+    """Return the value as plain lists, dicts and numbers. NaN and infinity become null, which is a gap in a figure."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str) or value is None or isinstance(value, int):

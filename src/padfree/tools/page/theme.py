@@ -48,7 +48,7 @@ FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 
 
 
 def template(theme: str) -> dict[str, Any]:
-    """The plotly template of a theme: defaults for everything that the layout of a figure does not set."""
+    """Return the plotly template of a theme: defaults for everything that the layout of a figure does not set."""
     colours = THEMES[theme]
     axis = {
         "gridcolor": colours["line"],

@@ -5,9 +5,9 @@ epoch        the packing plans of these steps
 context      how evenly each layout divides packs among context ranks
 padding      the cost of the same epoch with padded batches
 memory_plan  the memory that a device needs, and the largest micro-batch that fits
-time_model   how long steps take
+time_model   how long steps take, without communication
 traffic      which rank is on which host, and how many bytes the ranks send each other
-scaling      how long steps take on more devices, communication included
+scaling      how long steps take on more devices, with communication
 run_plan     the whole plan, as numbers and as printed lines
 plan_page    the whole plan, as an HTML page
 suggest      suggested settings, with reasons

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.output_sections import check_output
 from padfree.distributed import Mesh, distributed, make_mesh
@@ -38,6 +37,7 @@ from padfree.losses import SFTSettings
 from padfree.model.load import load_model
 from padfree.optim.optimizer import make_optimizer
 from padfree.packing import CostModel
+from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.sizes import ModelSizes
 from padfree.tools.planner.time_model import cost_path, device_name
@@ -59,7 +59,7 @@ WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
 """Models with at most this many active weights per token are measured with all their layers."""
 
 MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
-"""Micro-batches per measurement. From the second micro-batch on, the host runs ahead of the GPU, as in training."""
+"""Number of micro-batches per measurement. From the second one on, the host runs ahead of the GPU, as in training."""
 
 TRUSTED_FACTOR = 4.0
 """`calibrate` fails if a measurement differs from the fitted model by more than this factor."""
@@ -70,7 +70,7 @@ OnMeasurement = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One micro-batch: its seconds with all layers, and the seconds that the fitted model predicts."""
+    """A measured micro-batch: its seconds with all layers, and the seconds that the fitted cost model predicts."""
 
     lengths: tuple[int, ...]
     seconds: float
@@ -79,7 +79,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Calibration:
-    """A measured cost model."""
+    """A measured cost model, with the measurements and the file that stores it."""
 
     cost: CostModel  # its units are seconds
     device: str
@@ -92,7 +92,10 @@ class Calibration:
 def calibrate(
     model_config: Any, config: Config, *, max_tokens: int | None = None, progress: OnMeasurement | None = None
 ) -> Calibration:
-    """Measure on `run.device` and store the cost model at `cost_path`. No setting may be "auto"."""
+    """Measure the cost model on `run.device`, store it at `cost_path`, and return it. No setting may be "auto".
+
+    `max_tokens`: limit for the tokens of a measured micro-batch.
+    """
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device", "'cuda', but torch finds no GPU on this machine", "remove it or set it to cpu")
     if config.lora.rank:
@@ -140,7 +143,7 @@ def calibrate(
 
 
 def micro_batches(longest: int, tokens: int) -> list[list[int]]:
-    """Sample lengths of each measured micro-batch: few long samples or many short ones.
+    """Return the sample lengths of each micro-batch to measure: few long samples or many short ones.
 
     A sample has at most `longest` tokens, a micro-batch at most `tokens`.
     """
@@ -150,10 +153,10 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
-    """The number of layers of each measured model: all layers, or two depths that differ by whole periods.
+    """Return the number of layers of each model to measure: all layers, or two depths that differ by whole periods.
 
     `whole`: measure all layers if a token uses at most this many weights. The first depth covers the layers before the
-    repeating part and one period of it.
+    repeating part, and one period of the repeating part.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers
@@ -174,7 +177,7 @@ def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
 
 
 def with_layers(model_config: Any, layers: int) -> Any:
-    """A copy of the config with only the first `layers` layers."""
+    """Return a copy of the config with only the first `layers` layers."""
     found = copy.deepcopy(model_config)
     config = found.get_text_config()
     before = int(config.num_hidden_layers)
@@ -188,9 +191,10 @@ def with_layers(model_config: Any, layers: int) -> Any:
 
 
 def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers: int) -> list[float]:
-    """The seconds of each micro-batch with `layers` layers, from measurements with fewer layers.
+    """Return the seconds of each micro-batch with `layers` layers, extrapolated from measurements with fewer layers.
 
-    Noise can make the deeper model look faster; a layer then counts as 0 seconds, never as a negative time.
+    `taken[i]`: seconds of each micro-batch with `depths[i]` layers. Noise can make the deeper model look faster; a
+    layer then counts as 0 seconds, never as a negative time.
     """
     if len(taken) == 1:
         return list(taken[0])
@@ -199,11 +203,11 @@ def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers
 
 
 Run = Callable[[Sequence[int]], float]
-"""Seconds of forward and backward of a micro-batch with these lengths; for no lengths, seconds of an optimizer step."""
+"""Function that times forward and backward of a micro-batch with these lengths; without lengths, an optimizer step."""
 
 
 def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
-    """A function that times micro-batches on a training engine with random weights."""
+    """Return a function that times micro-batches on a training engine with random weights."""
     parallel = config.parallel
     assert parallel.checkpointing != "auto", "must be resolved by the caller"
     assert parallel.reshard != "auto", "must be resolved by the caller"
@@ -239,7 +243,9 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
         return time.perf_counter() - start
 
     def run(lengths: Sequence[int]) -> float:
-        if not lengths:  # a step with the optimizer minus the same step without it, on the smallest micro-batch
+        # Without lengths, time the optimizer: a step with it minus the same step without it, on the smallest
+        # micro-batch.
+        if not lengths:
             smallest = prepared([FEWEST_TOKENS], 1)
             update = seconds(lambda: engine.begin(smallest).finish())
             return max(0.0, update - seconds(lambda: engine.gradients(smallest)))
@@ -253,10 +259,10 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
 def _measured(
     runs: Sequence[Run], batches: Sequence[Sequence[int]], progress: OnMeasurement | None
 ) -> list[list[float]]:
-    """The minimum seconds over several rounds: one list per model, with one number per micro-batch.
+    """Return the minimum seconds over several rounds: one list per model, with one number per micro-batch.
 
-    Each round measures every micro-batch once, so that a short load on the machine does not slow down all repeats of
-    one micro-batch.
+    Each round measures every micro-batch once. If another program slows the machine down for a moment, this does not
+    affect all repeats of one micro-batch.
     """
     found = np.full((len(runs), len(batches)), np.inf)
     done, everything = 0, (REPEATS + 1) * found.size
@@ -264,7 +270,7 @@ def _measured(
         for repeat in range(REPEATS + 1):
             for index in np.ndindex(found.shape):
                 seconds = runs[index[0]](batches[index[1]])
-                if repeat:  # the first call with a new shape includes set-up
+                if repeat:  # ignore the first call with a new shape, which includes set-up
                     found[index] = min(found[index], seconds)
                 done += 1
                 if progress is not None:

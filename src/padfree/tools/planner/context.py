@@ -1,4 +1,4 @@
-"""How evenly each layout divides packs among context ranks.
+"""Compute how evenly each layout divides packs among context ranks.
 
     pack of 4 documents, 4 ranks     contiguous   0.2  0.5  1.1  2.2        modelled cost of each rank / mean cost
                                      headtail     0.9  1.1  1.0  1.0
@@ -16,9 +16,9 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Segments
 from padfree.choices import LayoutKind
 from padfree.cp import keys_read, make_layout, modelled_cost
+from padfree.segments import Segments
 from padfree.tools.planner.steps import Lengths
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
@@ -41,7 +41,7 @@ class ContextBalance:
 
 
 def context_balance(packs: Sequence[Lengths], world: int, kind: LayoutKind) -> ContextBalance:
-    """Lay out packs of documents with these lengths over `world` ranks."""
+    """Return how evenly the layout `kind` divides packs over `world` ranks. `packs`: document lengths of each pack."""
     ratios, reads, shares, longest = [], [], np.ones(world), -1
     for lengths in packs:
         segments = Segments.from_lengths(lengths, pad_length=-int(lengths.sum()) % world)
@@ -57,7 +57,7 @@ def context_balance(packs: Sequence[Lengths], world: int, kind: LayoutKind) -> C
 
 
 def long_pack(lengths: Lengths, capacity: int) -> Lengths:
-    """A realistic pack: the longest sample that fits, then other samples in order, as long as they fit."""
+    """Return a realistic pack with at most `capacity` tokens: the longest sample that fits, then others in order."""
     fitting = lengths[lengths <= capacity]
     if not len(fitting):
         return np.array([capacity], dtype=np.int64)

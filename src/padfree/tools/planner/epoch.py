@@ -74,7 +74,7 @@ class EpochPlan:
 
     @cached_property
     def tokens(self) -> Lengths:
-        """[steps] number of tokens of each step."""
+        """[steps]: number of tokens of each step."""
         return np.array([step.sum() for step in self.steps], dtype=np.int64)
 
     @cached_property
@@ -93,12 +93,12 @@ class EpochPlan:
 
     @property
     def imbalances(self) -> list[float]:
-        """[P] imbalance of each of the P planned steps (`StepPlan.imbalance`)."""
+        """[P]: imbalance of each of the P planned steps (`StepPlan.imbalance`)."""
         return [plan.imbalance for plan in self.plans]
 
     @property
     def imbalance(self) -> float:
-        """Cost of the planned steps, divided by their cost if no data rank ever waited for another rank."""
+        """The cost of the planned steps, divided by their cost if no data rank ever waited for another."""
         mean = sum(float(plan.cost.sum()) / plan.ranks for plan in self.plans)
         return sum(plan.step_cost for plan in self.plans) / mean if mean else 1.0
 
@@ -109,7 +109,7 @@ class EpochPlan:
 
     @cached_property
     def costs(self) -> Floats:
-        """[steps] cost of the samples of each step, without the fixed cost of micro-batches."""
+        """[steps]: cost of the samples of each step, without the fixed cost of micro-batches."""
         return np.array([self.cost(step).sum() for step in self.steps])
 
     @cached_property
@@ -119,10 +119,10 @@ class EpochPlan:
         return self.cost.quadratic * square / float(self.costs.sum())
 
     def time(self, context_imbalance: float = 1.0) -> float:
-        """The time of the whole epoch in the units of the cost model. Packs are divided over the context ranks.
+        """Return the time of the whole epoch in the units of the cost model. Context ranks divide the packs.
 
-        `context_imbalance` is the attention cost of the slowest context rank divided by the mean cost. All other work
-        is divided evenly, because the context ranks of a pack have the same number of tokens.
+        `context_imbalance`: the attention cost of the slowest context rank divided by the mean cost. All other work is
+        divided evenly, because the context ranks of a pack have the same number of tokens.
         """
         uneven = 1 + self.attention_share * (context_imbalance - 1)
         total = 0.0
@@ -132,7 +132,10 @@ class EpochPlan:
         return total * float(self.costs.sum() / self.costs[self.planned].sum())
 
     def packs(self, most: int) -> list[Lengths]:
-        """Sample lengths of at most `most` planned packs: evenly spread, and the pack with the longest sample."""
+        """Return the sample lengths of at most `most` planned packs.
+
+        The packs are evenly spread over the planned steps, and include the pack with the longest sample.
+        """
         slots = [
             lengths
             for plan in self.plans
@@ -154,9 +157,10 @@ def plan_epoch(
     progress: OnPlannedStep | None = None,
     prefixes: Callable[[int], PrefixTree] | None = None,
 ) -> EpochPlan:
-    """Plan `exact_steps` steps, spread over the epoch. If `exact_steps` is None, plan all steps.
+    """Plan `exact_steps` steps, spread over the epoch, or all steps if `exact_steps` is None. Return the plans.
 
-    `prefixes` returns the prefix tree of the samples of a step. If it is None, samples share no prefixes.
+    `steps`: sample lengths of each step. `prefixes`: a function that returns the prefix tree of the samples of a step;
+    None if samples share no prefixes.
     """
     if exact_steps is not None and exact_steps < 1:
         raise UserError("--exact-steps", "is not a positive number", "give 1 or more", value=exact_steps)

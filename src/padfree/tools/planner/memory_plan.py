@@ -26,12 +26,15 @@ TOKEN_STEP = 256
 
 
 class DeviceMemory:
-    """Memory estimates of one run for any number of devices and micro-batch size. `model` is a skeleton."""
+    """Estimates the memory of a run for any number of devices and micro-batch size.
+
+    `model`: the model without weights (a skeleton).
+    """
 
     def __init__(self, config: Config, model: PreTrainedModel) -> None:
         if config.lora.rank:
             add_adapters(model, config.lora)
-        # The model has its adapters now, so that `estimate_memory` must not add them again.
+        # The model has its adapters now. The config without them keeps `estimate_memory` from adding them again.
         self.config, self.model = replace(config, lora=LoraConfig()), model
         self.copied_keys = 0.0  # depends on the data; see `estimate_memory`
 
@@ -41,7 +44,7 @@ class DeviceMemory:
         return self.config.parallel.checkpointing
 
     def estimate(self, shape: PlanShape, *, checkpointing: Checkpointing | None = None) -> MemoryEstimate:
-        """The memory that one of `shape.ranks` GPUs needs. `checkpointing` replaces the setting of the run."""
+        """Return the memory that each of `shape.ranks` GPUs needs. `checkpointing` replaces the setting of the run."""
         parallel = replace(
             self.config.parallel,
             context=shape.context,
@@ -55,7 +58,10 @@ class DeviceMemory:
         )
 
     def most_tokens(self, shape: PlanShape, memory: float, *, checkpointing: Checkpointing | None = None) -> int:
-        """The most tokens of a micro-batch that fit in `memory` bytes of a device; 0 if not even one token fits."""
+        """Return the largest number of tokens of a micro-batch that fits in `memory` bytes; 0 if not even one fits.
+
+        `checkpointing` replaces the setting of the run.
+        """
 
         def fits(tokens: int) -> bool:
             found = self.estimate(replace(shape, max_tokens=tokens), checkpointing=checkpointing)

@@ -18,15 +18,15 @@ from padfree.packing import CostModel
 from padfree.tools.planner.steps import Lengths
 
 PADDED_SIZES = (2, 4, 8, 16, 32)
-"""Samples in a padded micro-batch: the sizes that the plan compares."""
+"""The plan compares padded micro-batches with these numbers of samples."""
 
 USUAL_SIZE = 8
-"""The size used for summaries that give a single number for padding."""
+"""The number of samples of a padded micro-batch in summaries that give a single number for padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
-    """An epoch in padded micro-batches of `size` samples."""
+    """The cost of an epoch in padded micro-batches of `size` samples."""
 
     size: int
     grouped: bool  # samples are sorted by length inside each step
@@ -35,7 +35,10 @@ class Padded:
 
 
 def padded(steps: Sequence[Lengths], cost: CostModel, *, size: int, grouped: bool = False) -> Padded:
-    """Divide the samples of each step into micro-batches of `size`; the last one of a step may have fewer."""
+    """Return the cost of an epoch in padded micro-batches of `size` samples; the last one of a step may have fewer.
+
+    `steps`: sample lengths of each step. `grouped`: whether samples are sorted by length inside each step.
+    """
     tokens, total = 0, 0.0
     for step in steps:
         lengths = np.sort(step) if grouped else step

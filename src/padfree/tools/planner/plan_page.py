@@ -30,7 +30,7 @@ def write_page(
     suggestion: Suggestion | None = None,
     scaling: Scaling | None = None,
 ) -> None:
-    """Write the page to `path`."""
+    """Write a plan as an HTML page to `path`."""
     page = Page(title, f"{len(plan.lengths):,} samples, {plan.shape.ranks} ranks, {len(plan.epoch.steps):,} steps")
     page.add_heading("Summary")
     page.add_table("The plan", ["what", "result"], [_split(line) for line in plan.lines()])
@@ -67,7 +67,7 @@ def write_page(
 
 
 def efficiency_figure(scaling: Scaling) -> Figure:
-    """Efficiency by number of devices, for weights sharded over all ranks and for a replica on each host."""
+    """Plot the efficiency by number of devices, for weights sharded over all ranks and for a replica on each host."""
     ways = (("weights sharded over all ranks", scaling.sharded), ("weights replicated per host", scaling.replicated))
     traces = [
         {
@@ -89,7 +89,7 @@ def efficiency_figure(scaling: Scaling) -> Figure:
 
 
 def parts_figure(scaling: Scaling) -> Figure:
-    """Seconds of a step by part."""
+    """Plot the seconds of a step by part (compute, waiting, communication), for each number of devices."""
     names = [f"{time.ranks}" for time in scaling.sharded]
     words = {"even": "compute", "weights": "weights, not overlapped", "context": "keys and values"}
     bars = [
@@ -105,7 +105,7 @@ def parts_figure(scaling: Scaling) -> Figure:
 
 
 def lengths_figure(plan: RunPlan) -> Figure:
-    """Histograms of samples and of tokens over sample length, with bins of equal width on a log axis."""
+    """Plot histograms of samples and of tokens over sample length, with bins of equal width on a log axis."""
     shortest, longest = int(plan.lengths.min()), int(plan.lengths.max())
     edges = np.unique(np.geomspace(shortest, longest + 1, BINS + 1).round().astype(np.int64))
     samples = np.histogram(plan.lengths, edges)[0]
@@ -140,7 +140,7 @@ def lengths_figure(plan: RunPlan) -> Figure:
 
 
 def fill_figure(plan: RunPlan) -> Figure:
-    """Histogram of how full the planned micro-batches are."""
+    """Plot a histogram of how full the planned micro-batches are."""
     share = np.minimum(plan.epoch.slot_tokens / plan.shape.pack_tokens, 1.0)
     counts, edges = np.histogram(share, bins=50, range=(0.0, 1.0))
     bars = {
@@ -159,7 +159,7 @@ def fill_figure(plan: RunPlan) -> Figure:
 
 
 def packs_figure(plan: RunPlan) -> Figure:
-    """The packs of the first planned step, up to `PACKS` packs and `DOCUMENTS` documents."""
+    """Plot the packs of the first planned step, up to `PACKS` packs and `DOCUMENTS` documents."""
     step = plan.epoch.plans[0]
     bases: list[int] = []
     widths: list[int] = []
@@ -198,7 +198,7 @@ def packs_figure(plan: RunPlan) -> Figure:
 
 
 def imbalance_figure(plan: RunPlan) -> Figure:
-    """Imbalance of each planned step."""
+    """Plot the imbalance of each planned step."""
     points = {
         "type": "scatter",
         "mode": "markers",
@@ -211,7 +211,7 @@ def imbalance_figure(plan: RunPlan) -> Figure:
 
 
 def padded_figure(plan: RunPlan) -> Figure:
-    """Tokens and cost of padded micro-batches, as multiples of packed ones."""
+    """Plot tokens and cost of padded micro-batches, as multiples of those of packed ones."""
     packed_tokens = int(plan.epoch.tokens.sum())
     plain = [each for each in plan.padded if not each.grouped]
     grouped = [each for each in plan.padded if each.grouped]
@@ -240,7 +240,7 @@ def padded_figure(plan: RunPlan) -> Figure:
 
 
 def ranks_figure(balances: Sequence[ContextBalance]) -> Figure:
-    """The modelled cost of each context rank, for each layout."""
+    """Plot the modelled cost of each context rank, for each layout."""
     bars = [
         _bar(each.kind, [f"rank {rank}" for rank in range(len(each.shares))], each.shares.tolist(), index)
         for index, each in enumerate(balances)
@@ -249,7 +249,7 @@ def ranks_figure(balances: Sequence[ContextBalance]) -> Figure:
 
 
 def contexts_figure(plan: RunPlan) -> Figure:
-    """Imbalance of each layout for 2, 4 and 8 context ranks."""
+    """Plot the imbalance of each layout for 2, 4 and 8 context ranks."""
     worlds = [f"{world} ranks" for world in plan.long_pack_balances]
     kinds = [each.kind for each in next(iter(plan.long_pack_balances.values()))]
     bars = [

@@ -23,7 +23,7 @@ from padfree.tools.planner.time_model import TimeModel
 from padfree.train.data_rows import SourceShare
 
 OTHER_CONTEXTS = (2, 4, 8)
-"""The page compares layouts of a long pack for these numbers of context ranks, whatever --cp is."""
+"""The page compares layouts of a long pack for these numbers of context ranks, independent of --cp."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class RunPlan:
     epoch: EpochPlan
     layout: LayoutKind
     balances: list[ContextBalance]  # one per layout, over some planned packs; empty for one context rank
-    long_pack_balances: dict[int, list[ContextBalance]]  # number of context ranks -> one per layout, for one long pack
+    long_pack_balances: dict[int, list[ContextBalance]]  # by number of context ranks: each layout of a long pack
     padded: list[Padded]
     time_model: TimeModel
     memory: MemoryEstimate | None  # memory of a device with its largest micro-batch
@@ -52,12 +52,12 @@ class RunPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in one pass over the data."""
+        """The number of tokens in one pass over the data."""
         return int(self.lengths.sum())
 
     @property
     def sharing(self) -> float | None:
-        """ρ: number of tokens in the samples / number of tokens computed if prefixes are shared. None: unknown."""
+        """The number of tokens in the samples divided by the number computed if prefixes are shared. None: unknown."""
         return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
 
     @property
@@ -67,7 +67,10 @@ class RunPlan:
 
     @property
     def context_imbalance(self) -> float:
-        """Cost of the slowest context rank / mean cost, with the layout of this plan. It is 1 for one context rank."""
+        """The cost of the slowest context rank divided by the mean cost, with the layout of this plan.
+
+        It is 1 for one context rank.
+        """
         return next((each.mean for each in self.balances if each.kind == self.layout), 1.0)
 
     @property
@@ -79,7 +82,7 @@ class RunPlan:
         return device_tokens(self.epoch.steps, self.shape)
 
     def summary(self) -> dict[str, Any]:
-        """Plain numbers by name; None if a number is unknown."""
+        """Return the plan as plain numbers by name, for `--json`. A number that is unknown is None."""
         epoch, shape, steps = self.epoch, self.shape, len(self.epoch.steps)
         time = epoch.time(self.context_imbalance)
         seconds = self.time_model.seconds(time)
@@ -141,7 +144,7 @@ class RunPlan:
         return {name: getattr(self.memory, name) / GIBIBYTE for name in names}
 
     def lines(self) -> Iterator[str]:
-        """The summary as text, one fact per line."""
+        """Yield the summary as lines of text."""
         found, shape = self.summary(), self.shape
         length = found["length"]
         rows = "" if self.rows is None else f"{self.rows:,} rows, "
@@ -243,7 +246,10 @@ def make_plan(
     exact_steps: int | None = EXACT_STEPS,
     progress: OnPlannedStep | None = None,
 ) -> RunPlan:
-    """Plan the steps and estimate their time, memory and balance."""
+    """Plan the steps of `data`, and estimate their time, memory and balance. `layout`: how context ranks divide packs.
+
+    `need` estimates memory; without it, the plan has no memory estimate. `exact_steps`: see `plan_epoch`.
+    """
     epoch = plan_epoch(
         data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress, prefixes=data.prefixes
     )
@@ -275,10 +281,10 @@ def make_plan(
 
 
 def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
-    """The most tokens that one device holds in a micro-batch.
+    """Return the largest number of tokens that one device holds in a micro-batch.
 
-    This is a device's part of the largest pack. The pack is as large as the cap, or as the largest step if that is
-    smaller; it is at least as large as the longest sample.
+    This is a device's part of the largest pack. That pack is as large as the maximum, or as the largest step if that is
+    smaller, but at least as large as the longest sample.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

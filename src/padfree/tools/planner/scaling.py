@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from padfree.config import Config
+from padfree.config import ParallelConfig
 from padfree.errors import UserError
 from padfree.packing import StepPlan, plan_step
 from padfree.sizes import ModelSizes
@@ -46,10 +46,10 @@ LINK_EFFICIENCY = 0.8
 """The fraction of the nominal bandwidth that large collectives reach."""
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 1e-6, 5e-6
-"""Seconds of latency that each device adds to a ring, and that each host adds."""
+"""Latency in seconds that each device adds to a ring, and latency that each host adds."""
 
 PLANNED_STEPS, CONTEXT_PACKS = 2, 16
-"""Number of steps planned for each number of devices, and of packs per micro-batch whose context traffic is counted."""
+"""Number of steps planned for each number of devices; number of packs per micro-batch whose traffic is counted."""
 
 WORTHWHILE_SPEEDUP = 1.5
 """Doubling the devices is worthwhile if it makes steps at least this many times as fast."""
@@ -65,7 +65,10 @@ class Links:
 
     @staticmethod
     def of(inside: str | None, between: str | None, gpu: str | None) -> Links:
-        """Links by name or by a number of GB/s. Defaults: the NVLink generation of the GPU, and InfiniBand NDR."""
+        """Return the links that are given by name or as a number of GB/s.
+
+        The defaults are the NVLink generation of the GPU, and InfiniBand NDR.
+        """
         default = next((link for name, link in LINK_OF.items() if name.lower() in (gpu or "").lower()), "nvlink4")
         return Links(
             inside=_speed("--link-inside", inside or default, INSIDE),
@@ -88,17 +91,17 @@ def _speed(flag: str, given: str, named: dict[str, float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Average seconds of a step on `ranks` devices, by part."""
+    """The average seconds of a step on `ranks` devices, divided into parts such as compute and communication."""
 
     ranks: int
     hosts: int
     replicate: int
     micro_batches: float
-    even: float  # compute, if it were divided equally among the ranks
+    even: float  # seconds of compute, if it were divided equally among the ranks
     waiting: float  # waiting for the slowest rank
-    fixed: float  # fixed cost of each micro-batch and of each step
-    weights: float  # all-gather of weights and reduce-scatter of gradients, the exposed part
-    context: float  # sending keys and values, the exposed part
+    fixed: float  # seconds of the fixed cost of each micro-batch and of each step
+    weights: float  # seconds of FSDP's communication that do not overlap with compute
+    context: float  # seconds of sending keys and values that do not overlap with compute
     weights_out: float  # bytes of weights and gradients that a host sends to other hosts
     fits: bool | None  # whether the run fits in the memory of a device
 
@@ -107,7 +110,7 @@ class StepTime:
         return self.even + self.waiting + self.fixed + self.weights + self.context
 
     def losses(self) -> dict[str, float]:
-        """Seconds of a step other than evenly divided compute, by cause. A cause is a short text for the output."""
+        """Return the seconds by which a step exceeds evenly divided compute, by cause (a text for the output)."""
         return {
             f"ranks wait for the slowest rank ({self.micro_batches:.1f} micro-batches per rank)": self.waiting,
             "the fixed cost of each micro-batch and step dominates": self.fixed,
@@ -118,7 +121,10 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scaling:
-    """The same steps on growing numbers of devices: weights sharded over all ranks, or replicated on each host."""
+    """Estimated step times for growing numbers of devices.
+
+    They are estimated twice: with weights sharded over all ranks, and with a replica of the weights on each host.
+    """
 
     links: Links
     compute: TimeModel
@@ -131,7 +137,10 @@ class Scaling:
 
     @staticmethod
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
-        """The last worthwhile number of devices, and the cause of lost time that grows most after it."""
+        """Return the last worthwhile number of devices, and the cause of lost time that grows most after it.
+
+        Return None if every number of devices in `times` is worthwhile.
+        """
         for before, after in pairwise(times):
             if before.seconds / after.seconds < WORTHWHILE_SPEEDUP ** float(np.log2(after.ranks / before.ranks)):
                 scale = before.ranks / after.ranks
@@ -208,14 +217,18 @@ def plan_scaling(
     steps: Sequence[Lengths],
     shape: PlanShape,
     time_model: TimeModel,
-    config: Config,
+    parallel: ParallelConfig,
+    dtype: str,
     *,
     hosts: int,
     links: Links,
     need: DeviceMemory,
     memory: float,
 ) -> Scaling:
-    """Step times on 8 devices, 16, 32 and so on up to `shape.ranks` devices on `hosts` hosts."""
+    """Estimate the step times on 8 devices, 16, 32 and so on, up to `shape.ranks` devices on `hosts` hosts.
+
+    `steps`: sample lengths of each step. `need` estimates the memory of a device, which has `memory` bytes.
+    """
     if shape.ranks % hosts:
         raise UserError(
             "--hosts", f"{hosts} does not divide {shape.ranks} ranks", "give every host the same number of ranks"
@@ -244,7 +257,9 @@ def plan_scaling(
         def timed(replicate: int, ranks: int = ranks, on_hosts: int = on_hosts, plans: Any = plans) -> StepTime:
             placement = Placement(ranks=ranks, hosts=on_hosts, context=shape.context, replicate=replicate)
             estimate = need.estimate(replace(shape, ranks=ranks, replicate=replicate))
-            return _step_time(plans, placement, time_model, config, links, need, fits=estimate.device <= memory)
+            return _step_time(
+                plans, placement, time_model, parallel, dtype, links, need, fits=estimate.device <= memory
+            )
 
         sharded.append(timed(1))
         if on_hosts > 1 and each % shape.context == 0:
@@ -256,7 +271,8 @@ def _step_time(
     plans: Sequence[StepPlan],
     placement: Placement,
     time_model: TimeModel,
-    config: Config,
+    parallel: ParallelConfig,
+    dtype: str,
     links: Links,
     need: DeviceMemory,
     *,
@@ -264,13 +280,11 @@ def _step_time(
 ) -> StepTime:
     assert time_model.per_second is not None
     cost, rate = time_model.cost, time_model.per_second
-    size = NUMBER_BYTES[config.model.dtype]
-    assert config.parallel.reshard != "auto", "must be resolved by the caller"
-    sent = weights_traffic(
-        need.model, placement, size=size, reshard=config.parallel.reshard, backend="nccl", micro_batches=1
-    )
+    size = NUMBER_BYTES[dtype]
+    assert parallel.reshard != "auto", "must be resolved by the caller"
+    sent = weights_traffic(need.model, placement, size=size, reshard=parallel.reshard, backend="nccl", micro_batches=1)
     units = fsdp_units(need.model, placement.ranks // placement.replicate)
-    collectives = (3 if config.parallel.reshard else 2) * len(units) + (placement.replicate > 1) * len(units)
+    collectives = (3 if parallel.reshard else 2) * len(units) + (placement.replicate > 1) * len(units)
     moving = _seconds(sent, links) + collectives * _latency(placement)
     exposed = moving / len(units)  # the first gather and the last reduce overlap with nothing
     parts = dict.fromkeys(PARTS, 0.0)
@@ -280,9 +294,9 @@ def _step_time(
         parts["even"] += float(compute.mean(0).sum())
         parts["waiting"] += float((slowest - compute.mean(0)).sum())
         parts["fixed"] += (plan.num_micro_batches * cost.constant + cost.step) / rate
-        context = _context_seconds(plan, placement, config, need, links, size)
+        context = _context_seconds(plan, placement, parallel, need, links, size)
         hidden_by = slowest + cost.constant / rate
-        if config.parallel.method == "ring":
+        if parallel.method == "ring":
             parts["weights"] += float(np.maximum(moving + context - hidden_by, 0.0).sum()) + exposed
         else:
             parts["context"] += float(context.sum())
@@ -300,9 +314,12 @@ def _step_time(
 
 
 def _context_seconds(
-    plan: StepPlan, placement: Placement, config: Config, need: DeviceMemory, links: Links, size: int
+    plan: StepPlan, placement: Placement, parallel: ParallelConfig, need: DeviceMemory, links: Links, size: int
 ) -> Any:
-    """[J] seconds that each micro-batch spends sending keys and values, from its first `CONTEXT_PACKS` packs."""
+    """Return [J]: the seconds that each of J micro-batches spends sending keys and values.
+
+    They are estimated from its first `CONTEXT_PACKS` packs. `size`: bytes of an element.
+    """
     found = np.zeros(plan.num_micro_batches)
     if placement.context == 1:
         return found
@@ -312,16 +329,16 @@ def _context_seconds(
     sizes = ModelSizes.of(need.model.config)
     for j in range(plan.num_micro_batches):
         micro_batch = replace(plan, micro_batches=tuple((of_rank[j],) for of_rank in plan.micro_batches[:packs]))
-        sent = context_traffic(micro_batch, sizes, few, config, size=size)
+        sent = context_traffic(micro_batch, sizes, few, parallel, size=size)
         most = max((float(each.max()) for each in sent.inside.values()), default=0.0)
         found[j] = most / LINK_EFFICIENCY / (links.between if crosses else links.inside)
     return found
 
 
 def _seconds(sent: Traffic, links: Links) -> float:
-    """Seconds to send these bytes: on the busiest link inside a host, or between hosts, whichever is slower.
+    """Return the seconds to send these bytes: on the busiest link inside a host or between hosts, whichever is slower.
 
-    The bandwidth between hosts is shared by all devices of a host.
+    All devices of a host share its bandwidth to other hosts.
     """
     placement = sent.placement
     inside = float(sum(sent.inside.values(), np.zeros(placement.ranks)).max())
@@ -331,7 +348,7 @@ def _seconds(sent: Traffic, links: Links) -> float:
 
 
 def _latency(placement: Placement) -> float:
-    """Seconds of latency of one ring over the shards."""
+    """Return the latency in seconds of one ring over all devices that shard the weights."""
     shards = placement.ranks // placement.replicate
     passed = placement.hosts_of(placement.shard_groups)
     return shards * LATENCY_INSIDE + (passed if passed > 1 else 0) * LATENCY_BETWEEN

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.inputs import check_regular
 from padfree.data import Progress
@@ -31,6 +30,7 @@ from padfree.errors import UserError
 from padfree.model.sharing import sharing_obstacle
 from padfree.packing import PrefixTree, TokenBudgetBatcher
 from padfree.packing.collate import prefixes_of
+from padfree.sample import Sample
 from padfree.train.batch_preparer import distinct
 from padfree.train.data_rows import (
     SourceShare,
@@ -49,7 +49,7 @@ from padfree.train.training_data import groups_of, make_batcher
 Lengths = NDArray[np.int64]
 
 MOST_COMPARED = 50_000
-"""The number of data rows whose samples are compared to estimate how many tokens they share."""
+"""At most this many data rows are examined to estimate how many tokens the samples of a row share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,9 +75,9 @@ def load_steps(
     progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """The steps of `config`'s data, or of a file of lengths. Raises the errors that the run itself would raise.
+    """Return the steps of the data of `config`, or of a file of lengths. Raise the errors that a run would raise.
 
-    `on_note` is called with notes about how each file is read.
+    `on_note` is called with notes about how each file is read. `processes`: number of processes of the planned run.
     """
     if lengths is not None:
         if config.data.sources:
@@ -85,12 +85,12 @@ def load_steps(
                 "--lengths", "cannot be combined with data.sources", "give either --lengths or data.sources"
             )
         return sft_steps(read_lengths(lengths), config)
-    # This machine need not have the planned devices.
+    # Do not look for a GPU, because this machine need not have the planned devices.
     device_type = "cpu" if config.run.device == "cpu" else "cuda"
     processes = processes or config.parallel.most_context(1) * config.parallel.replicate
     found = preflight(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
     samples, parts = found.source.samples, found.source.parts
-    sources = tuple(source_shares(config, samples, parts))
+    sources = tuple(source_shares(config.data, config.loss, config.rollout, samples, parts))
     if on_note is not None:
         for note in found.source.notes:
             on_note(note)
@@ -102,7 +102,7 @@ def load_steps(
 
 
 def read_lengths(path: str | Path) -> Lengths:
-    """[n] lengths from a `.npy` file, or from a text file of integers."""
+    """Return the sample lengths [n] in a `.npy` file, or in a text file of integers."""
     path = Path(path)
     check_regular(path, "--lengths")
     try:
@@ -130,19 +130,22 @@ def read_lengths(path: str | Path) -> Lengths:
 
 
 def sft_steps(lengths: Lengths, config: Config) -> StepLengths:
-    """The steps of the first epoch, `batch.samples` samples or at most `batch.tokens` tokens each."""
+    """Return the steps of the first epoch, each of `batch.samples` samples or at most `batch.tokens` tokens.
+
+    `lengths`: the lengths of all samples, one sample per data row.
+    """
     steps, over_budget = _row_batches(lengths, config, [len(lengths)])
     return StepLengths(lengths=lengths, steps=[lengths[step] for step in steps], over_budget=over_budget)
 
 
 def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple[list[Lengths], int]:
-    """The data rows of each step of the first epoch, and the number of rows longer than `batch.tokens`.
+    """Return the data rows of each step of the first epoch, and the number of rows longer than `batch.tokens`.
 
     `tokens` [R]: tokens of each data row. `sizes`: number of rows of each source.
     """
     batch, seed = config.batch, config.run.seed
     if batch.samples is not None:
-        order = epoch_order(config, sizes)(0)
+        order = epoch_order(config.data, sizes, seed=seed)(0)
         return [order[start : start + batch.samples] for start in range(0, len(order), batch.samples)], 0
     assert batch.tokens is not None
     batcher = TokenBudgetBatcher(
@@ -153,15 +156,18 @@ def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple
         length=int,
         shuffle=config.data.shuffle,
         seed=seed,
-        parts=epoch_parts(config, sizes),
+        parts=epoch_parts(config.data, sizes),
     )
     return [np.array(batcher.indices, dtype=np.int64) for _ in batcher], batcher.num_overlong
 
 
 def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrainedModel) -> StepLengths:
-    """The steps of the first epoch over text. A data row can have several samples, which stay in one step."""
-    lengths, starts = lengths_of(samples), row_starts(config, samples)
-    several = rows_with_several(config, samples)
+    """Return the steps of the first epoch over text. A data row can have several samples, which stay in one step.
+
+    `parts`: number of samples of each source of a mixture. `model`: a skeleton, for the cost of sharing prefixes.
+    """
+    lengths, starts = lengths_of(samples), row_starts(config.loss, config.rollout, samples)
+    several = rows_with_several(config.batch, config.loss, config.rollout, samples)
     if len(starts) == len(lengths) + 1 and not parts:
         return sft_steps(lengths, config)
     tokens = np.diff(np.concatenate([[0], np.cumsum(lengths)])[starts])
@@ -178,36 +184,39 @@ def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrai
     if not len(several) or sharing_obstacle(model) is not None:
         return found
 
-    cost = run_cost(config, model)
+    cost = run_cost(config.batch, model)
 
     def prefixes(step: int) -> PrefixTree:
         found = distinct([samples[index] for index in steps[step].tolist()])
         return prefixes_of(found, config.batch.share_prefixes, cost)
 
-    # If there are many rows, estimate the shared tokens from evenly spread ones.
+    # If many rows have several samples, estimate the number of shared tokens from some evenly spread rows.
     times = np.bincount(np.concatenate(rows), minlength=len(first))[several]
     chosen = spread(len(several), MOST_COMPARED)
-    saved = [tokens[row] - tree_of_row(config, samples, row, cost).num_tokens for row in several[chosen].tolist()]
+    saved = [tokens[row] - tree_of_row(config.batch, samples, row, cost).num_tokens for row in several[chosen].tolist()]
     shared = float((np.array(saved) * times[chosen]).sum()) * float(times.sum()) / max(float(times[chosen].sum()), 1.0)
-    copies = copied_keys(config, samples, model)
+    copies = copied_keys(config.batch, config.loss, config.rollout, samples, model)
     return replace(found, shared_tokens=round(shared), prefixes=prefixes, copied_keys=copies)
 
 
 def spread(number: int, most: int) -> Lengths:
-    """At most `most` evenly spread indices of 0 ... number - 1: spread(10, 4) -> 1 3 6 8."""
+    """Return at most `most` evenly spread indices from 0 to number - 1: spread(10, 4) -> 1 3 6 8."""
     count = min(number, most)
     return ((2 * np.arange(count) + 1) * number) // (2 * count)
 
 
 def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """The updates of one pass over rollouts or preference pairs."""
+    """Return the optimizer steps of one pass over rollouts or preference pairs. `parts`: samples of each source."""
     steps = rollout_updates(samples, config, parts)
     shown = distinct([sample for group in _shown(samples, config, parts) for sample in group])
     return StepLengths(lengths=_lengths(shown), steps=steps, shared_tokens=_shared_tokens(shown, config))
 
 
 def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> list[Lengths]:
-    """Sample lengths of each update. A batch of whole groups gives `loss.epochs` x `loss.mini_batches` updates."""
+    """Return the sample lengths of each optimizer step of one pass over rollouts. `parts`: samples of each source.
+
+    A batch of whole groups gives `loss.epochs` x `loss.mini_batches` steps.
+    """
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))
     for number, groups in enumerate(make_batcher(once, samples, parts), start=1):
@@ -220,7 +229,10 @@ def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> 
 
 
 def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """The updates of one pass over prompts, each with `rollout.samples_per_prompt` responses of the largest length."""
+    """Return the optimizer steps of one pass over prompts.
+
+    Each prompt has `rollout.samples_per_prompt` responses of the largest length. `parts`: prompts of each source.
+    """
     group = config.rollout.samples_per_prompt
     found = rollout_updates(prompts, config, parts)
     shown = [prompts_of_group[0] for prompts_of_group in _shown(prompts, config, parts)]
@@ -230,13 +242,13 @@ def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> Ste
 
 
 def _shown(samples: Any, config: Config, parts: Sequence[int]) -> list[Any]:
-    """The groups of the first epoch, in the order of the data."""
+    """Return the groups of the first epoch, in the order of the data. `parts`: samples of each source."""
     groups, sizes = groups_of(config, samples, parts)
-    return [groups[index] for index in np.sort(epoch_order(config, sizes)(0)).tolist()]
+    return [groups[index] for index in np.sort(epoch_order(config.data, sizes, seed=config.run.seed)(0)).tolist()]
 
 
 def _shared_tokens(samples: Sequence[Sample], config: Config) -> int:
-    """Tokens that `batch.share_prefixes` saves if all samples of a group are in one pack."""
+    """Return the number of tokens that `batch.share_prefixes` saves if all samples of a group are in one pack."""
     return sum(map(len, samples)) - prefixes_of(samples, config.batch.share_prefixes).num_tokens
 
 

@@ -29,7 +29,7 @@ SAME_FACTOR = 1.01
 """Times and imbalances within this factor count as equal."""
 
 FASTER_FACTOR = 1.05
-"""More context ranks than the longest sample needs are suggested only if steps are faster by this factor."""
+"""More context ranks than the longest sample needs are suggested only if they make steps this many times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Suggestion:
     reasons: list[str]
 
     def overrides(self) -> list[str]:
-        """The settings as arguments of `padfree sft` and `padfree rl`."""
+        """Return the suggested settings as arguments of a training command, e.g. `batch.max_tokens=8192`."""
         named = {
             "batch.max_tokens": self.max_tokens, "parallel.context": self.context, "parallel.layout": self.layout
         }  # fmt: skip
@@ -52,7 +52,10 @@ class Suggestion:
 def suggest(
     steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, *, need: DeviceMemory, memory: float
 ) -> Suggestion:
-    """Settings for `shape.ranks` devices of `memory` bytes each. Ignores `shape.context` and `shape.max_tokens`."""
+    """Suggest settings for `shape.ranks` devices of `memory` bytes each.
+
+    `steps`: sample lengths of each step. `shape.context` and `shape.max_tokens` are ignored.
+    """
     contexts = [size for size in range(1, shape.ranks + 1) if shape.ranks % (size * shape.replicate) == 0]
     longest = max(int(step.max()) for step in steps)
 
@@ -111,10 +114,10 @@ def _tried(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel) -> _Trie
 
 
 def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, most: int, longest: int) -> list[_Tried]:
-    """Plan with a few values of max_tokens, the largest first.
+    """Return plans with a few values of max_tokens, the largest first.
 
-    The largest value is limited by memory and by the tokens of a step. The smallest value holds the longest sample, if
-    memory allows.
+    The largest value is limited by memory (`most`) and by the tokens of a step. The smallest value holds the longest
+    sample (`longest` tokens), if memory allows.
     """
     useful = _rounded_up(-(-max(int(step.sum()) for step in steps) // shape.ranks))
     least = min(most, _rounded_up(-(-longest // shape.context)))
@@ -124,7 +127,7 @@ def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, mos
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """The candidate with the largest max_tokens among those as fast as the fastest."""
+    """Return the candidate with the largest max_tokens among those that are as fast as the fastest."""
     least = min(each.time for each in tried)
     return next(each for each in tried if each.time <= least * SAME_FACTOR)
 

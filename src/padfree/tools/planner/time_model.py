@@ -1,4 +1,4 @@
-"""How long steps take: a cost model, and how many of its units a device computes per second.
+"""Estimate how long steps take: a cost model, and the number of its units that a device computes per second.
 
     batch.cost, or measured on this device by `padfree plan --calibrate`     the units are seconds
     a GPU with a known peak, bfloat16                                        FLOPs, at PEAK_FRACTION of the peak
@@ -26,7 +26,7 @@ from padfree.estimate.flops import model_cost, peak_tflops
 from padfree.packing import CostModel
 
 PEAK_FRACTION = 0.4
-"""The assumed fraction of a GPU's peak; training a dense model usually reaches it without tuning."""
+"""The fraction of a GPU's peak that is assumed. Training of a dense model usually reaches it without tuning."""
 
 IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Entries of a config that do not change what a model computes."""
@@ -34,7 +34,7 @@ IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_versi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeModel:
-    """A cost model, and how many of its units a device computes per second."""
+    """A cost model, and the number of its units (e.g. FLOPs) that a device computes per second."""
 
     cost: CostModel
     per_second: float | None  # None: unknown
@@ -46,7 +46,11 @@ class TimeModel:
 
 
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
-    """The first available of: `batch.cost`, a measurement of this device, the peak of a GPU, FLOPs, tokens."""
+    """Return the most accurate time model that is available.
+
+    In order: `batch.cost`, a measurement of this device, the peak of a GPU, FLOPs without seconds, tokens. `gpu`: the
+    name of the planned GPU, if one was given.
+    """
     if config.batch.cost is not None:
         named = config.batch.cost
         return TimeModel(cost=read_cost(named), per_second=1.0, source=f"measured, {named}", measured=True)
@@ -80,14 +84,14 @@ def choose_time_model(config: Config, model_config: Any | None, gpu: str | None)
 
 
 def device_name(device: str) -> str:
-    """The device that `run.device` selects on this machine: the GPU's name from its driver, or "cpu"."""
+    """Return the name of the device that `run.device` selects on this machine: the GPU's name, or "cpu"."""
     if device == "cpu" or not torch.cuda.is_available():
         return "cpu"
     return torch.cuda.get_device_name()
 
 
 def cost_path(device: str, model_config: Any, config: Config) -> Path:
-    """The file with the cost model measured for this device, model and these settings."""
+    """Return the path of the file with the cost model measured for this device, model and settings."""
     values = {name: value for name, value in model_config.to_dict().items() if name not in IGNORED}
     parallel = config.parallel
     way = [parallel.compile, parallel.kernels, parallel.checkpointing, parallel.reshard, parallel.offload]

@@ -5,6 +5,8 @@
     replicate 2           two rings of 4           0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4      stays inside a host
                           and four rings of 2      0 >> 4 >> 0   1 >> 5 >> 1   ...            with a fourth of the bytes
     context 2             0 1 | 2 3 | 4 5 | 6 7    neighbours
+    expert 2              0 1 | 2 3 | 4 5 | 6 7    neighbours exchange tokens
+                          and two rings of 4       0 > 2 >> 4 > 6 >> 0   1 > 3 >> 5 > 7 >> 1  shards of the experts
 
 Bytes that each of the P processes of a collective over n bytes sends to the next process of its ring:
 
@@ -14,7 +16,10 @@ Bytes that each of the P processes of a collective over n bytes sends to the nex
 
 FSDP gathers every unit once per micro-batch. A unit is a layer, or the root: embeddings, last norm and head. With
 `parallel.reshard`, layers are gathered again for backward. Gradients are reduced after every micro-batch. For context
-parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank. Not counted: packet headers, rollouts,
+parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank. Divided experts are a unit of their own.
+Every choice of an expert sends one row of activations to the expert's rank and one row back, in forward and in
+backward, and again if activations are recomputed. The choices are not known before the run: all experts are counted as
+chosen equally often. Not counted: packet headers, rollouts,
 scoring without gradients, evaluations and checkpoints.
 """
 
@@ -22,20 +27,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from padfree.batch import Segments
-from padfree.config import Config
+from padfree.config import ParallelConfig
 from padfree.cp import communication_bytes, make_layout
 from padfree.distributed.mesh import rank_groups
 from padfree.errors import UserError
+from padfree.model.stacked_experts import stacked_experts, undivided
 from padfree.model.structure import layers_of
 from padfree.packing import StepPlan
+from padfree.segments import Segments
 from padfree.sizes import AttentionSizes, ModelSizes
 
 Backend = Literal["gloo", "nccl"]
@@ -43,11 +49,11 @@ Floats = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 
 GATHER, REDUCE, REPLICAS = "all-gather of weights", "reduce-scatter of gradients", "all-reduce between replicas"
-METRICS = "metrics"
-FLOAT32, FLOAT64 = 4, 8
+EXPERTS, METRICS = "all-to-all of tokens and experts", "metrics"
+FLOAT32, FLOAT64, INT64 = 4, 8, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""Approximate number of statistics of a step that are summed over all processes, without one for each process."""
+"""Approximate number of statistics of a step that are summed over all processes, not counting per-process entries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,7 @@ class Placement:
     hosts: int = 1
     context: int = 1
     replicate: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks % self.hosts:
@@ -76,25 +83,30 @@ class Placement:
 
     @property
     def context_groups(self) -> Ranks:
-        """[data ranks, context] ranks in groups: the ranks of a group share a pack."""
+        """[data ranks, context]: all ranks, in groups (rows) that share a pack."""
         return rank_groups(self.ranks, self.context, self.replicate).context
 
     @property
     def shard_groups(self) -> Ranks:
-        """[replicate, shards] ranks in groups: each group shards the weights among its ranks."""
+        """[replicate, shards]: all ranks, in groups (rows) that divide the weights among them."""
         return rank_groups(self.ranks, self.context, self.replicate).shards
 
     @property
     def replica_groups(self) -> Ranks:
-        """[shards, replicate] ranks in groups: the ranks of a group hold the same shard."""
+        """[shards, replicate]: all ranks, in groups (rows) that hold the same shard of the weights."""
         return self.shard_groups.T
 
+    @property
+    def expert_mesh(self) -> Ranks:
+        """[replicate, fsdp, expert] ranks as `padfree.distributed.mesh` arranges them for the weights of experts."""
+        return np.arange(self.ranks).reshape(self.replicate, -1, self.expert)
+
     def hosts_of(self, groups: Ranks) -> int:
-        """The largest number of hosts that one of these groups spans."""
+        """Return the largest number of hosts that one of these groups (rows of ranks) spans."""
         return max(len(np.unique(group)) for group in self.host(groups))
 
     def lines(self) -> Iterator[str]:
-        """The placement as text, for a dry run."""
+        """Yield the placement as lines of text, for a dry run."""
         each = self.ranks_per_host
         named = [f"host {host}: {_range(host * each, host * each + each - 1)}" for host in range(min(self.hosts, 4))]
         more = f", and {self.hosts - 4} more" if self.hosts > 4 else ""
@@ -108,6 +120,9 @@ class Placement:
         yield f"  weights are gathered {weights}"
         if self.context > 1:
             yield f"  the {self.context} context ranks of a pack are {inside[packs == 1].format(packs)}"
+        if self.expert > 1:
+            hosts = self.hosts_of(self.expert_mesh.reshape(-1, self.expert))
+            yield f"  the {self.expert} ranks that divide the experts are {inside[hosts == 1].format(hosts)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -127,7 +142,7 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Add a collective over `size` bytes in each ring of `groups` [rings, P]: (P - 1)/P of it on each link."""
+        """Add a collective over `size` bytes in each ring of `groups` [rings, P]. Each link carries (P - 1)/P of it."""
         world = groups.shape[1]
         if world > 1:
             self.send(kind, groups, np.roll(groups, -1, axis=1), size * (world - 1) / world)
@@ -138,7 +153,7 @@ class Traffic:
                 own[kind] = own.get(kind, np.zeros(self.placement.ranks)) + sent
 
     def of_host(self, host: int) -> tuple[float, float]:
-        """Bytes that the processes of a host send inside the host, and to other hosts."""
+        """Return the bytes that the processes of a host send inside the host, and to other hosts."""
         own = self.placement.host(np.arange(self.placement.ranks)) == host
         inside, between = (
             float(sum(sent[own].sum() for sent in links.values())) for links in (self.inside, self.between)
@@ -146,7 +161,7 @@ class Traffic:
         return inside, between
 
     def table(self) -> dict[str, tuple[float, float]]:
-        """For each kind, the bytes of the host that sends the most: inside the host, and to other hosts."""
+        """Return, for each kind, the bytes of the host that sends the most: inside the host, and to other hosts."""
         hosts = self.placement.host(np.arange(self.placement.ranks))
 
         def busiest(sent: Floats) -> float:
@@ -162,15 +177,21 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSizes:
-    """Elements of one FSDP unit over all shards, padding included."""
+    """Elements of one FSDP unit over all shards, padding included. Of divided experts: of the part of one rank."""
 
     gathered: int
     reduced: int
     is_root: bool
+    is_divided: bool = False
 
 
-def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
-    """The FSDP units that `padfree.sharding.parallelize` makes. FSDP2 pads the first dimension of every parameter."""
+def fsdp_units(model: PreTrainedModel, shards: int, expert: int = 1) -> list[UnitSizes]:
+    """The FSDP units that `padfree.sharding.parallelize` makes. FSDP2 pads the first dimension of every parameter.
+
+    `expert`: the number of ranks that divide the experts of a layer.
+    """
+    divided = stacked_experts(model) if expert > 1 and undivided(model, expert, shards // expert) is None else []
+    apart = {id(parameter) for module in divided for parameter in module.parameters(recurse=False)}
 
     def padded(parameter: nn.Parameter) -> int:
         if not parameter.ndim or not parameter.numel():
@@ -179,6 +200,7 @@ def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
         return -(-first // shards) * shards * (parameter.numel() // first)
 
     def unit(parameters: list[nn.Parameter], is_root: bool) -> UnitSizes:
+        parameters = [parameter for parameter in parameters if id(parameter) not in apart]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return UnitSizes(
             gathered=sum(map(padded, parameters)), reduced=sum(map(padded, trained)), is_root=is_root
@@ -187,40 +209,56 @@ def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
     layers = [list(layer.parameters()) for layer in layers_of(model)]
     in_layers = {id(parameter) for parameters in layers for parameter in parameters}
     root = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
-    return [unit(root, True), *(unit(parameters, False) for parameters in layers)]
+    experts = [list(module.parameters(recurse=False)) for module in divided]
+    parts = [
+        UnitSizes(
+            gathered=sum(each.numel() for each in own) // expert,
+            reduced=sum(each.numel() for each in own if each.requires_grad) // expert,
+            is_root=False,
+            is_divided=True,
+        )
+        for own in experts
+    ]
+    return [unit(root, True), *(unit(parameters, False) for parameters in layers), *parts]
 
 
 def weights_traffic(
     model: PreTrainedModel, placement: Placement, *, size: int, reshard: bool, backend: Backend, micro_batches: int
 ) -> Traffic:
-    """The bytes that FSDP sends in a step. `size`: bytes of an element of gathered weights."""
+    """Return the bytes that FSDP sends in a step of `micro_batches` micro-batches.
+
+    `size`: bytes of an element of gathered weights. `reshard`: whether layers are gathered again for backward.
+    """
     found = Traffic(placement=placement)
     if placement.ranks == 1:
         return found
     shards = placement.ranks // placement.replicate
-    units = fsdp_units(model, shards)
-    gathers = sum(unit.gathered * (2 if reshard and not unit.is_root else 1) for unit in units)
-    reduced = sum(unit.reduced for unit in units) * FLOAT32
+    units = fsdp_units(model, shards, placement.expert)
     rounds = 2 if backend == "gloo" else 1
-    found.rings(GATHER, placement.shard_groups, micro_batches * size * gathers)
-    found.rings(REDUCE, placement.shard_groups, micro_batches * rounds * reduced)
-    found.rings(REPLICAS, placement.replica_groups, micro_batches * 2 * reduced / shards)
+    mesh = placement.expert_mesh
+    among_experts = np.moveaxis(mesh, 1, -1).reshape(-1, mesh.shape[1])
+    for is_divided, groups in ((False, placement.shard_groups), (True, among_experts)):
+        own = [unit for unit in units if unit.is_divided == is_divided]
+        gathers = sum(unit.gathered * (2 if reshard and not unit.is_root else 1) for unit in own)
+        reduced = sum(unit.reduced for unit in own) * FLOAT32
+        found.rings(GATHER, groups, micro_batches * size * gathers)
+        found.rings(REDUCE, groups, micro_batches * rounds * reduced)
+        found.rings(REPLICAS, placement.replica_groups, micro_batches * 2 * reduced / groups.shape[1])
     found.rings(METRICS, np.arange(placement.ranks)[None], 2 * FLOAT64 * (placement.ranks + STATISTICS))
     return found
 
 
 def context_traffic(
-    plan: StepPlan, sizes: ModelSizes, placement: Placement, config: Config, *, size: int
+    plan: StepPlan, sizes: ModelSizes, placement: Placement, parallel: ParallelConfig, *, size: int
 ) -> Traffic:  # fmt: skip
-    """The bytes that attention sends between the context ranks of each pack.
+    """Return the bytes that attention sends between the context ranks of each pack. `size`: bytes of an element.
 
     A pack has `placement.context` context ranks, or the number that the plan gives it (`plan.widths`).
     """
     found = Traffic(placement=placement)
     if placement.context == 1 and plan.widths is None:
         return found
-    parallel = config.parallel
-    # A layer recomputed for backward sends its keys again, unless the compiler saves the attention output.
+    # A layer that is recomputed for backward sends its keys again, unless the compiler saves the attention output.
     kept = parallel.compile not in ("none", "auto") and parallel.checkpointing == "selective"
     forwards = 1 if parallel.checkpointing == "none" or kept else 2
     kind = f"context, {parallel.method}"
@@ -250,6 +288,28 @@ def context_traffic(
     return found
 
 
+def expert_traffic(
+    plan: StepPlan, model: PreTrainedModel, placement: Placement, parallel: ParallelConfig, *, size: int
+) -> Traffic:  # fmt: skip
+    """The bytes that the ranks of an expert group send each other, if all experts are chosen equally often."""
+    found, expert = Traffic(placement=placement), placement.expert
+    if expert == 1:
+        return found
+    widths = placement.context if plan.widths is None else plan.widths
+    tokens = np.maximum(-(-plan.computed_tokens // widths), 1)  # [data ranks, J] on a context rank; a filler has 1
+    by_rank = np.repeat(tokens.sum(1), placement.ranks // plan.ranks)
+    forwards = 1 if parallel.checkpointing == "none" else 2
+    top, groups = ModelSizes.of(model.config).experts_per_token, placement.expert_mesh.reshape(-1, expert)
+    for module in stacked_experts(model):
+        down: Any = module.down_proj
+        row = size * down.shape[2 if module.is_transposed else 1]
+        rows = 2 * (forwards + 1) * by_rank * top / expert * row
+        counts = forwards * plan.num_micro_batches * INT64 * down.shape[0] / expert
+        for step in range(1, expert):
+            found.send(EXPERTS, groups, np.roll(groups, step, axis=1), rows[groups] + counts)
+    return found
+
+
 def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
     key_heads = attention.key // attention.head
     return {
@@ -261,20 +321,24 @@ def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
 
 
 def step_traffic(
-    config: Config, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
+    parallel: ParallelConfig, dtype: str, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
 ) -> Traffic:  # fmt: skip
-    """The bytes of one training step with this plan. No setting may be "auto"; `model` can be a skeleton."""
-    size = NUMBER_BYTES[config.model.dtype]
-    assert config.parallel.reshard != "auto", "must be resolved by the caller"
+    """Return the bytes that ranks send in one training step with this plan. No setting may be "auto".
+
+    `model` can be a skeleton, i.e. without weights.
+    """
+    size = NUMBER_BYTES[dtype]
+    assert parallel.reshard != "auto", "must be resolved by the caller"
     found = weights_traffic(
         model,
         placement,
         size=size,
-        reshard=config.parallel.reshard,
+        reshard=parallel.reshard,
         backend=backend,
         micro_batches=plan.num_micro_batches,
     )
-    found.add(context_traffic(plan, ModelSizes.of(model.config), placement, config, size=size))
+    found.add(context_traffic(plan, ModelSizes.of(model.config), placement, parallel, size=size))
+    found.add(expert_traffic(plan, model, placement, parallel, size=size))
     return found
 
 

@@ -1,7 +1,7 @@
 """Build the page of one or more runs: summary, plots, responses, events, settings.
 
-Long data is shortened, and the page says so. Plots keep the minimum and the maximum of every interval of steps; lists
-keep their first or last entries.
+If there is too much data for a page, it is shortened, and the page says so. Plots keep the minimum and the maximum of
+every interval of steps; lists keep their first or last entries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAGE = "report.html"
 
 
 def default_output(folders: Sequence[str | Path]) -> Path:
-    """The default path of the page: in the folder of a single run; for several runs, next to the first folder."""
+    """Return the default path of the page: in the folder of a single run, or next to the first folder of several."""
     first = Path(folders[0]) if folders else Path()
     return (first if len(folders) == 1 else first.resolve().parent) / PAGE
 
@@ -50,9 +50,9 @@ def default_output(folders: Sequence[str | Path]) -> Path:
 def write_report(
     folders: Sequence[str | Path], output: str | Path | None = None, *, names: Sequence[str] | None = None
 ) -> list[str]:
-    """Write the page of the runs in these folders. Returns notes about data that could not be read, also on the page.
+    """Write the page of the runs in these folders to `output`, by default `default_output(folders)`.
 
-    `output`: a path, by default `default_output(folders)`.
+    Return notes about data that could not be read. The page shows them too. `names`: names of the runs.
     """
     given = output is not None
     output = Path(output) if output is not None else default_output(folders)
@@ -190,7 +190,7 @@ def _constant(run: Run, name: str) -> Cell:
 
 
 def _add_responses(page: Page, runs: Sequence[Run]) -> None:
-    """Add responses and failed episodes, at most `MOST_ROWS`."""
+    """Add tables of responses and of failed episodes to the page, with at most `MOST_ROWS` lines in all."""
     parts = [
         (run, what, file, found)
         for run in runs
@@ -254,7 +254,7 @@ def _add_events(page: Page, runs: Sequence[Run]) -> None:
 
 def _event_rows(run: Run) -> list[list[Cell]]:
     found: list[list[Cell]] = []
-    before: Record = {}  # a later start shows only the fields that changed
+    before: Record = {}  # fields of the last start; a later one shows only what changed
     for event in run.events:
         fields = {key: value for key, value in event.items() if key not in ("time", "kind", "step")}
         shown = fields
@@ -300,7 +300,7 @@ def _last_start(run: Run) -> Record:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"loss": {"kind": "sft"}}` as `{"loss.kind": "sft"}`."""
+    """Flatten nested tables to dotted names: `{"loss": {"kind": "sft"}}` -> `{"loss.kind": "sft"}`."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -109,7 +109,7 @@ PARTS = (
     "evaluation",
     "checkpoint",
 )
-"""Parts of a step, in the order in which they are stacked."""
+"""Parts of a step's time, in the order in which the bars are stacked."""
 
 TOGETHER = re.compile(
     r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"
@@ -129,7 +129,7 @@ class Panel:
 
 
 def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
-    """The panels under each heading, and the names of the metrics that never change."""
+    """Return the panels under each heading, and the names of the metrics that never change."""
     names = {name for run in runs for name in run.metrics}
     lines: dict[str, dict[str, dict[str, str]]] = {}  # by heading and figure: metrics with their labels
     for name in sorted(names, key=_order):
@@ -155,7 +155,7 @@ def _panel(figure: str, metrics: Mapping[str, str]) -> Panel:
 
 
 def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
-    """The name of the figure that a metric is drawn in, and the label of its line."""
+    """Return the name of the figure in which a metric is drawn, and the label of its line. `names`: all metrics."""
     prefix, _, rest = name.rpartition("/")
     if prefix == "seconds" and rest in PARTS:
         return "seconds/", _words(name)
@@ -169,7 +169,10 @@ def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
 
 
 def _position(name: str) -> tuple[int, int, str]:
-    """The indices of the heading and of the pattern that match a metric. Metrics without a match come last."""
+    """Return the sort key of a metric: the indices of the heading and of the pattern that match it, and its name.
+
+    Metrics without a match come last.
+    """
     for number, patterns in enumerate(HEADINGS.values()):
         for index, pattern in enumerate(patterns):
             if fnmatchcase(name, pattern):
@@ -202,7 +205,7 @@ def _words(name: str) -> str:
 
 
 def figures(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, dict[str, Any]]]:
-    """Captions and plotly figures of a panel."""
+    """Return the plotly figures of a panel, each with its caption."""
     if not panel.stacked:
         return [(panel.title, figure(panel, runs))]
     having = [run for run in runs if any(name in run.metrics for name in panel.metrics)]
@@ -213,7 +216,7 @@ def figures(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, dict[str, Any]
 
 
 def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
-    """A plotly figure of the panel's metrics in all runs that have them."""
+    """Return a plotly figure of the panel's metrics in all runs that have them."""
     used = [name for name in panel.metrics if any(name in run.metrics for run in runs)]
     traces: list[dict[str, Any]] = []
     for i, run in enumerate(runs):
@@ -244,7 +247,10 @@ def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
-    """Stacked bars for all steps that have one of the metrics. A metric that a step does not have counts as 0."""
+    """Return a figure with stacked bars for all steps of a run that have one of the panel's metrics.
+
+    A metric that a step does not have counts as 0.
+    """
     used = [name for name in panel.metrics if name in run.metrics]
     steps = np.unique(np.concatenate([run.metrics[name].steps for name in used]))
     stretch = -(-len(steps) // MOST_BARS)
@@ -271,7 +277,7 @@ def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
 
 
 def shortened(name: str) -> str:
-    """A name, without its middle if it is long."""
+    """Return a name, with its middle cut out if it is long."""
     if len(name) <= LEGEND_LETTERS:
         return name
     half = (LEGEND_LETTERS - 1) // 2
@@ -279,13 +285,16 @@ def shortened(name: str) -> str:
 
 
 def resumed_at(run: Run) -> list[int]:
-    """The steps at which the run was resumed."""
+    """Return the steps at which the run was resumed."""
     steps = [event.get("step") for event in run.events if event.get("kind") == "resume"]
     return sorted({step for step in steps if isinstance(step, int)})
 
 
 def _lines(series: Series, label: str, line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The line of the values and, if there are many, the line of their running mean."""
+    """Return the plotly trace of the values and, if there are many, the trace of their running mean.
+
+    `line`: plotly's settings for the line, such as its colour.
+    """
     count = len(series.values)
     kept = thinned(series.values)
     smooth = count > SMOOTH_ABOVE
@@ -319,7 +328,7 @@ def _lines(series: Series, label: str, line: Mapping[str, Any]) -> list[dict[str
 
 
 def _marks(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Vertical lines at resumes (dotted) and at non-finite steps (solid) of runs with one of these metrics."""
+    """Return vertical lines at resumes (dotted) and at non-finite steps (solid) of runs with one of these metrics."""
     found = []
     for index, run in enumerate(runs):
         if not any(name in run.metrics for name in names):
@@ -343,5 +352,5 @@ def _spread_out(values: NDArray[np.float64]) -> bool:
 
 
 def _rounded(values: NDArray[np.float64]) -> list[float]:
-    """The values with six significant digits, which takes half the bytes and looks the same."""
+    """Round the values to six significant digits, which takes half the bytes on the page and looks the same."""
     return [float(f"{value:.6g}") for value in values.tolist()]

@@ -46,7 +46,7 @@ class Responses:
 
 
 def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
-    """Read at most `most` lines of an existing file."""
+    """Read at most `most` lines of an existing `rollouts.jsonl` or `failures.jsonl`."""
     with path.open("rb") as file:
         count = sum(1 for line in file if line.strip())
     chosen = set(shown_lines(count, most).tolist())
@@ -66,7 +66,10 @@ def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
 
 
 def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Ascending indices of at most `most` of `count` lines to show: blocks, with the first and the last block."""
+    """Return ascending indices of the lines to show: at most `most` of `count`.
+
+    They form blocks of consecutive lines, which include the first and the last block of the file.
+    """
     if count <= most:
         return np.arange(count)
     blocks = -(-count // BLOCK)
@@ -76,7 +79,10 @@ def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def table_of(rows: Sequence[Record], letters: int) -> tuple[list[str], list[list[Any]]]:
-    """The column names, and the cells of each line: numbers, texts of about `letters` characters or less, or None."""
+    """Return the column names, and the cells of each line.
+
+    A cell is a number, a text of about `letters` characters or less, or None.
+    """
     names = dict.fromkeys(name for row in rows for name in row)
     columns = [*(name for name in FIRST if name in names), *(name for name in names if name not in FIRST)]
     columns = columns[:MOST_COLUMNS]
@@ -84,7 +90,7 @@ def table_of(rows: Sequence[Record], letters: int) -> tuple[list[str], list[list
 
 
 def common_beginning(rows: Sequence[Record]) -> str:
-    """The whole lines that every prompt begins with, for example the header and system message of a chat template."""
+    """Return the whole lines with which every prompt begins, e.g. the system message in a chat template."""
     prompts: list[str] = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
     if len(set(prompts)) < 2:
         return ""
@@ -94,7 +100,7 @@ def common_beginning(rows: Sequence[Record]) -> str:
 
 
 def without_beginning(rows: Sequence[Record], beginning: str) -> list[Record]:
-    """The same responses, with `beginning` removed from their prompts."""
+    """Return the same responses, with `beginning` removed from their prompts."""
     return [
         {**row, "prompt": row["prompt"].removeprefix(beginning)} if isinstance(row.get("prompt"), str) else row
         for row in rows
@@ -113,7 +119,7 @@ def _cell(name: str, value: Any, letters: int) -> Any:
 
 
 def without_middle(text: str, letters: int) -> str:
-    """A text of more than `letters` characters without its middle, because the end of a response matters as well."""
+    """Cut the middle out of a text of more than `letters` characters, because the end of a response matters as well."""
     if len(text) <= letters:
         return text
     end = letters // 4

@@ -1,4 +1,4 @@
-"""Read a run folder, also of a run that was killed or is still running.
+"""Read a run folder. The run may have ended, may have been killed, or may still be running.
 
     metrics.jsonl             one object per step; a metric that only some steps have is a shorter series
     evaluation.jsonl          the same for evaluations
@@ -6,7 +6,7 @@
     events.jsonl              starts, resumes, stops
     rows.jsonl                data rows that were skipped, dropped or truncated
     rollouts.jsonl            a few responses of each batch of an RL run
-    failures.jsonl            episodes and rewards that raised or timed out
+    failures.jsonl            episodes and rewards that raised an error or timed out
     nonfinite-step-*.jsonl    the samples of a step with a non-finite loss or gradient
     checkpoints/step-*        the checkpoints
 
@@ -76,7 +76,7 @@ class Run:
     notes: Sequence[str]
 
     def finite(self, metric: str) -> NDArray[np.float64]:
-        """The finite values of a metric; empty if the run does not have the metric."""
+        """Return the finite values of a metric; an empty array if the run does not have the metric."""
         series = self.metrics.get(metric)
         return np.empty(0) if series is None else series.values[np.isfinite(series.values)]
 
@@ -86,7 +86,10 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path], names: Sequence[str] | None = None) -> list[Run]:
-    """The runs in these folders. By default a run has the name of its folder, with parents if needed to be unique."""
+    """Read the runs in these folders. `names`: names of the runs.
+
+    By default, a run has the name of its folder, with as many parent folders as needed to make the name unique.
+    """
     paths = [Path(folder) for folder in folders]
     if not paths:
         raise UserError("RUN", "is missing", "give the folders of one or more runs")
@@ -135,7 +138,7 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise if this is not a run folder."""
+    """Raise a `UserError` if this is not a run folder."""
     try:
         if any((folder / name).exists() for name in (MARKER, METRICS, EVENTS)):
             return
@@ -147,7 +150,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Names of the runs: the last parts of each path, as many as are needed to make the names unique."""
+    """Return a name for each run: the last parts of its path, as many as are needed to make the names unique."""
     depths = [1] * len(paths)
     while True:
         names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]
@@ -192,7 +195,7 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[int, dict[str, Series]]
 
 
 def _finite(value: float | None) -> float:
-    """The number as a float; NaN if it is missing or too large."""
+    """Return the number as a float; NaN if it is missing or too large."""
     return float(value) if value is not None and abs(value) <= sys.float_info.max else math.nan
 
 
@@ -223,7 +226,7 @@ def _read_nonfinite(path: Path, notes: list[str]) -> Record:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[Record]:
-    """The objects in a JSON Lines file; empty if the file does not exist."""
+    """Return the objects in a JSON Lines file; an empty list if the file does not exist. Add problems to `notes`."""
     found: list[Record] = []
     broken: list[int] = []
     count = 0
@@ -243,7 +246,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, str]]:
-    """The non-blank lines of a file with their numbers from 1; nothing if the file does not exist."""
+    """Yield the non-blank lines of a file with their numbers, counted from 1; nothing if the file does not exist."""
     if not _is_file(path, notes):
         return
     try:
@@ -256,7 +259,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _is_file(path: Path, notes: list[str]) -> bool:
-    """Whether the path is a regular file. Adds a note if it is a folder or a pipe."""
+    """Whether the path is a regular file. If it is a folder or a pipe, add a note to `notes`."""
     if path.exists() and not path.is_file():
         notes.append(f"{path.name} is not a regular file and was skipped")
     return path.is_file()

@@ -17,11 +17,11 @@ SMOOTH_ABOVE = 200
 """A series of more values than this gets a running mean."""
 
 MOST_POINTS = 1000
-"""The most points of one series on the page."""
+"""Maximum number of points of one series on the page."""
 
 
 def thinned(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int64]:
-    """Ascending indices of the values [N] to show, at most `most` (4 or more)."""
+    """Return ascending indices of the values [N] to show, at most `most` of them. `most` must be 4 or more."""
     assert most >= 4
     if len(values) <= most:
         return np.arange(len(values))
@@ -37,14 +37,15 @@ def thinned(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.
 
 
 def mean_window(count: int) -> int:
-    """The window of the running mean of a series of `count` values: a fiftieth of them, and odd."""
+    """Return the window of the running mean of a series of `count` values: an odd number near a fiftieth of `count`."""
     return count // 50 | 1
 
 
 def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int) -> NDArray[np.float64]:
-    """[len(at)] the mean of the finite values in a window around each index. At the ends the window is smaller.
+    """Return [len(at)]: the mean of the finite values in a window around each index in `at`.
 
-    Each window is summed on its own: with differences of cumulative sums, one huge value would spoil all later means.
+    At the ends of the series the window is smaller. Each window is summed separately: with differences of cumulative
+    sums, the rounding error of one huge value would spoil all later means.
     """
     assert window % 2 == 1
     around = [values[max(index - window // 2, 0) : index + window // 2 + 1] for index in at.tolist()]
@@ -53,7 +54,7 @@ def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int
 
 
 def stretch_means(values: NDArray[Any], stretch: int) -> NDArray[np.float64]:
-    """[ceil(N / stretch)] the mean of each `stretch` consecutive values; the last mean can have fewer values."""
+    """Return [ceil(N / stretch)]: the mean of each `stretch` consecutive values. The last mean may have fewer."""
     starts = np.arange(0, len(values), stretch)
     counts = np.diff(starts, append=len(values))
     return np.add.reduceat(values.astype(np.float64), starts) / counts

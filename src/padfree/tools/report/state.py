@@ -31,7 +31,10 @@ REASON_LETTERS = 300
 
 
 def state_of(folder: Path, events: Sequence[Mapping[str, Any]], *, has_nonfinite: bool) -> str:
-    """The state of the last process of the run, as text."""
+    """Return the state of the last process of the run, as text.
+
+    `has_nonfinite`: whether a step had a non-finite loss or gradient.
+    """
     marks = [event for event in events if event.get("kind") in ("start", *ENDS)]
     held = is_held(folder)
     if marks and marks[-1]["kind"] != "start":
@@ -73,7 +76,7 @@ def is_held(folder: Path) -> bool | None:
 
 
 def _holder_host(folder: Path) -> str | None:
-    """The host of the process that last locked the folder and has not released it."""
+    """Return the host of the process that last locked the folder and has not released it, or None."""
     try:
         found = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

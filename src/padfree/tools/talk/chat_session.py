@@ -16,7 +16,7 @@ from padfree.tools.talk.speaker import Answer, OnText, Speaker, messages_of
 
 
 class ChatSession:
-    """The messages so far and their token ids."""
+    """A chat of several turns. It holds the messages so far and their token ids."""
 
     def __init__(self, speaker: Speaker, system: str | None = None) -> None:
         self._speaker = speaker
@@ -31,7 +31,10 @@ class ChatSession:
         self._text, self._ids = "", list[int]()  # prompt and answer of the last turn
 
     def ask(self, text: str, *, max_new_tokens: int, on_text: OnText | None = None) -> Answer:
-        """The answer to the user's next message. An error or an empty answer adds no turn."""
+        """Return the answer to `text`, the user's next message. An error or an empty answer adds no turn.
+
+        `on_text` receives pieces of the answer as they are generated.
+        """
         user: Message = {"role": "user", "content": text}
         messages = [*self.messages, user] if self.messages else messages_of(text, self.system)
         rendered = self._speaker.render(messages)
@@ -46,7 +49,7 @@ class ChatSession:
         return answer
 
     def prompt_ids(self, rendered: str) -> list[int]:
-        """The token ids of a rendered conversation; earlier turns keep their ids if possible."""
+        """Return the token ids of a rendered conversation. Earlier turns keep their ids if possible."""
         chat_tokenizer = self._speaker.chat_tokenizer
         if self._ids and rendered.startswith(self._text):
             return [*self._ids, *chat_tokenizer.encode(rendered[len(self._text) :])]

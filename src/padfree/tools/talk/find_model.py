@@ -35,7 +35,7 @@ class ModelFiles:
 
 
 def find_model(name: str, *, base: str | None = None) -> ModelFiles:
-    """The files of a model folder, a Hub id, a run folder or an adapter folder.
+    """Find the files of a model. `name`: a model folder, a Hub id, a run folder or an adapter folder.
 
     `base` replaces the base model that an adapter's config names.
     """

@@ -52,7 +52,7 @@ class FullContextError(UserError):
 
 
 class StopAnswer(Exception):  # noqa: N818  not an error
-    """Raised by `OnText` to stop generating all answers."""
+    """An `OnText` callback raises this to stop the generation of all answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ class Answer:
 
 
 class Speaker:
-    """Generates answers to prompts."""
+    """A loaded model and its tokenizer. Generates answers to prompts."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Speaker:
         device: torch.device,
         decodes: bool | None = None,
     ) -> None:
-        """`decodes`: see `InProcessSampler`."""
+        """`chat` renders the chat template; None: prompts are plain text. `decodes`: see `InProcessSampler`."""
         check_sampling(temperature, seed)
         self.limits = ModelLimits.of(model)
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, self.limits.vocabulary)
@@ -107,7 +107,7 @@ class Speaker:
         return self.limits.positions or self.limits.trained_positions
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Messages as text, with the generation prompt. Raises if the chat template drops a message."""
+        """Render messages as text, with the generation prompt. Raise a `UserError` if the chat template drops one."""
         assert self.chat_tokenizer.chat is not None
         for message in messages:
             check_encodable(message["content"], message["role"])
@@ -122,14 +122,17 @@ class Speaker:
         return text
 
     def prompt(self, text: str, *, system: str | None = None) -> list[int]:
-        """The token ids of a single user message, or of the plain text if there is no chat template."""
+        """Return the token ids of a prompt with a single user message, or of the plain text without a chat template."""
         if self.chat_tokenizer.chat is None:
             need(system is None, "--system", system, "remove it: a plain prompt has no system message")
             return self.chat_tokenizer.encode_prompt(check_encodable(text, "prompt"), begun=False)
         return self.chat_tokenizer.encode_prompt(self.render(messages_of(text, system)), begun=True)
 
     def max_new_tokens(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """The most tokens that an answer to this prompt can have. Raises if the model cannot take the prompt."""
+        """Return the largest number of tokens that an answer to this prompt can have: at most `max_new_tokens`.
+
+        Raise an error if the model cannot take the prompt.
+        """
         need(len(prompt) > 0, "prompt", "", "give a text of at least one token")
         largest = max(prompt)
         if largest >= self.limits.vocabulary:
@@ -155,9 +158,9 @@ class Speaker:
         first: int = 0,
         on_text: OnText | None = None,
     ) -> list[Answer]:
-        """One answer for each prompt. `on_text` receives pieces of text as they are generated.
+        """Return one answer for each prompt. `on_text` receives pieces of text as they are generated.
 
-        `turn` and the index of a prompt, counted from `first`, determine the random numbers.
+        The random numbers depend on `turn` and on the index of the prompt, counted from `first`.
         """
         need(1 <= max_new_tokens <= MOST_TOKENS, "--max-new-tokens", max_new_tokens, f"give 1 to {MOST_TOKENS:,}")
         limits = [self.max_new_tokens(prompt, max_new_tokens) for prompt in prompts]
@@ -238,7 +241,7 @@ def check_sampling(temperature: float, seed: int) -> None:
 
 
 def messages_of(text: str, system: str | None) -> list[Message]:
-    """The messages of a conversation that begins with this user message."""
+    """Return the messages of a conversation that begins with this system message (if any) and this user message."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": text}]
 
@@ -254,26 +257,40 @@ def open_speaker(
     dtype: str = "auto",
     device: str = "auto",
 ) -> Speaker:
-    """Load a model. `dtype` "auto" is the dtype of the weight files on a GPU, and float32 on a CPU."""
+    """Load a model and its tokenizer, and return a `Speaker`.
+
+    `plain`: use prompts without a chat template. `dtype` "auto" is the dtype of the weight files on a GPU, and float32
+    on a CPU.
+    """
     check_sampling(temperature, seed)
     place = _device(device)
     tokenizer = open_tokenizer(files.tokenizer, SETTING)
     chat = None
     if not plain:
         chat = _renderer(tokenizer, chat_template or files.chat_template, template_arguments)
+    kind = None if dtype == "auto" else getattr(torch, dtype)
+    if dtype == "auto" and place.type == "cpu":
+        kind = torch.float32
+    model, kind = load_language_model(files, kind, place)
+    return Speaker(model, tokenizer, chat=chat, temperature=temperature, seed=seed, dtype=kind, device=place)
+
+
+def load_language_model(
+    files: ModelFiles, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> tuple[PreTrainedModel, torch.dtype]:
+    """Load a model, with merged adapters if it has any, and the dtype to use it in.
+
+    `dtype`: None is the dtype of the weight files. A model with adapters is in float32 on the CPU.
+    """
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):
         raise UserError(
             SETTING, f"{files.weights} is a reward model, which gives scores and no text", "give a language model"
         )
-    kind = getattr(torch, dtype) if dtype != "auto" else torch.float32
-    if dtype == "auto" and place.type == "cuda":
-        kind = base_dtype(config, weights)
-    if files.adapter is None:
-        model = load_model(files.weights, dtype=kind, device=place)
-    else:
-        model = _with_adapter(files.weights, files.adapter)
-    return Speaker(model, tokenizer, chat=chat, temperature=temperature, seed=seed, dtype=kind, device=place)
+    kind = base_dtype(config, weights) if dtype is None else dtype
+    if files.adapter is not None:
+        return _with_adapter(files.weights, files.adapter), kind
+    return load_model(files.weights, dtype=kind, device=device), kind
 
 
 def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any] | None) -> ChatRenderer:
@@ -298,7 +315,10 @@ def _device(name: str) -> torch.device:
 
 
 def _with_adapter(base: str, folder: Path) -> PreTrainedModel:
-    """The base model with merged adapters, in float32 on the CPU. `padfree.model.export` merges in the same way."""
+    """Load the base model, and merge the adapters in `folder` into its weights, in float32 on the CPU.
+
+    `padfree.model.export` merges in the same way.
+    """
     try:
         from peft import PeftModel, get_peft_model_state_dict
     except ModuleNotFoundError:

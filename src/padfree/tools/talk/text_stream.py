@@ -25,7 +25,7 @@ class TextStream:
         self._shown = 0  # number of ids whose text was returned
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete; "" if a character is still incomplete."""
+        """Add token ids, and return the text that they complete; "" if a character is still incomplete."""
         self._ids += [int(token) for token in ids]
         text = self._decode(self._ids[self._context :])
         if text.endswith(INCOMPLETE):
@@ -33,7 +33,7 @@ class TextStream:
         return self._returned(text)
 
     def end(self) -> str:
-        """The remaining text. Bytes that do not form a whole character become U+FFFD."""
+        """Return the remaining text. Bytes that do not form a whole character become U+FFFD."""
         return self._returned(self._decode(self._ids[self._context :]))
 
     def _returned(self, text: str) -> str:

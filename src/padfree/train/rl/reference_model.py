@@ -26,16 +26,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.errors import UserError
 from padfree.model.export import whole_tensors
-from padfree.model.load import local_part, local_region, named_tensors
 from padfree.model.lora import is_adapter
+from padfree.model.named_tensors import local_part, local_region, named_tensors
+from padfree.sample import Sample
 from padfree.train.scorer import Scorer
 
 
 class ReferenceModel(ABC):
-    """Scores samples. After every `every` batches it takes over the state of the policy; if `every` is None, never."""
+    """Base class: computes the reference's log-probabilities of samples.
+
+    After every `every` batches, the reference takes over the weights of the policy; if `every` is None, it never does.
+    """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
         self.scorer, self.every = scorer, every
@@ -44,36 +47,39 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Log-probabilities [n] of each sample, the same on every rank, as from `Scorer.logprobs`."""
+        """Return log-probabilities [n] of each sample, the same on every rank, as `Scorer.logprobs` does."""
 
     @abstractmethod
     def refresh(self, model: PreTrainedModel) -> None:
-        """Take over the current state of `model`, the policy. Collective."""
+        """Take over the current weights or adapters of `model`, the policy. Collective."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint stores and restores."""
+        """Return the reference's tensors, into which a checkpoint is restored."""
 
     def after_batch(self, model: PreTrainedModel) -> None:
-        """Call this when all updates of a rollout batch are done, before a checkpoint is saved."""
+        """Count a finished rollout batch, and refresh the reference if it is due. `model`: the policy.
+
+        Call this when all updates of a rollout batch are done, before a checkpoint is saved.
+        """
         self.batches += 1
         if self.every is not None and self.batches % self.every == 0:
             self.refresh(model)
 
     def tensors_to_save(self) -> dict[str, Tensor]:
-        """The tensors for a checkpoint: empty until the first refresh."""
+        """Return the tensors that a checkpoint must store; an empty dict until the first refresh."""
         return self.tensors() if self.refreshed else {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": self.batches, "refreshed": self.refreshed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters. The checkpoint restores the tensors."""
+        """Restore the counters. The checkpointer restores the tensors separately."""
         self.batches, self.refreshed = int(state["batches"]), bool(state["refreshed"])
 
 
 class ModelReference(ReferenceModel):
-    """A separate model, held by the scorer."""
+    """A reference with its own weights: a separate model, which `scorer` holds."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         return self.scorer.logprobs(samples)
@@ -90,12 +96,15 @@ class ModelReference(ReferenceModel):
         return named_tensors(self.scorer.model)
 
     def check(self, model: PreTrainedModel) -> None:
-        """Refuse a policy whose weights have other names or shapes than the reference."""
+        """Raise an error if the weights of `model`, the policy, have other names or shapes than the reference's."""
         check_same_tensors(self.scorer.model, model, self.every)
 
 
 def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, every: int | None) -> None:
-    """Refuse a reference that could not take over the policy's weights; adapters are not compared."""
+    """Raise an error if the reference could not take over the policy's weights. Adapters are not compared.
+
+    `every`: the value of `reference.refresh`.
+    """
     own, others = (
         {name: tuple(tensor.shape) for name, tensor in named_tensors(one).items() if not is_adapter(name)}
         for one in (reference, trained)
@@ -111,7 +120,10 @@ def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, eve
 
 
 class AdapterReference(ReferenceModel):
-    """The policy with zero adapters or, after a refresh, with the adapters of an earlier policy."""
+    """A reference that shares the policy's base weights.
+
+    It is the policy with zero adapters or, after a refresh, with the adapters of an earlier policy.
+    """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
         super().__init__(scorer, every)

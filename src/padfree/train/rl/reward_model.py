@@ -6,8 +6,8 @@
     result                                   <-  one score per response, on the rank that asked for it
 
 The policy's token ids cannot be used, because the two models may have different tokenizers. The reward model scores the
-text without the token that ended the response. The text ends like the reward model's training texts, whether the policy
-ended it or it was cut off.
+text without the token that ended the response. Its text therefore ends like the reward model's training texts, whether
+the policy ended the response or the response was cut off.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
-from padfree.config import Config
+from padfree.config import DataConfig
 from padfree.data import SFTDataSettings
 from padfree.data.tokenize import PairTokenizer
 from padfree.distributed import gather_objects
 from padfree.rollout import Prompt
+from padfree.sample import Sample
 from padfree.train.limits import ModelLimits
 from padfree.train.value_loss import ScalarScorer
 
@@ -31,14 +31,13 @@ from padfree.train.value_loss import ScalarScorer
 class ModelReward:
     """Scores the responses of all ranks together. Collective; each rank passes its own responses."""
 
-    def __init__(self, scorer: ScalarScorer, tokenizer: Any, config: Config) -> None:
-        data = config.data
+    def __init__(self, scorer: ScalarScorer, tokenizer: Any, data: DataConfig) -> None:
         settings = SFTDataSettings(prompt_format=data.prompt_format, append_eos=data.append_eos)
         self.scorer, self._tokenize = scorer, PairTokenizer(tokenizer, settings)
         self._positions = ModelLimits.of(scorer.model).positions
 
     def __call__(self, answers: Sequence[tuple[Prompt, str]]) -> list[float | str]:
-        """The score of each response text, or an error message."""
+        """Return the score of each response text, or an error message in its place."""
         tokens = self._tokens(answers)
         readable = [one for one in tokens if not isinstance(one, str)]
         everybody = gather_objects(readable, self.scorer.mesh.loss.group, "the rewards of rollouts")
@@ -51,8 +50,8 @@ class ModelReward:
         return [one if isinstance(one, str) else next(own) for one in tokens]
 
     def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> list[NDArray[np.int32] | str]:
-        """The tokens of each prompt with its response, or an error message."""
-        # The prompt before the policy's chat template was applied.
+        """Return the tokens of each prompt with its response, or an error message in their place."""
+        # Use the prompt as it was before the policy's chat template was applied.
         rows = [
             (prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers
         ]

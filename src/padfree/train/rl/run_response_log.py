@@ -1,8 +1,8 @@
-"""The response log (`padfree.rollout.response_log`), kept in step with the checkpoints of a run.
+"""Start and delete the parts of the response log (`padfree.rollout.response_log`) as a run saves its checkpoints.
 
 A logged response can be reused if the resumed run has the same weights and settings as the run that sampled it. Weights
-are compared by fingerprint at the origin of each part of the log: the first step, or a checkpoint. Settings are
-compared by a digest of everything that changes what is sampled or trained.
+are compared by fingerprint at the step at which each part of the log begins: the first step, or a checkpoint. Settings
+are compared by a digest of everything that changes what is sampled or trained.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WITHOUT_EFFECT = (
 
 
 def settings_digest(made_with: Mapping[str, Any]) -> str:
-    """A digest of the record that checkpoints hold (see `padfree.train.resume`)."""
+    """Return a digest of `made_with`, the record that every checkpoint stores (see `padfree.train.resume`)."""
     settings = {name: value for name, value in made_with["settings"].items() if not name.startswith(WITHOUT_EFFECT)}
     return hash_of({**made_with, "settings": settings, "padfree": __version__})
 
@@ -60,7 +60,11 @@ class RunResponseLog:
         self._settings = settings_digest(made_with)
 
     def begin(self, step: int, *, after: int, resume: bool) -> str | None:
-        """Start logging after this step and batch; return a note if there are responses to reuse."""
+        """Start logging. Return a note if there are responses to reuse.
+
+        `step` and `after` are the numbers of the last optimizer step and the last batch before the log. `resume` says
+        whether the run resumes; if it does not, responses in the log of an earlier run are deleted.
+        """
         origin = self._origin(step)
         error = None
         if self._axis.rank == 0:
@@ -75,13 +79,16 @@ class RunResponseLog:
         return f"reusing {found} responses from the response log" if found else None
 
     def start_part(self, step: int, *, after: int, last_batch: int) -> None:
-        """Start a new part of the log. Call this before the state for a checkpoint is collected."""
+        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the newest requested batch.
+
+        Call this before the state for a checkpoint is collected.
+        """
         origin = self._origin(step)
         with writing(self._response_log.folder):
             self._response_log.turn(origin, after=after, highest=last_batch)
 
     def drop(self) -> None:
-        """Delete the parts that the last complete checkpoint covers."""
+        """Delete the parts of the log that the last complete checkpoint makes unnecessary."""
         latest = self._checkpointer.latest() if self._axis.rank == 0 else None
         if latest is not None:
             self._response_log.drop(step_of(latest))

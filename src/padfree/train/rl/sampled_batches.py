@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from padfree.batch import Sample
-from padfree.config import Config
+from padfree.config import LossConfig, RolloutConfig, RunConfig
 from padfree.optim.master_weights import compute_copies
 from padfree.rollout.collect.collector import Collector
+from padfree.sample import Sample
 from padfree.train.engine import Engine
 from padfree.train.training_data import Batcher
 
@@ -24,28 +24,40 @@ from padfree.train.training_data import Batcher
 class SampledBatches:
     """Takes batches of prompts from the batcher, and returns their samples in the same order."""
 
-    def __init__(self, config: Config, batcher: Batcher, collector: Collector, engine: Engine) -> None:
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        loss: LossConfig,
+        run: RunConfig,
+        batcher: Batcher,
+        collector: Collector,
+        engine: Engine,
+    ) -> None:
         self._batcher, self._collector, self._engine = batcher, collector, engine
-        self._staleness, self._steps = config.rollout.staleness, config.run.steps
-        self._updates = config.loss.epochs * config.loss.mini_batches  # updates per batch
+        self._staleness, self._steps = rollout.staleness, run.steps
+        self._updates = loss.epochs * loss.mini_batches  # updates per batch
         self._queue: list[tuple[int, dict[str, Any]]] = []  # batch number, and the position in the data before it
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Seconds of each phase of the last batch (see `padfree.train.batch_times`)."""
+        """The seconds of each phase of the last batch, by name (see `padfree.train.batch_times`)."""
         return self._collector.timings
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last batch."""
+        """Return the collector's metrics of the last batch, by name."""
         return self._collector.metrics()
 
     def resume(self, step: int, *, remaining: int) -> None:
-        """Sample batches ahead while the batch in training has `remaining` updates left."""
+        """After a resume, start to sample batches ahead. The batch in training has `remaining` updates left."""
         if self._staleness:
             self._fill(step, remaining)
 
     def _fill(self, step: int, remaining: int = 0) -> None:
-        """Sync the current weights, and request batches until `staleness` are queued in addition to the next one."""
+        """Sync the current weights to the sampler, then request batches until the queue is full.
+
+        The queue is full with `staleness` batches or, if no batch is in training, with one more. `step`: updates made
+        so far. `remaining`: updates that the batch in training has left; 0 if no batch is in training.
+        """
         with compute_copies(self._engine.model):  # the sampler gets the weights in the compute dtype
             self._collector.sync_weights(self._engine.model, step)
         self._collector.look()
@@ -61,7 +73,7 @@ class SampledBatches:
             self._collector.put(groups, batch=self._batcher.step, version=version)
 
     def next(self, step: int) -> tuple[int, list[Sample]] | None:
-        """The number and the samples of the next batch; training uses it after `step` optimizer steps."""
+        """Return the number and the samples of the next batch, or None after the last. `step`: updates made so far."""
         with compute_copies(self._engine.model):  # a sampler in this process may share the copies while it samples
             self._fill(step)
             if not self._queue:
@@ -70,16 +82,19 @@ class SampledBatches:
             return number, self._collector.take(number, version=step)
 
     def cursor(self) -> dict[str, Any]:
-        """The position in the data before the oldest batch that is not in training yet."""
+        """Return the position in the data before the oldest batch that is not in training yet."""
         return self._queue[0][1] if self._queue else self._batcher.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """The entries of a checkpoint's `extra`. Collective."""
+        """Return what a checkpoint stores in its `extra` dict: the responses that were sampled ahead. Collective."""
         return self._collector.state()
 
     def restore(self, extra: Mapping[str, Any]) -> None:
         self._collector.restore(extra)
 
     def dropped_reason(self, extra: Mapping[str, Any]) -> str | None:
-        """Why the responses sampled ahead in a checkpoint cannot be used; None if they can, or there are none."""
+        """Return why this run cannot use the responses that were sampled ahead and stored in a checkpoint.
+
+        Return None if it can use them, or if there are none. `extra`: the dict that the checkpoint stores.
+        """
         return self._collector.dropped_reason(extra)

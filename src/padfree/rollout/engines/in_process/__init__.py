@@ -4,6 +4,8 @@ sampler           InProcessSampler: the `Sampler`
 policy_model      PolicyModel: a model with the weights of the trained one, which it shares if possible
 hf_cache          write_responses: sampling with the attention and cache of transformers, on any device
 decode            Decoder: continuous batching with decode slots and CUDA graphs
+slot_schedule     assigns requests to slots, on the host
+decode_steps      prefill and decode steps, on the device
 cached_model      an HF model whose attention uses padfree's KV cache
 kv_cache          the KV cache and its allocator
 decode_attention  attention of a decode step: operator and reference; triton_decode_attention is the kernel

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from padfree.batch import AttnContext, LmHead, Segments
+from padfree.batch import AttnContext, LmHead
 from padfree.model.interface import NAME, attention, position_limit
 from padfree.model.outputs import base_of, described_head
 from padfree.rollout.engines.in_process.decode_attention import decode_attention
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
+from padfree.segments import Segments
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields that hold the number of experts in HF models."""
@@ -52,7 +53,7 @@ class _PrefillLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShapeOfLayer:
-    """Attention context of one layer that records the shapes of its keys and values."""
+    """Attention context of one layer in the pass that finds out the shapes of its keys and values."""
 
     shapes: list[LayerShape]
     packed: AttnContext
@@ -60,13 +61,13 @@ class _ShapeOfLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Context:
-    """The context passed through the forward pass of the model; `of_layer` returns the context of one layer."""
+    """The attention context that is passed through the model's forward; `of_layer` returns that of one layer."""
 
     of_layer: Callable[[int], _DecodeLayer | _PrefillLayer | _ShapeOfLayer]
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Why this model cannot be decoded with padfree's KV cache; None if it can."""
+    """Return the reason why this model cannot be decoded with padfree's KV cache; None if it can."""
     if position_limit(model.config) is not None:
         return "its rotary frequencies depend on the longest response in the batch"
     if _layers(model) is None:
@@ -75,7 +76,10 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
-    """Whether a step runs the same kernels for any tokens. Mixtures of experts do not: they skip unused experts."""
+    """Whether a CUDA graph can capture a decode step, i.e. whether a step runs the same kernels for any tokens.
+
+    This is false for mixtures of experts, because they skip unused experts.
+    """
     return not any(getattr(model.config, name, None) for name in EXPERTS)
 
 
@@ -92,18 +96,18 @@ class CachedModel:
         model.set_attn_implementation(name)
         run = torch.compile(_run_layer) if compiled else _run_layer
         for index, layer in enumerate(layers):
-            # `nn.Module.compile` uses the same hook: it intercepts calls of the layer and leaves `forward` unchanged.
+            # `nn.Module.compile` sets the same attribute: it intercepts calls of the layer but not of its `forward`.
             object.__setattr__(layer, "_compiled_call_impl", partial(_call_layer, layer, index, run))
 
     def head(self) -> LmHead:
-        """The LM head with its current weights."""
+        """Return the LM head with its current weights."""
         head = described_head(self.model)
         assert head is not None
         return head
 
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:
-        """Shapes of the keys and values of each layer, found by a forward pass of one token."""
+        """Return the shapes of the keys and values of each layer. A forward pass of one token finds them."""
         shapes: list[LayerShape] = []
         packed = AttnContext(segments=Segments.from_lengths([1], device=self.device))
         one = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -114,7 +118,10 @@ class CachedModel:
     def prefill(
         self, tokens: Tensor, positions: Tensor, indices: Tensor, lengths: Sequence[int], cache: KVCache
     ) -> None:
-        """Store the keys and values of packed prompts of these lengths at the cache indices. Tensors are [T]."""
+        """Store the keys and values of packed prompts in the cache. `lengths`: number of tokens of each prompt.
+
+        `tokens`, `positions` and `indices` are [T]: token ids, positions in their prompts, and cache indices.
+        """
         packed = AttnContext(segments=Segments.from_lengths(lengths, device=self.device))
         self._forward(
             tokens,
@@ -124,7 +131,11 @@ class CachedModel:
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, longest: int) -> Tensor:
-        """Last hidden states [L, D] of one token for each slot [L]. `longest`: maximum number of earlier keys."""
+        """Run one decode step: return the last hidden states [L, D] of one new token in each of L slots.
+
+        `tokens` and `positions` are [L]. `slots` [F, L]: see `decode_attention`. `longest`: the maximum number of
+        earlier keys of a slot.
+        """
         return self._forward(
             tokens,
             positions,
@@ -166,7 +177,10 @@ def _run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mark_variable(inputs: Sequence[Any]) -> None:
-    """Mark the number of slots L as dynamic: hidden states [1, L, D], positions [1, L], slots [F, L]."""
+    """Tell the compiler that the number of slots L may vary, so that it does not compile once for each number.
+
+    `inputs` have L as a dimension: hidden states [1, L, D], positions [1, L], slots [F, L].
+    """
     for each in inputs:
         if isinstance(each, Tensor) and each.ndim >= 2:
             if not hasattr(each, "_dynamo_weak_dynamic_indices"):
@@ -190,7 +204,7 @@ def _cached_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """HF attention interface: returns [1, T, H, dv] and no attention weights.
+    """Attention with padfree's KV cache, called through HF's attention interface. Return [1, T, H, dv] and None.
 
     Unsupported arguments are rejected by `padfree.model.interface.attention` during prefill. Decode steps call the same
     layers with the same arguments, so they need no check.

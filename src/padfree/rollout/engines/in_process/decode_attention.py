@@ -38,7 +38,7 @@ def reference(
     softcap: float | None,
     longest: int,
 ) -> Tensor:
-    """[L, H, dv]; stores k and v in the cache."""
+    """Reference implementation of `decode_attention`, in plain torch."""
     active = slots[ACTIVE] != 0
     stored, written = (torch.where(active, slots[field], 0) for field in (STORED, WRITTEN))
     new = (slots[OWN] + written)[active]
@@ -89,7 +89,11 @@ def decode_attention(
     softcap: float | None,
     longest: int,
 ) -> Tensor:
-    """[L, H, dv]; stores k and v in the cache."""
+    """Attend from the new token of each slot; return the output [L, H, dv], and store k and v in the cache.
+
+    The module docstring explains the tensors. `sinks` [H]: learned scores that take part in the softmax. `window`:
+    number of keys that a token sees, including its own; None: all. `softcap`: bound of the scores; None: no bound.
+    """
     if q.is_cuda and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_decode_attention import attend
 

@@ -5,10 +5,10 @@
     responses    5 6 0        0 is eos: it ends a response                                 ^ padding, not attended to
                  2 0
 
-A batch holds prompts of similar length, so that there is little padding. Layers other than attention may see the
-padding; for models with such layers, a batch holds prompts of equal length. Some models have no cache, or one whose
-decode steps differ from a forward pass over the whole sequence; for these, every token is a pass over the whole
-sequence. `cache_use` finds out which of these three ways a model needs.
+There are three ways to sample from a model; `cache_use` finds out which one a model needs. Most models get batches of
+prompts of similar length, with little padding. If a model has layers other than attention that see the padding, a batch
+holds prompts of equal length. If a model has no cache, or one whose decode steps differ from a forward pass over the
+whole sequence, every token is a pass over the whole sequence.
 
 The sampled tokens depend on the model, the prompt and the key of the response (`sampling_rng`), up to rounding of the
 logits. They do not depend on the rest of the batch.
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
-    """Tokens that end a response: the eos token of the tokenizer and those of the model's generation config.
+    """Return the tokens that end a response: the eos token of the tokenizer and those of the model's generation config.
 
-    Of the generation config only special tokens count: many configs have a default id that is an ordinary token in
-    another vocabulary.
+    An eos token of the generation config counts only if it is a special token of the tokenizer: many configs contain a
+    default id that is an ordinary token in this vocabulary.
     """
     eos: Any = tokenizer.eos_token_id
     if eos is None:
@@ -69,9 +69,9 @@ Rounding changes them by less than 1e-5. A model that attends to a padding token
 
 
 def cache_use(model: PreTrainedModel) -> CacheUse:
-    """Find the fastest `CacheUse` that gives the same results as no cache and no padding.
+    """Return the fastest `CacheUse` that gives the same results as sampling without a cache and without padding.
 
-    Tries them on a small copy of the model on the CPU.
+    The choices are tried on a small copy of the model on the CPU.
     """
     with undisturbed(), torch.no_grad():
         copy = small_copy(model)
@@ -83,7 +83,7 @@ def cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _tried_use(copy: PreTrainedModel) -> CacheUse:
-    """The result of `cache_use` for a small model on the CPU."""
+    """Return the result of `cache_use` for `copy`, a small model on the CPU."""
     rng = np.random.default_rng(0)
     requests = [
         SamplingRequest(tokens=rng.integers(0, VOCABULARY, length), max_new_tokens=TRIED_TOKENS, key=key)
@@ -92,7 +92,7 @@ def _tried_use(copy: PreTrainedModel) -> CacheUse:
     settings: dict[str, Any] = {"temperature": 1.0, "stops": (), "batch_size": len(requests)}
     try:
         exact = write_responses(copy, requests, **settings, use="none")
-    except Exception:  # for example, code that does not run on a CPU
+    except Exception:  # for example, the model's code does not run on a CPU
         return "none"
     for use in USES[:-1]:
         try:
@@ -126,7 +126,8 @@ def write_responses(
 ) -> list[Response]:
     """Return one response for each request, in order, sampled `batch_size` at a time.
 
-    The model must be in evaluation mode. `on_tokens` is called for every token as soon as it is sampled.
+    The model must be in evaluation mode. `stops`: token ids that end a response. `use`: the result of `cache_use`.
+    `on_tokens` is called for every token as soon as it is sampled.
     """
     assert not model.training
     ends = torch.tensor(sorted(stops), device=model.device)
@@ -144,7 +145,10 @@ def write_responses(
 
 
 def _batches(lengths: Sequence[int], size: int, *, padded: bool) -> list[list[int]]:
-    """Divide prompts into batches: prompts of similar length if `padded`, else only prompts of equal length."""
+    """Divide prompts of these lengths into batches of at most `size`; return the indices of each batch.
+
+    A batch has prompts of similar length if `padded`, and otherwise only prompts of equal length.
+    """
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
     runs = [order] if padded else [list(run) for _, run in groupby(order, key=lambda index: lengths[index])]
     return [run[first : first + size] for run in runs for first in range(0, len(run), size)]
@@ -167,7 +171,7 @@ def _write(
     keys = torch.tensor([request.key for request in requests], device=device)
     limits = torch.tensor([request.max_new_tokens for request in requests], device=device)
     writing = torch.ones(len(requests), dtype=torch.bool, device=device)
-    # The logits of all prompt tokens can take more memory than the model, so only the last ones are computed.
+    # Compute only the logits of the last position: those of all prompt tokens can take more memory than the model.
     known = inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache, tokens, logprobs = None, [], []
@@ -199,12 +203,18 @@ def _write(
 
 
 def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnTokens:
-    """Wrap `on_tokens` for a batch of these requests: map the index in the batch to the index of the request."""
+    """Wrap `on_tokens` for a batch: the wrapper maps an index in the batch to the index of its request.
+
+    `requests`: the indices of the requests in the batch.
+    """
     return lambda index, tokens, logprobs: on_tokens(requests[index], tokens, logprobs)
 
 
 def _next(input_ids: Tensor, position_ids: Tensor, sampled: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
-    """The next input of the model: with a cache only the sampled tokens [R], else the whole sequences."""
+    """Return the next token ids and positions of the model's input.
+
+    With a cache, these are only the sampled tokens [R]; otherwise the whole sequences, extended by them.
+    """
     tokens, positions = sampled[:, None], position_ids[:, -1:] + 1
     if cached:
         return tokens, positions
@@ -212,7 +222,7 @@ def _next(input_ids: Tensor, position_ids: Tensor, sampled: Tensor, *, cached: b
 
 
 def _left_padded(prompts: Sequence[NDArray[np.integer[Any]]]) -> tuple[Tensor, Tensor]:
-    """Token ids [R, width] int64, left-padded with 0, and a mask [R, width] int64 that is 1 for real tokens."""
+    """Return token ids [R, width] int64, left-padded with 0, and a mask [R, width] int64 that is 1 for real tokens."""
     width = max(len(prompt) for prompt in prompts)
     input_ids = np.zeros((len(prompts), width), np.int64)
     mask = np.zeros((len(prompts), width), np.int64)
@@ -225,7 +235,10 @@ def _left_padded(prompts: Sequence[NDArray[np.integer[Any]]]) -> tuple[Tensor, T
 def _responses(
     requests: Sequence[SamplingRequest], tokens: Tensor, logprobs: Tensor, ends: Tensor, version: int
 ) -> list[Response]:
-    """Cut each response [n] after its first stop token, or at its `max_new_tokens`."""
+    """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
+
+    `ends`: whether each sampled token is a stop token. `version`: the policy version.
+    """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()
     for request, ids, values, stops in zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True):

@@ -43,7 +43,7 @@ class KVCache:
     @staticmethod
     def allocated(shapes: Sequence[LayerShape], capacity: int, device: torch.device) -> KVCache:
         def empty(shape: LayerShape, size: int) -> Tensor:
-            # Zeros, because masked values are multiplied by probability 0, and 0 times an old NaN is NaN.
+            # Start with zeros: masked values are multiplied by probability 0, and 0 times a NaN left in memory is NaN.
             return torch.zeros(capacity, shape.heads, size, dtype=shape.dtype, device=device)
 
         return KVCache(
@@ -54,7 +54,7 @@ class KVCache:
 
 
 class Extents:
-    """First-fit allocator of contiguous ranges of the cache. Runs on the host."""
+    """First-fit allocator of contiguous ranges of cache indices. It runs on the host."""
 
     def __init__(self, size: int) -> None:
         self._free: list[tuple[int, int]] = [(0, size)] if size else []  # (start, end), sorted and never adjacent
@@ -64,7 +64,7 @@ class Extents:
         return sum(end - start for start, end in self._free)
 
     def allocate(self, length: int) -> int | None:
-        """Allocate `length` contiguous indices and return the first; None if there is no such free range."""
+        """Allocate `length` contiguous indices and return the first; return None if no free range is long enough."""
         if length == 0:
             return 0
         for index, (start, end) in enumerate(self._free):
@@ -74,7 +74,7 @@ class Extents:
         return None
 
     def free(self, start: int, length: int) -> None:
-        """Free a range that `allocate` returned."""
+        """Free the `length` indices from `start` on, which `allocate` returned."""
         if length == 0:
             return
         end = start + length

@@ -5,8 +5,8 @@
 
 The modules are new instances of the model's class. Sampling is therefore not affected by what training adds to the
 layers (compilation, recompute, FSDP2, adapters), and training is not affected by sampling. Shared tensors are those
-that the trained model holds when `update` is called: with float32 master weights in a single process, these are the
-bfloat16 weights that it computes with.
+that the trained model holds when `update` is called. In a single process with float32 master weights, these are the
+bfloat16 copies that training computes with.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from padfree.model.export import empty_copy, whole_tensors
-from padfree.model.load import clean_name, named_tensors, restored_buffers
+from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.sharing import state_obstacle
+from padfree.model.structure import restored_buffers
 
 
 class PolicyModel:
@@ -26,8 +27,8 @@ class PolicyModel:
 
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.model = empty_copy(trained, dtype)
-        self.state_obstacle = state_obstacle(trained)  # None, or why it has decode state other than keys and values
-        self.device = torch.empty(0, device=device).device  # with an index: "cuda" becomes "cuda:0", for example
+        self.state_obstacle = state_obstacle(trained)  # why its decode state is more than keys and values, or None
+        self.device = torch.empty(0, device=device).device  # the device with its index: "cuda" becomes "cuda:0"
         restored = restored_buffers(self.model)
         for name, module in self.model.named_modules():
             for buffer_name in module._non_persistent_buffers_set:
@@ -37,7 +38,7 @@ class PolicyModel:
         self.is_shared: bool | None = None  # None: it has no weights yet
 
     def update(self, trained: PreTrainedModel) -> bool:
-        """Take the current weights of `trained`. Returns whether the address of any weight changed. Collective."""
+        """Take the current weights of `trained`. Return whether the address of any weight changed. Collective."""
         before = self._addresses()
         self.is_shared = self._can_share(trained)
         if self.is_shared:
@@ -62,7 +63,7 @@ class PolicyModel:
         return [0 if tensor.is_meta else tensor.data_ptr() for tensor in named_tensors(self.model).values()]
 
     def _allocate(self) -> None:
-        memory: dict[int, Tensor] = {}  # by the id of the parameter: tied parameters share memory
+        memory: dict[int, Tensor] = {}  # by id of the parameter, so that tied parameters share memory
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._all_tensors().items():
             if id(tensor) not in memory:
@@ -71,7 +72,7 @@ class PolicyModel:
         self._assign(tensors)
 
     def _assign(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the tensors of the model with these, by name."""
+        """Replace the model's parameters and buffers with the tensors of the same name."""
         parameters: dict[int, nn.Parameter] = {}
         for module_name, module in self.model.named_modules():
             for name, parameter in module._parameters.items():
@@ -86,7 +87,7 @@ class PolicyModel:
                     module._buffers[name] = tensors[clean_name(f"{module_name}.{name}")].detach()
 
     def _all_tensors(self) -> dict[str, Tensor]:
-        """Persistent buffers, and parameters under all their names (tied parameters have several)."""
+        """Return persistent buffers, and parameters under all their names. Tied parameters have several names."""
         names = dict(self.model.named_parameters(remove_duplicate=False))
         return {**names, **named_tensors(self.model)}
 

@@ -22,14 +22,18 @@ from padfree.rollout.sampling_rng import gumbel_argmax
 
 
 def products(hidden: Tensor, head: LmHead) -> Tensor:
-    """[L, D] -> [L, V]: hidden @ weight.T. On CUDA the result is float32, like the logits of the trainer."""
+    """Return hidden @ weight.T, [L, D] -> [L, V]. On CUDA the result is float32, like the logits of the trainer."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
     return torch.nn.functional.linear(hidden, head.weight)
 
 
 def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
-    """Reference implementation. `logits` [L, V] come from `products`; `keys` and `positions` are [L] int64."""
+    """Sample a token in each of L slots: the reference implementation.
+
+    `logits` [L, V] come from `products`. `keys` and `positions` [L] int64: random key of each slot's response, and
+    position of the new token in it.
+    """
     logits = logits.float()
     if head.bias is not None:
         logits = logits + head.bias.float()
@@ -42,7 +46,7 @@ def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, tem
 
 
 def sample_token(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
-    """Like `reference`, with the fastest implementation for the device."""
+    """Sample a token in each slot with the fastest implementation for the device. Arguments: see `reference`."""
     if logits.is_cuda and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_sample_token import sample_token as sample_token_on_cuda
 

@@ -12,7 +12,7 @@ NUM_ATTENTION_FIELDS = 5
 
 
 class SampledTokens(NamedTuple):
-    """The token sampled in each slot."""
+    """The token sampled in each slot, and its log-probability."""
 
     tokens: Tensor  # [L] int64
     logprobs: Tensor  # [L] float32

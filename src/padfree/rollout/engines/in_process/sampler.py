@@ -4,8 +4,8 @@
     on the CPU, or if `decode` does     `hf_cache`: the attention and cache of transformers
     not support the model
 
-Every rank has a whole model and samples its share of the requests. It shares its weights with the trained model if
-possible (`policy_model`). Both implementations sample the same tokens, up to rounding of the logits.
+Every rank has a whole model and samples its share of the requests. This model shares its weights with the trained model
+if possible (`policy_model`). Both implementations sample the same tokens, up to rounding of the logits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.distributed import Mesh
+from padfree.errors import UserError
+from padfree.model.nonfinite_tensors import nonfinite_weight
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest, Score
 from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
@@ -32,7 +35,10 @@ from padfree.warning import PadfreeWarning
 def make_in_process_sampler(
     config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
 ) -> InProcessSampler:
-    """Make a sampler for the class of model of `trained`. `score` is not used: weights are copied in memory."""
+    """Make a sampler for a model like `trained`. Arguments: see `make_sampler`.
+
+    `score` is not used, because weights that are copied in memory need no check.
+    """
     return InProcessSampler(
         PolicyModel(trained, getattr(torch, config.model.dtype), mesh.device),
         stops=stop_tokens(tokenizer, trained),
@@ -59,7 +65,10 @@ class InProcessSampler:
         compiled: bool = False,
         decodes: bool | None = None,
     ) -> None:
-        """`decodes`: whether to use padfree's `Decoder`. None: use it on a GPU if it supports the model."""
+        """`stops`: token ids that end a response. `cache_bytes`: size of the KV cache; None chooses it.
+
+        `decodes`: whether to use padfree's `Decoder`; None uses it on a GPU if it supports the model.
+        """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled
         self._decodes = _decodes(policy) if decodes is None else decodes
@@ -91,7 +100,7 @@ class InProcessSampler:
             decoder = self._decoder = self._decoder or self._made_decoder()
             responses = decoder.sample(requests, version=self._version, on_progress=on_progress, on_tokens=on_tokens)
             if on_finished is not None:
-                on_finished(list(enumerate(responses)))  # all at once, because they stay on the device until the end
+                on_finished(list(enumerate(responses)))  # all at once: responses stay on the device until the end
         else:
             responses = write_responses(
                 self.policy.model,
@@ -106,6 +115,7 @@ class InProcessSampler:
                 on_tokens=on_tokens,
             )
         seconds = time.perf_counter() - begin
+        _check_finite(responses, self.policy.model, self._version)
         tokens = sum(len(response.tokens) for response in responses)
         self._metrics = {"tokens_per_second": tokens / seconds}
         return responses
@@ -127,8 +137,25 @@ class InProcessSampler:
         )
 
 
+def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version: int) -> None:
+    """Refuse log-probabilities that are not finite, and name the weights that cause them."""
+    wrong = next((value for each in responses for value in each.logprobs[~np.isfinite(each.logprobs)]), None)
+    if wrong is None:
+        return
+    weight, after = nonfinite_weight(model), f" after {version} steps" if version else ""
+    fact = f"the log-probability of a sampled token is {wrong}{after}"
+    if weight is None:
+        raise UserError(
+            "model", f"{fact}, although all weights are finite", "use model.dtype=float32, or other weights"
+        )
+    raise UserError("model", f"{fact}: {weight} is not finite", "resume a checkpoint with a lower optimizer.lr")
+
+
 def _hf_attention(model: PreTrainedModel) -> str:
-    """An attention implementation of transformers. Some versions silently ignore the soft cap in sdpa."""
+    """Return the name of an attention implementation of transformers that gives correct results for this model.
+
+    Some versions of transformers silently ignore the soft cap in sdpa.
+    """
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
@@ -146,7 +173,7 @@ def _cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _decodes(policy: PolicyModel) -> bool:
-    """Whether to use the `Decoder`. Warns if a model on a GPU is not supported."""
+    """Whether to use padfree's `Decoder`. Warn if the model is on a GPU and not supported."""
     if policy.device.type != "cuda":
         return False
     reason = policy.state_obstacle or unsupported_reason(policy.model)

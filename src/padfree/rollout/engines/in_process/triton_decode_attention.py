@@ -24,10 +24,10 @@ from torch import Tensor
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 BLOCK = 64
-"""Number of keys per iteration. Large heads use half as many."""
+"""Number of keys that a program reads per iteration. Large heads use half as many."""
 
 SHARED_MEMORY = 96 << 10
-"""Maximum bytes of shared memory of a program. Smaller GPUs also have this much."""
+"""Maximum bytes of shared memory of a program, chosen so that small GPUs also have enough."""
 
 SPAN = 512
 """Number of keys per split. With fewer than FEW_PROGRAMS programs, it is half as many."""
@@ -47,14 +47,15 @@ def is_interpreted() -> bool:
 def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
         small = tl.exp(-2.0 * tl.abs(scores / softcap))
-        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # |softcap · tanh|; this form cannot overflow
+        # This form of |softcap · tanh(scores / softcap)| cannot overflow.
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))
         scores = tl.where(scores < 0.0, -magnitude, magnitude)
     return scores
 
 
 @triton.jit
 def _with_sinks(peak, total, weighted, sinks, row, inside):
-    """Add the attention sink to the softmax: a learned score for each head, without a value."""
+    """Add the attention sink to the softmax. A sink is a learned score of each head that has no value vector."""
     sink = tl.load(sinks + row, mask=inside, other=float("-inf")).to(tl.float32)
     higher = tl.maximum(peak, sink)
     faded = tl.exp(peak - higher)
@@ -140,7 +141,10 @@ def _join_kernel(
     HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits; one program for each slot and query head. `HEADS` is the number of query heads."""
+    """Combine the results of all splits. There is one program for each slot and query head.
+
+    `HEADS` is the number of query heads.
+    """
     row = tl.program_id(0) * HEADS + tl.program_id(1)
     split, column = tl.arange(0, PADDED), tl.arange(0, DV_PADDED)
     peak = tl.load(peaks + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
@@ -177,7 +181,10 @@ def attend(
     *,
     span: int | None = None,
 ) -> Tensor:
-    """[L, H, dv]; stores k and v in the cache. `span`: keys per split, a multiple of `BLOCK`; None: chosen by size."""
+    """Return the attention output [L, H, dv], and store k and v in the cache. Arguments: see `decode_attention`.
+
+    `span`: number of keys per split, a multiple of `BLOCK`; None chooses it by the number of programs.
+    """
     num_slots, num_heads, size = q.shape
     heads, value_size = v.shape[1], v.shape[2]
     assert slots.stride(1) == 1

@@ -26,7 +26,7 @@ from padfree.rollout.engines.in_process.sampled_tokens import SampledTokens
 from padfree.rollout.sampling_rng import GREEDY
 
 BLOCK = 2048
-"""Tokens of the vocabulary per program."""
+"""Number of tokens of the vocabulary that one program handles."""
 
 _INCREMENT, _FIRST, _SECOND = (tl.constexpr(number) for number in SPLITMIX64)
 GREEDY_KEY = tl.constexpr(GREEDY)
@@ -34,7 +34,7 @@ GREEDY_KEY = tl.constexpr(GREEDY)
 
 @triton.jit
 def _mixed(values):
-    """The splitmix64 hash of uint64 values."""
+    """Return the splitmix64 hashes of uint64 values."""
     values = values + _INCREMENT
     values = (values ^ (values >> 30)) * _FIRST
     values = (values ^ (values >> 27)) * _SECOND
@@ -43,7 +43,7 @@ def _mixed(values):
 
 @triton.jit
 def _noise(key, position, token):
-    """Gumbel noise of tokens at one position of one response, float32."""
+    """Return the float32 Gumbel noise of tokens at one position of the response with this key."""
     at_position = _mixed((key ^ position).to(tl.uint64))
     bits = (_mixed(at_position ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
@@ -71,11 +71,13 @@ def _sample_kernel(
     x *= logit_scale
     if HAS_SOFTCAP:
         small = tl.exp(-2.0 * tl.abs(x / softcap))
-        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # |softcap · tanh|; this form cannot overflow
+        # This form of |softcap · tanh(x / softcap)| cannot overflow.
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))
         x = tl.where(x < 0.0, -magnitude, magnitude)
     x = tl.where(inside, tl.div_rn(x, temperature), float("-inf"))
 
-    comparable = tl.where(x == x, x, float("-inf"))  # a NaN stays in the sum, and so in the log-probability
+    # A NaN cannot win the argmax. It stays in the sum of exponentials, so that the log-probability is NaN.
+    comparable = tl.where(x == x, x, float("-inf"))
     peak = tl.max(comparable, axis=0)
     sums = comparable + _noise(tl.load(keys + slot), tl.load(positions + slot), token)
     choice = tl.argmax(sums, axis=0)
@@ -88,7 +90,7 @@ def _sample_kernel(
 
 
 def noise_of(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """The noise [L, V] float32 that the kernel adds, to compare it with `sampling_rng.gumbel_noise`."""
+    """Return the noise [L, V] float32 that the kernel adds. Tests compare it with `sampling_rng.gumbel_noise`."""
     out = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=keys.device)
     _noise_kernel[(len(keys), triton.cdiv(vocabulary, BLOCK))](keys, positions, out, vocabulary, N=BLOCK)
     return out

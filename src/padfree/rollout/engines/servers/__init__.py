@@ -1,4 +1,4 @@
-"""Rollouts from inference servers, for any engine. Each engine implements `ServerApi` in one file.
+"""Sampling on inference servers. The code does not depend on the engine: an engine implements `ServerApi` in one file.
 
     trainer, rank 0     weights ──process group, or files──▶ server 0, server 1, ...   a canary verifies the transfer
     trainer, all ranks  prompts (token ids) ─────▶ the least loaded server ─────▶ token ids, log-probabilities, version

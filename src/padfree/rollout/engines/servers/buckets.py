@@ -8,7 +8,7 @@
 Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
 new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.
 
-This module is also imported by the server. Its environment has torch and safetensors, but not all dependencies of
+The server imports this module too. The server's environment has torch and safetensors, but not all dependencies of
 padfree.
 """
 
@@ -31,7 +31,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketForm:
-    """The tensors of a bucket. `file`: the safetensors file that holds them, or None if they are broadcast."""
+    """Names, dtypes and shapes of the tensors of a bucket.
+
+    `file`: the safetensors file that holds them; None if they are broadcast.
+    """
 
     names: Sequence[str]
     dtypes: Sequence[str]  # torch names such as bfloat16
@@ -47,12 +50,12 @@ class BucketForm:
 
     @property
     def transfer_info(self) -> dict[str, Any]:
-        """JSON values for `BucketForm(**transfer_info)` in the server."""
+        """Return the fields as JSON values, from which the server makes `BucketForm(**transfer_info)`."""
         transfer_info: dict[str, Any] = {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
         return transfer_info if self.file is None else {**transfer_info, "file": self.file}
 
     def _ends(self) -> list[int]:
-        """End offset of each tensor in bytes, with a leading 0."""
+        """Return the end offset of each tensor in bytes, with a leading 0."""
         ends = [0]
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             size = prod(shape) * getattr(torch, dtype).itemsize
@@ -60,7 +63,7 @@ class BucketForm:
         return ends
 
     def parts(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the tensors of a buffer [num_bytes] uint8, as views of it."""
+        """Yield the name of each tensor and the tensor, as a view of `buffer` [num_bytes] uint8."""
         for name, dtype, shape, begin in zip(self.names, self.dtypes, self.shapes, self._ends()[:-1], strict=True):
             kind = getattr(torch, dtype)
             yield name, buffer[begin : begin + prod(shape) * kind.itemsize].view(kind).view(tuple(shape))
@@ -69,7 +72,10 @@ class BucketForm:
 def join_group(
     store: Store, rank: int, world: int, *, backend: str, address: str, device: torch.device, timeout: float
 ) -> Any:
-    """Join a process group that is independent of the default one. `address`: the address of this process."""
+    """Join a process group that is independent of the default one, and return it.
+
+    `store`: the rendezvous store. `world`: number of processes. `address`: the network address of this process.
+    """
     limit = timedelta(seconds=timeout)
     options: Any
     if backend == "nccl":
@@ -80,19 +86,20 @@ def join_group(
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout = limit
-    options._devices = [kind.create_device(hostname=address)]  # the host name may resolve to another address
+    # Pass the address, because the host name may resolve to an address that the server cannot reach.
+    options._devices = [kind.create_device(hostname=address)]
     return kind(store, rank, world, options)
 
 
 def broadcast(group: Any, buffer: Tensor) -> None:
-    """Broadcast from rank 0, the trainer."""
+    """Broadcast `buffer` from rank 0, which is the trainer, to all processes of the group."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([buffer], options).wait()
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine on the route to `host`."""
+    """Return the address of the network interface through which this machine reaches `host`."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # a datagram socket sends nothing here
@@ -132,7 +139,7 @@ class Receiver:
         self._group = None
 
     def tensors(self, form: BucketForm) -> Iterator[tuple[str, Tensor]]:
-        """Receive a bucket: names and tensors. The tensors stay valid when the next bucket arrives."""
+        """Receive a bucket; yield the name of each tensor and the tensor, which stays valid after the next bucket."""
         if form.file is not None:
             return _read(form, self.device)
         if self._group is None:

@@ -14,8 +14,8 @@ The second test detects them, because the same kernels round the same tokens in 
 It runs only if the norm of the trainer's change is at least SIGNAL times the difference per token (root mean square)
 at the previous weight sync.
 
-The sampled tokens verify that the server reports log-probabilities at the sampling temperature, which is an option of
-vLLM.
+The sampled tokens verify that the server reports log-probabilities at the sampling temperature. In vLLM this is an
+option, which may be off.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.errors import UserError
 from padfree.rollout.base import Score
 from padfree.rollout.engines.servers.server_api import ServerApi
+from padfree.sample import Sample
 
 TEXT = (
     "The ferry leaves the harbour at a quarter past seven, and the first passengers are on deck long before that. "
@@ -51,7 +51,10 @@ Floats = NDArray[np.float64]
 
 
 def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[list[int]]:
-    """Tokenise ordinary text; if the tokenizer gives too few or unknown tokens, use random token ids."""
+    """Return the fixed sequences of the canary, each of at most `longest` tokens.
+
+    They are ordinary text. If the tokenizer gives too few tokens, or ids that the model lacks, they are random ids.
+    """
     length = max(2, min(LENGTH, longest - NUM_SAMPLED))
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
     unknown: Any = getattr(tokenizer, "unk_token_id", None)
@@ -67,14 +70,17 @@ ScoredSequences = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CanaryScores:
-    """Log-probabilities of all sequences, concatenated."""
+    """Log-probabilities of the fixed tokens and of the sampled tokens, for all sequences concatenated."""
 
     fixed: Floats  # [n] of the fixed tokens
     sampled: Floats  # [m] of the sampled tokens
 
     @staticmethod
     def of(sequences: Sequence[Sequence[float]], num_sampled: int) -> CanaryScores:
-        """Split the log-probabilities of each sequence; its last `num_sampled` tokens were sampled."""
+        """Split the log-probabilities of each sequence into those of fixed tokens and those of sampled tokens.
+
+        The last `num_sampled` tokens of a sequence were sampled.
+        """
         arrays = [np.asarray(sequence, np.float64) for sequence in sequences]
         return CanaryScores(
             fixed=np.concatenate([array[: len(array) - num_sampled] for array in arrays]),
@@ -83,7 +89,7 @@ class CanaryScores:
 
 
 class Canary:
-    """Compares servers with the trainer. Keeps the scores of the last weight sync."""
+    """Compares the log-probabilities of servers and trainer. It keeps those of the last weight sync."""
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
         self.limit, self._api = limit, api
@@ -92,9 +98,10 @@ class Canary:
     def compare(
         self, scored: Mapping[str, ScoredSequences], score: Score, temperature: float, version: int
     ) -> dict[str, float]:
-        """Return the metrics of this weight sync, each the worst over all servers. Raise if a server has other weights.
+        """Return the metrics of this weight sync. Each metric is that of the worst server. Collective.
 
-        `scored` are the answers of the servers, by URL. Collective, because `score` is.
+        Raise an error if a server does not have the trainer's weights. `scored`: the answers of the servers, by URL.
+        `score` computes the trainer's log-probabilities.
         """
         samples = [Sample(tokens=np.array(tokens)) for sequences in scored.values() for tokens, _ in sequences]
         if not samples:
@@ -115,7 +122,7 @@ class Canary:
         return metrics
 
     def check(self, url: str, server: CanaryScores, trainer: CanaryScores, version: int) -> dict[str, float]:
-        """Return the metrics of one server at this weight sync. Raise if its weights are not the trainer's."""
+        """Return the metrics of the server at `url`. Raise an error if its weights are not the trainer's."""
         differences = np.abs(server.fixed - trainer.fixed)
         sampled_difference = float(np.abs(server.sampled - trainer.sampled).mean())
         metrics = {
@@ -148,7 +155,10 @@ class Canary:
         return metrics
 
     def _followed(self, url: str, server: CanaryScores, trainer: CanaryScores) -> float | None:
-        """The `followed` metric; None at the first weight sync, or if the change is too small to measure."""
+        """Return the change of the server's log-probabilities since the last sync relative to the trainer's change.
+
+        Return None at the first weight sync, or if the trainer's change is too small to measure.
+        """
         if url not in self._previous:
             return None
         server_before, trainer_before = self._previous[url]

@@ -1,4 +1,4 @@
-"""Servers that speak JSON over HTTP. Every malformed answer or broken connection becomes a clear error.
+"""Base class for servers that speak JSON over HTTP. Every malformed answer or broken connection becomes a clear error.
 
     HttpServer.call("GET", "/weight_info")     -> {"weight_version": "40"}
     async with HttpServer.connected() as connection: ...     several calls on one connection
@@ -23,11 +23,11 @@ from padfree.errors import UserError
 from padfree.rollout.engines.servers.server_api import FailedError, LateError, ServerApi
 
 _BROKEN = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
-"""Exceptions of a connection that broke, or whose peer does not speak HTTP."""
+"""Exceptions that a connection raises if it breaks, or if its peer does not speak HTTP."""
 
 
 class HttpServer(ServerApi):
-    """A server whose calls are independent: each opens its own connection."""
+    """A server that speaks JSON over HTTP. Each call opens its own connection."""
 
     fix_route: ClassVar[str]  # the advice in the error for a server that lacks a route
 
@@ -42,12 +42,15 @@ class HttpServer(ServerApi):
     async def call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None, fix: str | None = None
     ) -> dict[str, Any]:
-        """Return the JSON object that a route answers. `fix`: advice in the error for a server without the route."""
+        """Call a route, and return the JSON object that it answers. `timeout`: in seconds.
+
+        `fix`: advice in the error message if the server does not have the route.
+        """
         async with self.connected(timeout) as connection:
             return await connection.call(method, path, body, fix=fix or self.fix_route)
 
     async def tell(self, path: str, body: Any, *, fix: str) -> None:
-        """Post to a route whose answer is not JSON and is ignored."""
+        """Post `body` to a route, and ignore its answer, which is not JSON. `fix`: see `call`."""
         async with self.connected() as connection:
             await connection.answer("POST", path, body, fix=fix)
 
@@ -71,11 +74,14 @@ class HttpConnection:
         except (ValueError, RecursionError):
             raise self._server.lost(f"{path} did not answer with JSON ({content[:80]!r})") from None
         if not isinstance(answer, dict):
-            raise self._server.lost(f"{path} answered {type(answer).__name__} instead of a JSON object")
+            raise self._server.lost(f"{path} returned {type(answer).__name__} instead of a JSON object")
         return answer
 
     async def answer(self, method: str, path: str, body: Any, *, fix: str | None) -> bytes:
-        """Return the content of the answer. `fix`: advice for status 404. Without it, 404 is handled like other 4xx."""
+        """Send a request and return the content of the answer.
+
+        `fix`: advice in the error message for status 404. Without it, 404 is handled like any other status 4xx.
+        """
         lost, url = self._server.lost, self._server.url
         try:
             async with asyncio.timeout(self._timeout):
@@ -147,7 +153,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _message(content: bytes) -> str:
-    """The error message of an answer, shortened to one line."""
+    """Return the error message in the content of an answer, shortened to one line."""
     text = content.decode(errors="replace")
     with suppress(ValueError, RecursionError):
         answer = json.loads(text)

@@ -41,7 +41,7 @@ POLL, WAIT = 0.2, 1.0
 
 Respond = Callable[[ServerApi, SamplingRequest], Awaitable[Response]]
 Probe = Callable[[ServerApi], Awaitable[None]]
-"""Raises an error if the server does not work."""
+"""Function that checks a server, and raises an error if it does not work."""
 
 
 class SupersededError(Exception):
@@ -49,7 +49,10 @@ class SupersededError(Exception):
 
 
 class Gate:
-    """Closed during a weight sync. A request that passes gets a ticket, which shows if the gate has closed since."""
+    """Stops new requests during a weight sync, while it is closed.
+
+    A request that passes the gate gets a ticket, which shows whether the gate has closed since then.
+    """
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -69,7 +72,7 @@ class Gate:
         self._open.set()
 
     async def wait_open(self) -> int:
-        """Wait until the gate is open. Returns a ticket for `closed_since`."""
+        """Wait until the gate is open. Return a ticket for `closed_since`."""
         while self.is_closed:
             await self._open.wait()
         return self._changes
@@ -81,7 +84,7 @@ class Gate:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _ServerState:
-    """State of a server as this process knows it."""
+    """What this process knows about one server: its requests in flight, and whether it is down."""
 
     server: ServerApi
     in_flight: set[asyncio.Task[None]] = field(default_factory=set)  # its requests without an answer
@@ -113,14 +116,21 @@ class Pool:
         self.changed = asyncio.Event()
 
     def reset(self, usable: Sequence[ServerApi]) -> None:
-        """After a weight sync: use only the servers in `usable`, which received the weights, until the next sync."""
+        """Use only the servers in `usable` until the next weight sync. Call this after a weight sync.
+
+        `usable`: the servers that received the weights.
+        """
         for state in self.states:
             state.restarted = state.server not in usable
             state.down, state.failures = False, 0
         self.changed.set()
 
     async def run_all(self, requests: Sequence[SamplingRequest], respond: Respond, on_response: OnResponse) -> int:
-        """Process these requests and return the number of retries. Requests may remain without a response."""
+        """Process these requests and return the number of retries.
+
+        `respond` sends a request to a server. `on_response` receives each response with the index of its request. If no
+        server has the weights any more, some requests remain without a response.
+        """
         if not requests:
             return 0
         queue = RequestQueue(self, respond, endless=False)
@@ -129,7 +139,7 @@ class Pool:
         return queue.retried
 
     def start_queue(self, respond: Respond) -> RequestQueue:
-        """Start an endless queue of requests."""
+        """Start and return an endless queue of requests. `respond` sends a request to a server."""
         queue = RequestQueue(self, respond, endless=True)
         queue.task = asyncio.get_running_loop().create_task(queue.run())
         return queue
@@ -157,7 +167,7 @@ class RequestQueue:
         return bool(self._queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
 
     def add(self, requests: Iterable[SamplingRequest], on_response: OnResponse) -> None:
-        """Append requests. `on_response` is called with the index of the request in `requests`."""
+        """Append requests. `on_response` receives each response with the index of its request in `requests`."""
         for index, request in enumerate(requests):
             number, self._num_added = self._num_added, self._num_added + 1
             self._requests[number], self._callbacks[number] = request, (on_response, index)
@@ -172,8 +182,8 @@ class RequestQueue:
     async def run(self) -> None:
         """Run until all requests are answered or no server has the weights; an endless queue runs until cancelled.
 
-        An error cancels the requests in flight and ends the queue. `run_all` raises it; an endless queue keeps it in
-        `error`.
+        An error cancels the requests in flight and ends the queue. `Pool.run_all` raises the error; an endless queue
+        keeps it in `error`.
         """
         watching = [asyncio.create_task(self._watch(state)) for state in self._pool.states]
         try:
@@ -185,7 +195,8 @@ class RequestQueue:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(WAIT):
                             await self._pool.changed.wait()
-        except Exception as error:  # a bug of padfree: the waiting thread must see it
+        except Exception as error:
+            # This is a bug in padfree. The thread that waits for the queue must see it.
             self._stop(error)
         finally:
             tasks = [*watching, *self._in_flight]
@@ -204,11 +215,11 @@ class RequestQueue:
         return any(state.restarted for state in states) and not any(state.usable for state in states)
 
     def _assign(self) -> None:
-        """Send queued requests to servers."""
+        """Send queued requests to the least loaded servers, as long as these have free slots."""
         pool, now = self._pool, time.monotonic()
         usable = [state for state in pool.states if state.usable]
         healthy = any(not state.failures for state in usable)
-        # A weight sync has its own timeout, also one that is repeated because servers restarted.
+        # The timeout does not run during a weight sync, which has its own, or while restarted servers wait for one.
         if healthy or pool.gate.is_closed or not self._requests or self._needs_weights():
             self._last_progress = now
         if now - self._last_progress > pool.timeout:
@@ -223,7 +234,7 @@ class RequestQueue:
     async def _process(self, number: int, state: _ServerState) -> None:
         try:
             response = await self._respond(state.server, self._requests[number])
-        except (SupersededError, asyncio.CancelledError):  # cancelled: its server hangs, or the queue has ended
+        except (SupersededError, asyncio.CancelledError):  # cancelled because the server hangs, or the queue has ended
             self._requeue(number)
         except ServerLostError as error:
             self._requeue(number)
@@ -262,7 +273,7 @@ class RequestQueue:
         )
 
     async def _watch(self, state: _ServerState) -> None:
-        """Detect that a server hangs, or that a server that was down works again."""
+        """Probe a server repeatedly, to detect that it hangs, or that it works again after it was down."""
         every = self._pool.probe_every
         while True:
             await asyncio.sleep(min(every, POLL) if state.down else every)
@@ -291,7 +302,7 @@ class RequestQueue:
         now = time.monotonic()
         if isinstance(error, RestartedError):
             state.restarted, state.down = True, False
-        elif not state.down or now >= state.not_before:  # several requests failing at once count as one failure
+        elif not state.down or now >= state.not_before:  # several requests that fail at once count as one failure
             state.failures += 1
             state.not_before = now + min(FIRST_PAUSE * 2.0 ** (state.failures - 1), LONGEST_PAUSE)
             state.down, state.message = True, str(error)

@@ -5,8 +5,8 @@
     missing           if no server has the weights any more, rank 0 waits until a server comes back; the weights are
                       sent again, and the requests without a response are repeated
 
-A server that fails during a weight sync, or is down at that time, is not used until the next one. Finished responses
-are kept: every request gets exactly one response, sampled from the weights of the last `update_weights`.
+A server that fails during a weight sync, or is down at that time, is not used until the next weight sync. Finished
+responses are kept: every request gets exactly one response, sampled from the weights of the last `update_weights`.
 
 With `rollout.staleness` above 0, servers answer requests while other threads train, and across weight syncs:
 
@@ -50,7 +50,7 @@ REFUSALS = 3
 
 @dataclass(slots=True)
 class _TokenCount:
-    """Number of tokens sampled since the time `since`."""
+    """The number of tokens sampled since the time `since`."""
 
     tokens: int = 0
     since: float = field(default_factory=time.perf_counter)
@@ -112,9 +112,9 @@ class ServerSampler:
             self.loop.call(gate.open)
 
     def _send_weights(self) -> None:
-        """Send the current weights to every server that can load them and verify the result. One server must succeed.
+        """Send the current weights to every server that can load them, and verify the result. Collective.
 
-        Collective.
+        Raise an error unless at least one server succeeds.
         """
         group = self.mesh.loss.group
         deadline = time.monotonic() + self.timeout
@@ -142,7 +142,7 @@ class ServerSampler:
         self._sync_metrics[name] = self._sync_metrics.get(name, 0.0) + value
 
     async def _wait_for_server(self, deadline: float) -> str | None:
-        """Wait until a server answers. Returns an error message if none does. Rank 0 only."""
+        """Wait until a server answers. Return an error message if none does before `deadline`. Rank 0 only."""
 
         async def answers(server: ServerApi) -> None:
             await server.version(timeout=PROBE)
@@ -160,8 +160,8 @@ class ServerSampler:
     def _verified(self, servers: Sequence[ServerApi], lost: dict[str, str]) -> list[ServerApi]:
         """Run the canary and return the servers that have the trainer's weights. Collective.
 
-        On rank 0, `lost` receives an error message for each server that failed. A server with other weights ends the
-        run.
+        On rank 0, an error message for each server that failed is added to `lost`, by URL. A server with other weights
+        than the trainer's ends the run.
         """
         scored: dict[str, ScoredSequences] = {}
         error = None
@@ -262,7 +262,7 @@ class ServerSampler:
         return None if self._queue is None else self._queue.error
 
     def _queue_metrics(self) -> dict[str, float]:
-        """Metrics of the queue since the last call."""
+        """Return metrics of the request queue since the last call."""
         queue = self._queue
         if queue is None:
             return {}
@@ -300,8 +300,8 @@ class ServerSampler:
                 raise SupersededError from None
             raise
         if self._pool.gate.closed_since(ticket, times=2):
-            # The request may have reached the server during the first weight sync. Then newer weights than expected
-            # sampled the tokens, until the second weight sync interrupted them.
+            # Two weight syncs have begun since the request was sent. It may have reached the server during the first.
+            # Then newer weights than expected sampled the tokens, until the second weight sync interrupted them.
             raise SupersededError
         self._count.tokens += len(response.tokens)
         return response if partial is None else partial.followed_by(response)
@@ -312,7 +312,9 @@ class ServerSampler:
         ticket = await self._pool.gate.wait_open()
         try:
             server.need_version(await server.version(timeout=min(PROBE, self.timeout / 4)), self._version)
-        except (ServerLostError, UserError):  # a server answers late while it loads weights
+        except (ServerLostError, UserError):
+            # A server that loads weights answers late. If a weight sync has begun since the probe, the failure does not
+            # count.
             if self._pool.gate.closed_since(ticket):
                 raise SupersededError from None
             raise
@@ -337,7 +339,7 @@ def end_servers(loop: LoopThread, launcher: Launcher | None) -> None:
 
 
 def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
-    """The request for the continuation of a partial response, with its own random key."""
+    """Return the request for the continuation of a partial response, with its own random key."""
     done = len(partial.tokens)
     return SamplingRequest(
         tokens=np.concatenate([request.tokens, partial.tokens]),
@@ -347,7 +349,7 @@ def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
 
 
 def broadcast_object(value: Any, mesh: Mesh) -> Any:
-    """Broadcast the object of rank 0."""
+    """Return rank 0's `value` on every rank. Collective."""
     box = [value]
     dist.broadcast_object_list(box, src=dist.get_global_rank(mesh.loss.group, 0), group=mesh.loss.group)
     return box[0]

@@ -1,7 +1,7 @@
 """`ServerApi`: the interface between padfree and an inference server, independent of the engine.
 
-    check                            check that the server fits the run; returns the name it uses for the model
-    version                          the policy version of its weights, or None if it loaded the weights itself
+    check                            check that the server fits the run; return the name it uses for the model
+    version                          the policy version of the server's weights; None if no run has sent weights
     complete, score                  sample a response; compute log-probabilities of given tokens
     pause, resume                    a pause interrupts every response in progress, which returns its tokens so far
     join, begin, bucket, finish      a weight sync (`buckets` defines a bucket)
@@ -51,7 +51,7 @@ class RestartedError(ServerLostError):
 
 
 class VersionError(UserError):
-    """The weights of a server have another policy version than the request."""
+    """The weights of a server have another policy version than the request asks for."""
 
 
 class IncompleteError(Exception):
@@ -60,7 +60,7 @@ class IncompleteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How tokens are sampled: the same for all requests of a run."""
+    """How tokens are sampled. All requests of a run have the same settings."""
 
     temperature: float
     stops: Sequence[int]
@@ -72,7 +72,7 @@ class ServedModel:
     """The model that a server must serve for a run."""
 
     model: ModelConfig
-    lora_rank: int  # 0: no adapters
+    lora_rank: int  # 0: no adapters, or adapters that are merged into the weights
     adapted: Sequence[str]  # names of the modules with adapters
     vocabulary: int
     temperature: float
@@ -87,7 +87,7 @@ class ServedModel:
 
     @property
     def random(self) -> bool:
-        """Whether `path` has no weights. All weights of the server then come from the trainer."""
+        """Whether `path` has no weights. If so, all weights of the server come from the trainer."""
         return self.model.init == "random" or Path(self.model.path).is_file()
 
 
@@ -101,9 +101,10 @@ class Completion:
 
 
 class ServerApi(ABC):
-    """One server at a URL."""
+    """One inference server at a URL: the interface that each engine implements."""
 
-    takes_adapters: ClassVar[bool] = False  # implements `load_adapters`; else adapters are merged into the weights
+    # Whether the engine implements `load_adapters`. If not, adapters are merged into the weights.
+    takes_adapters: ClassVar[bool] = False
     complete_name: ClassVar[str] = "complete"  # name of the `complete` call in messages
     fix_stops: ClassVar[str] = "start it with the stop tokens of the run"
     fix_length: ClassVar[str] = "start it with a maximum length of {length} tokens or more"
@@ -126,30 +127,30 @@ class ServerApi(ABC):
     async def check(self, served: ServedModel) -> str:
         """Return the name under which the server serves the model. Raise an error if the server does not fit the run.
 
-        Also ends a weight sync that a killed run left unfinished.
+        If a killed run left a weight sync unfinished, end it.
         """
 
     @abstractmethod
     async def version(self, *, timeout: float | None = None) -> str | None:
-        """Return the version that `finish` set; None if the server still has the weights it loaded itself."""
+        """Return the version that `finish` set; None if the server still has the weights of its start."""
 
     @abstractmethod
     async def complete(
         self, request: SamplingRequest, sampling: SamplingSettings, *, model: str, version: int, salt: str
     ) -> Completion:
-        """Sample tokens from the full softmax with the seed `request.key`; greedy if it is `sampling_rng.GREEDY`.
+        """Sample a response from the full softmax with the seed `request.key`; greedily if it is `sampling_rng.GREEDY`.
 
         All tokens must be sampled from the weights of `version` (see `need_version`). The server may reuse cached keys
-        and values only for requests with the same `salt` and version.
+        and values only for requests with the same `salt` and version. `model`: the model's name on the server.
         """
 
     @abstractmethod
     async def score(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, temperature: float, model: str, salt: str
     ) -> list[tuple[list[int], list[float]]]:
-        """Extend each sequence by `num_sampled` tokens; return its tokens and all log-probabilities but the first.
+        """Extend each sequence by `num_sampled` tokens. Return its tokens, and log-probabilities of all but the first.
 
-        The log-probabilities of given tokens are at temperature 1, those of sampled tokens at `temperature`.
+        The log-probabilities of given tokens are at temperature 1, and those of sampled tokens at `temperature`.
         """
 
     @abstractmethod
@@ -161,36 +162,42 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def workers(self) -> int:
-        """Number of worker processes that receive weights."""
+        """Return the number of worker processes that receive weights."""
 
     @abstractmethod
     async def join(self, transfer_info: Mapping[str, Any]) -> None:
-        """Call `Receiver.join` in each worker. Precedes the first bucket."""
+        """Call `Receiver.join(transfer_info, rank)` in each worker. This precedes the first bucket."""
 
     @abstractmethod
     async def begin(self) -> None:
-        """Begin a weight sync. Ends an unfinished one first."""
+        """Begin a weight sync. If an earlier one is unfinished, end it first."""
 
     @abstractmethod
     async def bucket(self, form: BucketForm) -> None:
-        """Receive and load one bucket with `Receiver.tensors` in each worker."""
+        """Receive one bucket (a group of weight tensors) with `Receiver.tensors` in each worker, and load it."""
 
     @abstractmethod
     async def finish(self, version: int) -> None:
-        """End a weight sync: set the version of the weights, and drop caches of earlier weights."""
+        """End a weight sync: set the version of the weights, and drop KV caches made with earlier weights."""
 
     @classmethod
     @abstractmethod
     def command(cls, arguments: Sequence[str], served: ServedModel, *, name: str, port: int) -> list[str]:
-        """Append the options that the run needs to `rollout.launch.command`."""
+        """Return the command that starts a server: `arguments` and the options that the run needs.
+
+        `arguments`: the value of `rollout.launch.command`. `name`: the name under which the server serves the model.
+        """
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        """Environment variables of a server that a run starts."""
+        """Return the environment variables of a server that a run starts."""
         return {}
 
     async def load_adapters(self, folder: Path, *, name: str, model: str, version: int) -> None:
-        """Serve the adapters in `folder` as `name` and unload older ones of `model`. Needs `takes_adapters`."""
+        """Serve the adapters in `folder` as model `name`, and unload older adapters of `model`.
+
+        Only an engine with `takes_adapters` implements this.
+        """
         raise AssertionError(f"{type(self).__name__} does not take adapters: they are merged into the weights")
 
     # Helpers for engines, and calls with checks
@@ -200,14 +207,17 @@ class ServerApi(ABC):
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Parse an answer inside this block: an unexpected format becomes a ServerLostError."""
+        """Context manager for code that parses an answer: an unexpected format becomes a `ServerLostError`.
+
+        `what`: the problem, for the message.
+        """
         try:
             yield
         except (IncompleteError, KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise self.lost(f"{what} ({' '.join(str(error).split())})") from None
 
     def need_version(self, found: str | None, version: int) -> None:
-        """Raise an error unless the server has the weights of `version`."""
+        """Raise an error unless `found`, the version that the server reports, is `version`."""
         if found is None:
             raise RestartedError(f"rollout.servers: {self.url} has restarted and lost the weights of the run")
         if found != str(version):
@@ -227,13 +237,16 @@ class ServerApi(ABC):
         salt: str,
         cut: bool = False,
     ) -> Response:
-        """Sample one response and check it. `cut`: whether a partial response, interrupted by a pause, is allowed."""
+        """Sample one response and check it. `cut`: whether a partial response, interrupted by a pause, is allowed.
+
+        Other arguments: see `complete`.
+        """
         completion = await self.complete(request, sampling, model=model, version=version, salt=salt)
         number = len(completion.tokens)
         ended = bool(completion.tokens) and completion.tokens[-1] in sampling.stops
         if cut and completion.reason == "cut":
             if number > request.max_new_tokens or max(completion.tokens, default=0) >= sampling.vocabulary:
-                raise self.lost(f"{self.complete_name} answered {number} tokens that were not requested")
+                raise self.lost(f"{self.complete_name} returned {number} tokens that were not requested")
         else:
             self._check_whole(completion, request, sampling, ended)
         return Response(
@@ -246,9 +259,9 @@ class ServerApi(ABC):
     async def scored(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, vocabulary: int, **settings: Any
     ) -> list[tuple[list[int], list[float]]]:
-        """Call `score` and check the result."""
+        """Call `score` with these arguments, check its result and return it."""
         scored = await self.score(sequences, num_sampled=num_sampled, **settings)
-        with self.reading("answered without the log-probabilities of the canary"):
+        with self.reading("did not return the log-probabilities of the canary"):
             for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):
                 if len(tokens) != len(sequence) + num_sampled:
                     raise IncompleteError(f"{len(tokens) - len(sequence)} tokens instead of {num_sampled}")
@@ -263,7 +276,7 @@ class ServerApi(ABC):
             reason = "abort" if completion.reason == "cut" else completion.reason
             raise self.lost(f"{self.complete_name} ended a response with reason {reason!r}")
         if not 1 <= number <= max_new_tokens:
-            raise self.lost(f"{self.complete_name} answered {number} tokens instead of 1 to {max_new_tokens}")
+            raise self.lost(f"{self.complete_name} returned {number} tokens instead of 1 to {max_new_tokens}")
         if max(completion.tokens) >= sampling.vocabulary:
             raise UserError(
                 "rollout.servers",
@@ -284,7 +297,7 @@ class ServerApi(ABC):
 
 
 def checked_tokens(tokens: Any, logprobs: Any, *, vocabulary: int = 1 << 31) -> tuple[list[int], list[float]]:
-    """Check tokens and log-probabilities that a server sent."""
+    """Return the tokens and log-probabilities that a server sent, as lists. Raise an error if they are invalid."""
     ids = checked_ids(tokens, vocabulary, "token_ids")
     values = [float(value) for value in logprobs]
     if len(values) != len(ids):

@@ -50,7 +50,7 @@ class LaunchedServer:
         self._not_before = 0.0
 
     async def check(self) -> str | None:
-        """Start the server if it is not running, end it if it hangs. Returns an error message if it cannot start."""
+        """Start the server if it is not running, and end it if it hangs. Return an error message if it cannot start."""
         now = time.monotonic()
         if self._watchdog is not None and self._watchdog.poll() is not None:
             status = self._watchdog.returncode
@@ -79,7 +79,7 @@ class LaunchedServer:
         return None
 
     def begin_end(self) -> None:
-        """Tell the watchdog to end the server, without waiting for it."""
+        """Tell the watchdog to end the server, and return without waiting."""
         if self._watchdog is not None:
             assert self._watchdog.stdin is not None
             self._watchdog.stdin.close()
@@ -123,7 +123,7 @@ class Launcher:
     def __init__(self, launched: Sequence[LaunchedServer]) -> None:
         self.launched = launched
         self.fatal_error: str | None = None  # a server cannot be started
-        self.probe_lock = asyncio.Lock()  # held during a weight sync: a server answers late while it loads weights
+        self.probe_lock = asyncio.Lock()  # held during a weight sync, when servers answer probes late
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -135,7 +135,7 @@ class Launcher:
         return sum(one.starts - 1 for one in self.launched)
 
     async def start(self, seconds: float) -> None:
-        """Start all servers and wait until all answer."""
+        """Start all servers, and wait until all answer. Raise an error if one does not answer within `seconds`."""
         self._watching = self._watching or asyncio.create_task(self._watch())
         deadline = time.monotonic() + seconds
         while missing := [one for one in self.launched if not one.answered]:
@@ -157,7 +157,7 @@ class Launcher:
             await asyncio.sleep(EVERY)
 
     async def _check(self, one: LaunchedServer) -> str | None:
-        """Call `LaunchedServer.check`. Exceptions become error messages, because another thread waits."""
+        """Call `LaunchedServer.check`. An exception becomes an error message, because another thread waits for it."""
         try:
             return await one.check()
         except OSError as error:  # the process limit, or a full disk
@@ -180,12 +180,12 @@ class Launcher:
 def make_launcher(
     api: type[ServerApi], settings: LaunchConfig, served: ServedModel, folder: Path, timeout: float
 ) -> Launcher:
-    """Make a launcher with a server for each entry of `rollout.launch.devices`. Their output goes to `folder`.
+    """Make a launcher with a server for each entry of `rollout.launch.devices`. It does not start them yet.
 
-    Does not start the servers.
+    The output of the servers goes to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"padfree-{secrets.token_hex(4)}"  # unique: another server at the same port has another name
+    name = f"padfree-{secrets.token_hex(4)}"  # a unique name tells this server from another one at the same port
     launched = []
     for number, (devices, port) in enumerate(zip(settings.devices, _free_ports(len(settings.devices)), strict=True)):
         command = api.command(settings.command, served, name=name, port=port)
@@ -196,7 +196,7 @@ def make_launcher(
 
 
 def _environment(devices: str) -> dict[str, str]:
-    """The environment of this process without torchrun's variables, and with the devices of the server."""
+    """Return the environment variables of a server: those of this process without torchrun's, and with its devices."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.errors import UserError
-from padfree.model.lora import adapted_modules
+from padfree.model.lora import adapted_modules, needs_merging
 from padfree.rollout.base import Score
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
 from padfree.rollout.engines.servers.canary import LIMITS, TEXT, Canary, canary_sequences
@@ -86,7 +86,7 @@ def make_server_sampler(
                 folder=folder,
                 base=config.model.path,
                 model=shared[1],
-                adapters=bool(config.lora.rank) and api.takes_adapters,
+                adapters=bool(served.lora_rank) and api.takes_adapters,
                 launcher=launcher,
             ),
             launcher=launcher,
@@ -98,16 +98,19 @@ def make_server_sampler(
             concurrency=rollout.max_concurrent,
             timeout=rollout.timeout,
         )
-    except BaseException:  # also an interrupt while servers start: they would keep running
+    except BaseException:
+        # Stop the servers after any exception, even an interrupt. Otherwise they would keep running.
         end_servers(loop, launcher)
         raise
 
 
 def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> ServedModel:
+    """The model as the servers see it: adapters that servers cannot load are merged into the weights."""
+    merged = needs_merging(trained)
     return ServedModel(
         model=config.model,
-        lora_rank=config.lora.rank,
-        adapted=adapted_modules(trained),
+        lora_rank=0 if merged else config.lora.rank,
+        adapted=() if merged else adapted_modules(trained),
         vocabulary=int(trained.config.vocab_size),
         temperature=config.loss.temperature,
         text=TEXT,
@@ -116,7 +119,7 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
 
 
 async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> str:
-    """Return the name under which the servers serve the model. Raise a UserError if a server does not fit the run."""
+    """Return the name under which the servers serve the model. Raise a `UserError` if a server does not fit the run."""
     try:
         names = {await server.check(served) for server in servers}
     except LateError as error:
@@ -130,9 +133,9 @@ async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> st
 
 
 def transfer_folder(config: Config) -> Path:
-    """The folder for the weight files of this run.
+    """Return the folder for the weight files of this run.
 
-    It lies in `rollout.transfer_folder` if that is set. Otherwise it lies in shared memory for servers that the run
+    It is inside `rollout.transfer_folder` if that is set. Otherwise it is in shared memory for servers that the run
     starts, and in the run folder for other servers.
     """
     digest = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]

@@ -7,8 +7,8 @@
 
     python watchdog.py COMMAND ...        standard input is the pipe; standard output and error go to the server
 
-The module is run as a file and imports only the standard library, so that it starts in milliseconds. It has its own
-session: Ctrl-C in a terminal, after which the run finishes its step, does not reach the server.
+The module is run as a file and imports only the standard library, so that it starts in milliseconds. The watchdog runs
+in its own session, so that Ctrl-C in a terminal reaches the run, which then finishes its step, but not the server.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def main(command: list[str]) -> int:
 
 
 def _die_with_watchdog() -> None:
-    """On Linux, have the kernel send SIGTERM to the server if the watchdog is killed."""
+    """Make the Linux kernel send SIGTERM to this process, the server, if its parent, the watchdog, is killed."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """End all processes of the server's session: workers may outlive their parent."""
+    """End all processes of the server's session, because workers may outlive their parent."""
     deadline = time.monotonic() + GRACE
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)

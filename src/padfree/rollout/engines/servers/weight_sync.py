@@ -35,7 +35,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from padfree.errors import UserError
 from padfree.model.export import empty_copy, export_adapters, whole_tensors
-from padfree.model.load import clean_name, named_tensors
+from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.rollout.engines.servers.buckets import BucketForm, address_towards, broadcast, join_group
 from padfree.rollout.engines.servers.server_api import FailedError, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.server_processes import Launcher
@@ -48,7 +48,7 @@ Named = tuple[str, Tensor]
 
 
 class WeightStream:
-    """The tensors of a model with the names, shapes and dtypes of an HF checkpoint in `dtype`."""
+    """Produces the tensors of a model with the names, shapes and dtypes of an HF checkpoint in `dtype`."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self._empty = empty_copy(model, dtype)
@@ -56,9 +56,10 @@ class WeightStream:
         self._dtypes = {name: tensor.dtype for name, tensor in named_tensors(self._empty).items() if name in parameters}
 
     def buckets(self, model: PreTrainedModel, *, keep: bool, size: int = BUCKET) -> Iterator[list[Named]]:
-        """Iterate over the buckets. Collective: all ranks must exhaust the iterator.
+        """Yield the buckets, each a list of names and tensors of about `size` bytes. Collective.
 
-        With `keep=False`, this rank only takes part in the gathering and yields a single empty bucket.
+        All ranks must exhaust the iterator. With `keep=False`, this rank only takes part in the gathering, and the
+        iterator yields a single empty bucket.
         """
         bucket: list[Named] = []
         held = 0
@@ -78,7 +79,10 @@ class WeightStream:
 
 
 def _layer_of(name: str) -> str:
-    """`model.layers.3.mlp.experts.7.up_proj.weight` -> `model.layers.3`; a name outside of layers is unchanged."""
+    """Return the layer of a tensor: `model.layers.3.mlp.experts.7.up_proj.weight` -> `model.layers.3`.
+
+    The name of a tensor outside of the layers is returned unchanged.
+    """
     parts = name.split(".")
     return next((".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()), name)
 
@@ -93,7 +97,7 @@ def form_of(bucket: Sequence[Named], file: Path | None = None) -> BucketForm:
 
 
 def packed(bucket: Sequence[Named], form: BucketForm, device: torch.device) -> Tensor:
-    """Copy a bucket into one buffer, [num_bytes] uint8."""
+    """Copy the tensors of a bucket into one buffer [num_bytes] uint8, laid out as in `form`, and return it."""
     buffer = torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)
     for (_, source), (_, target) in zip(bucket, form.parts(buffer), strict=True):
         target.copy_(source)
@@ -101,7 +105,7 @@ def packed(bucket: Sequence[Named], form: BucketForm, device: torch.device) -> T
 
 
 class GroupTransport:
-    """Sends buckets by broadcast. `FilesTransport` has the same methods."""
+    """Sends buckets of weights to servers by broadcast. `FilesTransport` has the same methods."""
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self._backend = "nccl" if device.type == "cuda" else "gloo"
@@ -110,7 +114,7 @@ class GroupTransport:
         self._buffer: Tensor | None = None
 
     async def connect(self, server: ServerApi) -> None:
-        """Set up the connection before the first bucket."""
+        """Set up the process group with a server, unless there is one. Call this before the first bucket."""
         if server.url in self._groups:
             return
         world = 1 + await server.workers()
@@ -134,7 +138,7 @@ class GroupTransport:
         self._groups[server.url] = await call_during(server, server.join(transfer_info), join), store
 
     def prepare(self, bucket: Sequence[Named]) -> BucketForm:
-        """Prepare a bucket once for all servers. Runs in the main thread."""
+        """Copy a bucket into the buffer that is sent to all servers; return its form. Runs in the main thread."""
         form = form_of(bucket)
         self._buffer = packed(bucket, form, self._device)
         if self._device.type == "cuda":
@@ -163,10 +167,10 @@ class GroupTransport:
 
 
 async def call_during(server: ServerApi, call: Awaitable[None], function: Callable[[], Any]) -> Any:
-    """Await a call of the server while `function` runs in a thread; the server answers once both sides are done.
+    """Run `function` in a thread while `call`, a request to the server, is awaited; return the result of `function`.
 
-    Returns the result of `function`. An error on either side is raised. If the server rejects the call at once,
-    `function` keeps running in its thread until its own timeout.
+    The server answers the call once both sides are done. An error on either side is raised. If the server rejects the
+    call at once, `function` keeps running in its thread until its own timeout.
     """
     running = asyncio.get_running_loop().run_in_executor(None, function)
     running.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may never be awaited
@@ -179,7 +183,7 @@ async def call_during(server: ServerApi, call: Awaitable[None], function: Callab
 
 
 class FilesTransport:
-    """Writes buckets as safetensors files to a folder that the servers see under the same path."""
+    """Writes buckets of weights as safetensors files to a folder that the servers see under the same path."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -219,7 +223,7 @@ ServerCall = Callable[[ServerApi], Awaitable[None]]
 
 
 async def for_each(servers: Sequence[ServerApi], call: ServerCall) -> dict[ServerApi, ServerLostError]:
-    """Run `call` for all servers concurrently and return the servers that were lost.
+    """Run `call` for all servers concurrently, and return the servers that were lost, each with its error.
 
     Any other error is raised after all calls have ended.
     """
@@ -261,7 +265,7 @@ class WeightSync:
     launcher: Launcher | None
 
     def name(self, version: int) -> str:
-        """The name of the policy of this version on the servers."""
+        """Return the name under which the servers serve the policy of this version."""
         return f"{self.model}-step-{version}" if self.adapters else self.model
 
     def close(self) -> None:
@@ -313,16 +317,16 @@ class WeightSync:
     async def _begin(self, server: ServerApi) -> None:
         await server.pause()
         if await server.version() is None:
-            self.transport.forget(server)  # the server process restarted at the same address
+            self.transport.forget(server)  # a new server process runs at this address, so reconnect
         await self.transport.connect(server)
         await server.begin()
 
     def _send_adapters(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
-        """Send only the adapters, as files."""
+        """Send only the adapters of `trained`, as files, as policy version `version`. Collective."""
         name = self.name(version)
         folder = self.folder / name
         if self.first and self.folder.is_dir():
-            for earlier in self.folder.iterdir():  # kept until now because a server may read them again
+            for earlier in self.folder.iterdir():  # adapters of earlier versions, which a server might have read again
                 shutil.rmtree(earlier, ignore_errors=True)
         export_adapters(trained, folder, base=self.base)
         outcome = SyncOutcome()
@@ -331,7 +335,8 @@ class WeightSync:
 
         async def load(server: ServerApi) -> None:
             await server.pause()
-            await server.resume()  # the pause ends responses of the last version; loading adapters needs no pause
+            # The pause interrupts the responses of the last version. Loading adapters itself needs no pause.
+            await server.resume()
             await server.load_adapters(folder, name=name, model=self.model, version=version)
 
         outcome.num_bytes = sum(path.stat().st_size for path in folder.iterdir())

@@ -5,9 +5,10 @@
     segment_sum    [B]         1.0       .9               the pad is dropped
     spread         [T] 1.0 1.0 1.0 |.9  .9 | 0   0        the pad gets 0
 
-`sample_index` need not be sorted, and the tokens of a sample need not be complete: under context parallelism each rank
-sums the tokens it holds, and `reduce` sums the [B] results over the ranks that share a pack. Sums are in float64, so
-that the order of additions (which differs with the layout, and between runs on a GPU) does not affect float32 results.
+There are T tokens and B samples. `sample_index` need not be sorted, and the tokens of a sample need not be complete:
+under context parallelism each rank sums the tokens it holds, and `reduce` sums the [B] results over the ranks that
+share a pack. Sums are computed in float64. The order of additions differs between layouts, and on a GPU between runs;
+in float64 this does not affect the float32 results.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ differentiable."""
 
 
 def no_reduce(values: Tensor) -> Tensor:
-    """The reduction for a process that shares its pack with no other process."""
+    """Return the values unchanged: the reduction for a process that does not share its pack with other processes."""
     return values
 
 
 def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
-    """[T, ...] values to [B, ...] sums in float64. Elements whose index is `num_samples` (the pad) are dropped."""
+    """The sum of the values [T, ...] over each sample, [B, ...] in float64.
+
+    Elements whose index is `num_samples` (the pad) are dropped.
+    """
     need_whole("num_samples", num_samples, 0, "give the number of samples")
     values = checks.wide("values", values)
     sums = values.new_zeros((num_samples + 1, *values.shape[1:]))
@@ -40,7 +44,7 @@ def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tenso
 
 
 def spread(values: Tensor, sample_index: Tensor) -> Tensor:
-    """[B] values to the [T] tokens of their samples, without changing the dtype; the pad gets 0."""
+    """Give each of T tokens the value [B] of its sample, [T] in the same dtype. The pad gets 0."""
     need_tensor("values", values)
     return torch.cat([values, values.new_zeros(1)])[checks.index("sample_index", sample_index, len(values) + 1)]
 
@@ -48,7 +52,11 @@ def spread(values: Tensor, sample_index: Tensor) -> Tensor:
 def segment_mean(
     values: Tensor, mask: Tensor, sample_index: Tensor, num_samples: int, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """[B] float64 means over the [T] values of each whole sample selected by `mask`; 0 if it selects none."""
+    """For each of B samples, the mean of the values [T] that `mask` selects, [B] in float64.
+
+    The mean is 0 if the mask selects no token of the sample. `reduce` sums over the ranks that hold parts of the
+    samples.
+    """
     values, mask = checks.wide("values", values), checks.mask("mask", mask)
     sums = torch.stack([torch.where(mask, values, 0.0), mask.double()], dim=1)
     totals, counts = reduce(segment_sum(sums, sample_index, num_samples)).unbind(1)
@@ -56,11 +64,11 @@ def segment_mean(
 
 
 def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Tensor:
-    """[T] solution of `out[t] = values[t] + factors[t] * out[t + 1]`, with 0 after the end.
+    """Solve `out[t] = values[t] + factors[t] * out[t + 1]` for `out` [T]. The value after the end is 0.
 
-    Two neighbouring steps of the recurrence combine into one step over twice as many tokens, so log2(T) passes over the
-    whole pack replace a loop over T tokens. A factor of 0 ends the recurrence; if at least every `length`-th factor is
-    0, log2(length) passes suffice.
+    Two neighbouring steps of the recurrence combine into one step over twice as many tokens. Therefore log2(T) passes
+    over the whole pack replace a loop over T tokens. A factor of 0 ends the recurrence. If at least every `length`-th
+    factor is 0, log2(length) passes suffice.
     """
     out, factors = values.double(), factors.double()
     num_tokens = len(values)
@@ -74,7 +82,10 @@ def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Ten
 
 
 def continues(sample_index: Tensor) -> Tensor:
-    """[T] bool: whether the next token belongs to the same sample. Needs the whole pack in order, not a shard."""
+    """For each of T tokens, whether the next token belongs to the same sample, as bools [T].
+
+    `sample_index` must be the whole pack in order, not a context-parallel shard.
+    """
     same = torch.zeros_like(sample_index, dtype=torch.bool)
     same[:-1] = sample_index[1:] == sample_index[:-1]
     return same

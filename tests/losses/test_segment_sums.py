@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padfree.losses.segments import continues, scan_back, segment_mean, segment_sum, spread
+from padfree.losses.segment_sums import continues, scan_back, segment_mean, segment_sum, spread
 
 INDEX = torch.tensor([0, 0, 0, 1, 1, 3, 3, 4, 4], dtype=torch.int32)  # sample 2 is empty, 4 is the pad
 

@@ -1,0 +1,262 @@
+"""The settings of policy losses: plain data, checked once, without torch.
+
+    PolicySettings    objective      what is done with the ratio              ClipSettings | GSPOSettings | ...
+                      corrections    sampler against trainer, in this order   TokenTISSettings | IcePopSettings | ...
+                      kl, entropy    terms added to the loss
+
+The formula of an objective is in `padfree.losses.objectives`, in the file named after its `kind`. The other formulas
+are in `padfree.losses`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from padfree.choices import KLEstimator, KLWeighting, OldPolicy, SequenceStatistic
+from padfree.config.loss_settings import TaskSettings
+from padfree.config.setting import check_table, setting
+from padfree.errors import UserError, check_choice, need
+
+# Objectives
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """The policy loss of a token as a function of its ratio and advantage. `kind` is its name in a recipe."""
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_table(self, f"loss.{self.kind}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings(Objective):
+    """Clipped ratio (PPO, GRPO): the ratio is clipped to [1 - low, 1 + high]; `dual` bounds it where A < 0."""
+
+    kind: ClassVar[str] = "clip"
+    low: float = setting(0.2, least=0, most=1, about="The ratio is clipped to at least 1 - low.", fix="give 0 to 1")
+    high: float = setting(
+        0.2, least=0, most=math.inf, about="The ratio is clipped to at most 1 + high.", fix="give 0 or more"
+    )
+    dual: float | None = setting(
+        None,
+        above=1,
+        most=math.inf,
+        about="Dual clip: upper bound of the ratio for negative advantages; none does not bound it.",
+        fix="give more than 1, or leave it out",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GSPOSettings(Objective):
+    """Clipped sequence ratio (GSPO). The defaults are the paper's; a mean over tokens varies far less than a token."""
+
+    kind: ClassVar[str] = "gspo"
+    low: float = setting(
+        3e-4, least=0, most=1, about="The sequence ratio is clipped to at least 1 - low.", fix="give 0 to 1"
+    )
+    high: float = setting(
+        4e-4, least=0, most=math.inf, about="The sequence ratio is clipped to at most 1 + high.", fix="give 0 or more"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CISPOSettings(Objective):
+    """Clipped importance weight (CISPO), in [1 - low, 1 + high]."""
+
+    kind: ClassVar[str] = "cispo"
+    low: float | None = setting(
+        None,
+        least=0,
+        most=1,
+        about="The importance weight is clipped to at least 1 - low; none has no lower bound.",
+        fix="give 0 to 1, or leave it out for no lower bound",
+    )
+    high: float = setting(
+        4.0, least=0, most=math.inf, about="The importance weight is clipped to at most 1 + high.", fix="give 0 or more"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReinforceSettings(Objective):
+    """Plain policy gradient, without a ratio and without clipping."""
+
+    kind: ClassVar[str] = "reinforce"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomObjective(Objective):
+    """A user-defined objective, `module:function`; `padfree.losses.objectives` documents its arguments."""
+
+    kind: ClassVar[str] = "module:function"
+    path: str
+
+
+# Corrections
+
+LOW_BAND, HIGH_BAND = "0 to 1, less than high", "1 or more, more than low"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """A factor on the objective of a token. `kind` is its name in a recipe."""
+
+    kind: ClassVar[str]
+    compares_sampler: ClassVar[bool] = True  # needs the sampler's log-probabilities
+
+    def __post_init__(self) -> None:
+        check_table(self, f"loss.{self.kind}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BandCorrection(Correction):
+    """A correction with bounds on an importance weight. The interval [low, high] must contain 1."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        numbers = all(type(bound) in (int, float) for bound in (self.low, self.high))  # `isinstance` would accept bool
+        right = numbers and 0 <= self.low <= 1 <= self.high and self.low < self.high
+        bounds = [self.low, self.high]
+        need(right, f"loss.{self.kind}", bounds, "give 0 <= low <= 1 <= high, and low < high")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenTISSettings(BandCorrection):
+    """Truncated importance sampling per token: the weight is clamped to [low, high]."""
+
+    kind: ClassVar[str] = "token_tis"
+    low: float = setting(0.0, about="Lower bound of a token's importance weight.", allowed=LOW_BAND)
+    high: float = setting(2.0, about="Upper bound of a token's importance weight.", allowed=HIGH_BAND)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceTISSettings(BandCorrection):
+    """Truncated importance sampling per sequence: the weight is clamped to [low, high]."""
+
+    kind: ClassVar[str] = "sequence_tis"
+    low: float = setting(0.0, about="Lower bound of a sequence's importance weight.", allowed=LOW_BAND)
+    high: float = setting(2.0, about="Upper bound of a sequence's importance weight.", allowed=HIGH_BAND)
+    geometric: bool = setting(False, about="Use the geometric mean of the token weights instead of their product.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IcePopSettings(BandCorrection):
+    """IcePop: a token's importance weight if it is inside [low, high], else 0."""
+
+    kind: ClassVar[str] = "icepop"
+    low: float = setting(0.5, about="Tokens with a smaller importance weight are masked.", allowed=LOW_BAND)
+    high: float = setting(5.0, about="Tokens with a larger importance weight are masked.", allowed=HIGH_BAND)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceMaskSettings(BandCorrection):
+    """Mask a sequence whose importance ratio is outside [low, high]; `losses.corrections` has the statistics."""
+
+    kind: ClassVar[str] = "sequence_mask"
+    low: float = setting(0.5, about="Sequences with a smaller importance ratio are masked.", allowed=LOW_BAND)
+    high: float = setting(2.0, about="Sequences with a larger importance ratio are masked.", allowed=HIGH_BAND)
+    statistic: SequenceStatistic = setting(
+        "mean", about="How the ratio of a sequence is computed from its tokens; token masks if any token is outside."
+    )
+
+    def __post_init__(self) -> None:
+        # `super()` without arguments fails here: `slots=True` creates a new class.
+        BandCorrection.__post_init__(self)
+        check_choice("loss.sequence_mask.statistic", self.statistic, SequenceStatistic)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OPSMSettings(Correction):
+    """Off-policy sequence masking: mask a sequence with A < 0 if its mean log π_old - log π exceeds `delta`."""
+
+    kind: ClassVar[str] = "opsm"
+    compares_sampler: ClassVar[bool] = False
+    delta: float = setting(
+        1e-4,
+        least=0,
+        most=math.inf,
+        about="Sequences with a negative advantage are masked if their mean log π_old - log π exceeds this.",
+        fix="give 0 or more",
+    )
+
+
+TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
+"""Corrections whose factor for a token depends only on that token."""
+
+
+# Policy losses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySettings(TaskSettings):
+    """A policy loss: the objective, its corrections, and the terms added to it.
+
+    `old_policy` chooses the log-probabilities in the denominator of the ratio:
+
+        trainer    the trainer's own before the update (`old_logprobs`)
+        sampler    those that the sampler reported (`rollout_logprobs`)
+        current    the current ones: every batch serves one step, the ratio is 1, its gradient is that of the
+                   log-probability, and no forward pass is needed before the update
+
+    With `kl_weighting` "ratio" the KL estimate of a token is multiplied by its ratio to the old policy. The ratio is
+    differentiable, so it changes the gradient even where its value is 1.
+    """
+
+    command: ClassVar[str] = "rl"
+    help: ClassVar[str] = "update a policy on rollout files, or on its own responses"
+    title: ClassVar[str] = "RL"
+    kind: ClassVar[str] = "clip"
+    eval_metrics: ClassVar[tuple[str, ...]] = ("reward", "pass@1", "pass@k", "response_length")
+    in_rows: ClassVar[bool] = False
+    weighs_tokens: ClassVar[bool] = True
+    samples_responses: ClassVar[bool] = True
+    objective: Objective = ClipSettings()
+    old_policy: OldPolicy = "trainer"
+    corrections: tuple[Correction, ...] = ()
+    kl_coefficient: float = setting(0.0, least=0, fix="give 0 or more")
+    kl_estimator: KLEstimator = "k3"
+    kl_weighting: KLWeighting = "none"
+    entropy_coefficient: float = setting(0.0, least=-math.inf, fix="give a finite number")
+
+    def __post_init__(self) -> None:
+        check_choice("loss.old_policy", self.old_policy, OldPolicy)
+        check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)
+        check_choice("loss.kl_weighting", self.kl_weighting, KLWeighting)
+        check_table(self, "loss.")
+        objective, corrections = self._untyped()
+        if not isinstance(objective, Objective):
+            raise UserError("objective", "", "give an objective such as ClipSettings()", value=objective)
+        if not isinstance(corrections, tuple) or not all(isinstance(given, Correction) for given in corrections):
+            raise UserError("corrections", "", "give a tuple such as (TokenTISSettings(),)", value=corrections)
+        kinds = [correction.kind for correction in self.corrections]
+        need(len(set(kinds)) == len(kinds), "loss.corrections", kinds, "name each correction once")
+        if self.old_policy == "sampler":
+            alone = not any(correction.compares_sampler for correction in self.corrections)
+            fix = "set loss.old_policy=trainer: with 'sampler' the corrections would compare the sampler with itself"
+            need(alone, "loss.corrections", kinds, fix)
+        if self.old_policy == "current":
+            fix = "set loss.old_policy=trainer: with 'current' opsm never masks a sequence"
+            need(OPSMSettings.kind not in kinds, "loss.corrections", kinds, fix)
+
+    def check_run(self, config: Any) -> None:
+        fix = "set batch.samples=64 and batch.tokens=none: RL takes whole groups of samples"
+        need(config.batch.samples is not None, "batch.samples", None, fix)
+
+    def _untyped(self) -> tuple[object, object]:
+        """Objective and corrections with unknown types: a caller may have passed anything."""
+        return self.objective, self.corrections
+
+    @property
+    def weighs_kl(self) -> bool:
+        """Whether the KL term is multiplied by the ratio to the old policy."""
+        return self.kl_coefficient > 0 and self.kl_weighting == "ratio"
+
+    @property
+    def needs_sampler_logprobs(self) -> bool:
+        """Whether the loss uses the log-probabilities that the sampler reported."""
+        return self.old_policy == "sampler" or any(correction.compares_sampler for correction in self.corrections)

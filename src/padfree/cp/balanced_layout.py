@@ -1,0 +1,326 @@
+"""The pieces of the layout `balanced`: equal tokens and nearly equal cost on every rank. Pure index arithmetic.
+
+`layout` defines the words: a document is a segment, a piece is a range of it, and its work is its number of pairs.
+
+Why `balanced` always exists: lay the documents on a circle and slide a window of T/2 tokens around it. The mean work
+over all windows is half of the total work, and the work is a continuous function of the window's location (linear
+between two document boundaries); so some window has exactly half of the work. It cuts the circle in at most two
+places. The window goes to one half of the ranks and the rest to the other half, and both are divided the same way
+until every rank has its own. The result has exactly equal tokens, work as equal as wanted, and at most
+S + 2 (world - 1) pieces, for documents of any lengths. A document as long as the pack becomes head-tail pairs, a
+shorter one uneven pieces, and short ones stay whole.
+
+Work is not the only cost. For a piece [a, b) the a keys before it are gathered and their gradients are sent back;
+kernels compute whole tiles of queries against whole tiles of keys; and each tile of keys has a fixed cost, so that
+short documents are expensive. `tile_cost` counts all of this. Among the windows that give every rank at most
+1 + TOLERANCE of the mean work, the search takes the one whose more expensive side is cheapest: ranks that read many
+keys get less work, cuts are few and near the heads of documents, and the last cuts fall between tiles. The limit on
+work has priority: the rank that holds the head of a very long document reads the fewest keys and stays the cheapest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.segments import Segments
+
+Indices = NDArray[np.int64]
+Reals = NDArray[np.float64]
+
+TILE_BITS = 7
+TILE, QUERY_TILE = 1 << TILE_BITS, 1 << TILE_BITS - 1
+"""Kernels process TILE keys and QUERY_TILE queries at a time."""
+
+OWN_KEY_PAIRS = 400
+"""Fixed cost of a key inside a piece, in (query, key) pairs. The number of keys is rounded up to whole tiles."""
+
+EARLIER_KEY_PAIRS = 240
+"""Fixed cost, in (query, key) pairs, of a key before a piece: the key is gathered and its gradient is sent back, but
+its token is not a query of the piece."""
+
+TOLERANCE = 0.019
+"""The fraction by which a rank's work may exceed the mean work if that makes the modelled costs of ranks more equal."""
+
+GOOD = 1.015
+"""The cost per rank, relative to the mean, at which a window is accepted without a longer search."""
+
+REFUSED = 2.0**40
+"""The least score of a window whose work is outside the tolerance; larger than any relative cost."""
+
+
+def causal_work(first: Indices, end: Indices) -> Indices:
+    """The number of (query, key) pairs of each piece [first, end)."""
+    return (end - first) * (first + end + 1) // 2
+
+
+def tile_cost(first: Indices, end: Indices) -> Indices:
+    """Like `causal_work`, but in whole tiles, with query tiles starting at `first`; plus the fixed costs of keys."""
+    # bit shifts are several times as fast as divisions
+    queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
+    keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
+    # key tile j >= diagonal is not seen by the first 2 j - before tiles of queries
+    tiles = keys * queries - (keys - diagonal) * (keys + diagonal - 1 - before)
+    beside = (OWN_KEY_PAIRS << TILE_BITS) * keys - (OWN_KEY_PAIRS - EARLIER_KEY_PAIRS) * first
+    cost: Indices = (tiles << 2 * TILE_BITS - 1) + beside * (end > first)
+    return cost
+
+
+def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
+    """The starts of the pieces in the pack, ascending, and their owners."""
+    offsets, first = segments.offsets, segments.first_positions
+    share = int(offsets[-1]) // world
+    lengths = np.diff(offsets)
+    # Short documents keep their order, because whole tiles add different costs to them. Long documents follow, the
+    # longest last: the ranks that get the tail of the longest, and read the most keys, then get short documents too.
+    # The nodes of a tree stay together, so that the ranks that hold a prefix also hold the nodes that read it.
+    together = _tree_lengths(segments)
+    order = np.argsort(np.where(together >= 4 * TILE, together, 0), kind="stable")
+    order = order[lengths[order] > 0]
+    start, length = offsets[order], lengths[order]
+    circles = _Circles(start, first[order], length, np.array([len(start)]), np.array([world]))
+    mean_work = float(causal_work(circles.first, circles.first + length).sum()) / world
+    depth = (world - 1).bit_length()
+    for level in range(1, depth + 1):
+        most_work = (1 + TOLERANCE * level / depth) * mean_work
+        circles = _divided(circles, share, mean_work, most_work, last=level == depth)
+    order = np.argsort(circles.start)
+    return circles.start[order], np.repeat(np.arange(world), circles.counts)[order]
+
+
+def _tree_lengths(segments: Segments) -> Indices:
+    """[S] the number of tokens of each document; if documents are nodes, of all nodes of its prefix tree."""
+    lengths: Indices = np.diff(segments.offsets)
+    if segments.parents is None:
+        return lengths
+    tree = np.cumsum(segments.parents < 0) - 1
+    sums: Indices = np.bincount(tree, lengths).astype(np.int64)[tree]
+    return sums
+
+
+class _Circles(NamedTuple):
+    """Pieces of the pack, laid on circles; circle c is to be divided among `world[c]` ranks."""
+
+    start: Indices  # [P] index in the pack
+    first: Indices  # [P] position in the document
+    length: Indices  # [P]
+    counts: Indices  # [C] number of pieces of each circle
+    world: Indices  # [C]
+
+
+def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
+    """Cut each circle into two: a window for one half of its ranks, the rest for the other half."""
+    circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
+    search = _Search(circles, circle, share, mean_work, most_work, last)
+    begin, score = search.at_borders()
+    two_tiles = 2 * TILE * TILE * circles.world / search.whole_cost  # the cost of one more cut
+    poor = (score > GOOD + two_tiles) & (circles.world > 1)
+    if poor.any():
+        better, lower = search.everywhere(poor, least=np.where(score < REFUSED, max(TILE, share // 64), 0))
+        begin = np.where(lower < score, better, begin)
+
+    edges, base, total, size = search.edges, search.base, search.total, search.size
+    window = base + begin
+    cuts = np.concatenate([edges[:-1], window, base + (begin + size) % total])
+    cuts.sort()
+    index = edges[:-1].searchsorted(cuts, side="right") - 1
+    circle = circle[index]
+    beyond = cuts - edges[index]
+    length = np.append(cuts[1:], edges[-1]) - cuts
+    outside = (cuts - window[circle]) % total[circle] >= size[circle]
+    child = (2 * circle + outside)[length > 0]
+    # numpy sorts 16-bit integers by radix, several times as fast as 64-bit ones
+    order = (length > 0).nonzero()[0][np.argsort(child.astype(np.int16), kind="stable")]
+    halves = np.stack([circles.world // 2, circles.world - circles.world // 2], axis=1).ravel()
+    return _Circles(
+        start=(circles.start[index] + beyond)[order],
+        first=(circles.first[index] + beyond)[order],
+        length=length[order],
+        counts=np.bincount(child, minlength=len(halves))[halves > 0],
+        world=halves[halves > 0],
+    )
+
+
+class _WindowEnds(NamedTuple):
+    """Both ends of windows."""
+
+    piece: Indices  # [2, N]
+    first: Indices  # [2, N] start of the piece in its document
+    position: Indices  # [2, N] where the piece is cut
+    wrapped: NDArray[np.bool_]  # [2, N] whether the end is past the end of the circle
+    circle: Indices  # [N]
+
+    def these(self, which: Indices) -> _WindowEnds:
+        piece, first, position = self.piece[:, which], self.first[:, which], self.position[:, which]
+        return _WindowEnds(piece, first, position, self.wrapped[:, which], self.circle[which])
+
+
+class _Search:
+    """Searches, for each circle, the window with the lowest modelled cost per rank within the limits on work."""
+
+    def __init__(
+        self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
+    ) -> None:
+        self.circle, self.first, self.end = circle, circles.first, circles.first + circles.length
+        self.mean_work, self.last = mean_work, last
+        self.ends = circles.counts.cumsum()
+        self.starts = self.ends - circles.counts
+        self.stride = 1 + circles.counts // 64
+        self.edges, self.done = np.zeros((2, len(circle) + 1), dtype=np.int64)
+        circles.length.cumsum(out=self.edges[1:])
+        causal_work(self.first, self.end).cumsum(out=self.done[1:])
+        cost = tile_cost(self.first, self.end).astype(np.float64)
+        if not last:
+            cost += self.cost_to_come(self.first.astype(np.float64), self.end.astype(np.float64))
+        self.spent = np.zeros(len(circle) + 1)
+        cost.cumsum(out=self.spent[1:])
+        self.base = self.edges[self.starts]
+        self.whole = self.done[self.ends] - self.done[self.starts]
+        self.whole_cost = self.spent[self.ends] - self.spent[self.starts]
+        inside = circles.world // 2
+        outside = circles.world - inside
+        ranks = np.maximum(np.array([inside, outside]), 1)
+        self.scale = circles.world / (ranks * self.whole_cost)
+        self.mean_loads = ranks * mean_work
+        self.total, self.size = circles.world * share, inside * share
+        self.target = self.whole * self.size / self.total
+        self.low = np.minimum(self.whole - outside * most_work, self.target)
+        self.high = np.maximum(inside * most_work, self.target)
+
+    def cost_of(self, first: Indices, end: Indices) -> Reals:
+        """The modelled cost of the parts that a cut makes."""
+        if self.last:
+            return tile_cost(first, end).astype(np.float64)
+        # More cuts will follow, so the tiles are unknown. On average, whole tiles add half a tile of keys for every
+        # query, half a tile of queries if the part does not start at the start of its document, and half a tile of
+        # both at the end.
+        a, b = first.astype(np.float64), end.astype(np.float64)
+        pairs = (b - a) * ((a + b) / 2 + (TILE // 2 + OWN_KEY_PAIRS) + QUERY_TILE // 2 * (a > 0))
+        at_end = EARLIER_KEY_PAIRS * a + QUERY_TILE // 2 * b + OWN_KEY_PAIRS * (TILE // 2)
+        return pairs + (b > a) * at_end + self.cost_to_come(a, b)
+
+    def cost_to_come(self, first: Reals, end: Reals) -> Reals:
+        """The expected cost of the future cuts of parts with more work than one rank's share.
+
+        The work of [first, end) has its mean at 2/3 (end^3 - first^3) / (end^2 - first^2). The n ranks that share it
+        equally start there on average, minus half a rank's length; the start of the first rank is not a cut.
+        """
+        ends = end + first
+        keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n (mean - first)
+        return (EARLIER_KEY_PAIRS + QUERY_TILE // 2) * np.maximum(keys, 0)
+
+    def window_ends(self, begin: Indices, circle: Indices) -> _WindowEnds:
+        total = self.total[circle]
+        location = np.array([begin, begin + self.size[circle]])
+        wrapped = location >= total
+        location += self.base[circle] - wrapped * total
+        piece = self.edges[:-1].searchsorted(location, side="right") - 1
+        first = self.first[piece]
+        return _WindowEnds(piece, first, first + location - self.edges[piece], wrapped, circle)
+
+    def load(self, window_ends: _WindowEnds) -> Indices:
+        """The work inside each window."""
+        piece, first, position, wrapped, circle = window_ends
+        before: Indices = self.done[piece] + causal_work(first, position) + wrapped * self.whole[circle]
+        load: Indices = before[1] - before[0]
+        return load
+
+    def costs(self, window_ends: _WindowEnds) -> Reals:
+        """[2, windows] the cost per rank inside and outside each window, relative to the mean of the circle."""
+        piece, first, position, wrapped, circle = window_ends
+        head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
+        before, behind, whole = self.spent[piece], self.spent[piece + 1], self.whole_cost[circle]
+        if not self.last:
+            tail = np.where(position == first, behind - before, tail)
+        turn = wrapped * whole
+        before += turn
+        behind += turn
+        inside = before[1] - behind[0] + tail[0] + head[1]
+        outside = whole - behind[1] + before[0] + head[0] + tail[1]
+        costs: Reals = np.array([inside, outside]) * self.scale[:, circle]
+        return costs
+
+    def score(self, begin: Indices, circle: Indices) -> Reals:
+        """The cost of the more expensive side of each window; at least `REFUSED` if its work is out of range."""
+        window_ends = self.window_ends(begin, circle)
+        load = self.load(window_ends)
+        miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
+        score = REFUSED + miss
+        fine = (miss <= 0).nonzero()[0]
+        if len(fine) == 0:
+            return score
+        window_ends, load = window_ends.these(fine), load[fine]
+        costs = self.costs(window_ends)
+        if not self.last:  # work counts too: a side near the limit restricts later cuts
+            costs += (
+                np.array([load, self.whole[window_ends.circle] - load]) / self.mean_loads[:, window_ends.circle] - 1
+            )
+        score[fine] = np.maximum(costs[0], costs[1])
+        return score
+
+    def at_borders(self) -> tuple[Indices, Reals]:
+        """For each circle, the best window that begins at the boundary of a piece, and its score.
+
+        At most about 64 windows are tried per circle.
+        """
+        ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
+        chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
+        circle = self.circle[chosen]
+        begin = self.edges[chosen] - self.base[circle]
+        return self.best(begin, circle, self.score(begin, circle))
+
+    def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
+        """For each circle in `which`, the best window with a cut between boundaries more than `least` tokens apart."""
+        # Halves are symmetric: a window that begins in the second half is the complement of one that begins in the
+        # first. So boundaries count modulo half the circle; in uneven circles they count as beginnings and as ends.
+        even = 2 * self.size == self.total
+        turn = np.where(even, self.size, self.total)
+        mine = which[self.circle].nonzero()[0]
+        odd = mine[~even[self.circle[mine]]]
+        circle = np.concatenate([self.circle[mine], self.circle[odd], which.nonzero()[0]])
+        begin = np.concatenate(
+            [self.edges[mine], self.edges[odd] - self.size[self.circle[odd]], (self.base - 1)[which]]
+        )
+        begin = (begin - self.base[circle]) % turn[circle]
+        order = np.argsort(circle * self.total.max() + begin)
+        begin, circle = begin[order], circle[order]
+        # Between two neighbouring boundaries the work is linear in the location, and apart from tiles the cost is too.
+        # The candidates are the locations where both sides cost the same, where the work reaches the target, and where
+        # it enters the tolerance.
+        load = self.load(self.window_ends(begin, circle))
+        wide = ((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]])).nonzero()[0]
+        low, high = np.minimum(load[wide], load[wide + 1]), np.maximum(load[wide], load[wide + 1])
+        interval = wide[(low <= self.high[circle[wide]]) & (high >= self.low[circle[wide]])]
+        left, right, within = begin[interval], begin[interval + 1], circle[interval]
+        margin = 0.01 * (self.high - self.low)
+        goal = np.array([self.target, self.low + margin, self.high - margin])[:, within]
+        costs = self.costs(self.window_ends(np.concatenate([left + 1, right - 1]), np.concatenate([within, within])))
+        excess = (costs[0] - costs[1]).reshape(2, 1, -1)
+        behind = np.concatenate([load[interval] - goal, excess[0]])
+        ahead = np.concatenate([load[interval + 1] - goal, excess[1]])
+        line, where = np.nonzero(behind * ahead < 0)
+        step = behind[line, where] / (behind - ahead)[line, where] * (right - left)[where]
+        between, within = left[where] + np.rint(step).astype(np.int64), within[where]
+        if self.last:
+            between, within = self.aligned(between, within)
+        more = (~even | (least == 0) & (self.stride > 1))[circle]  # boundaries that `at_borders` skips
+        begin, circle = np.concatenate([between, begin[more]]), np.concatenate([within, circle[more]])
+        return self.best(begin, circle, self.score(begin, circle))
+
+    def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
+        """These windows, and neighbouring windows that have whole tiles before or after a cut."""
+        piece, first, position, _, _ = self.window_ends(begin, circle)
+        step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
+        moved = (begin + np.concatenate([step, step - QUERY_TILE])) % self.total[circle]
+        return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
+
+    def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
+        """Per circle the window with the lowest score, and this score."""
+        lowest = np.full(len(self.base), np.inf)
+        np.minimum.at(lowest, circle, score)
+        chosen = (score == lowest[circle]).nonzero()[0]
+        found = np.zeros(len(lowest), dtype=np.int64)
+        found[circle[chosen[::-1]]] = begin[chosen[::-1]]  # the first one on a tie
+        return found, lowest

@@ -1,0 +1,149 @@
+"""Low-rank adapters on experts whose weights are stacked in one tensor, with grouped matmuls; and on routers.
+
+    y_e = W_e x + scale * B_e (A_e x)        for every token x that is routed to expert e
+
+    experts.gate_up_proj          [E, out, in]    frozen; [E, in, out] if the experts are transposed (gpt-oss)
+    experts.lora_A.gate_up_proj   [E, rank, in]   trained
+    experts.lora_B.gate_up_proj   [E, out, rank]  trained
+
+The tokens are sorted by expert once, and every matmul is grouped over this order:
+
+    token               0 0 1 1 2 2     k = 2 experts per token
+    chosen expert       2 0 0 3 2 0
+    sorted by expert    0 0 0 2 2 3     offsets 3 3 5 6: expert 1 has no tokens
+
+The adapters follow transformers' experts interface (`use_experts_implementation`): the module tells whether its experts
+have a gate, biases or transposed weights. `_experts_forward` computes what transformers' `grouped_mm` computes, plus
+the adapters. It is set on the module itself, so that no choice of `experts_implementation` can leave the adapters out.
+
+A router is more than a linear layer: its forward reads its weight [E, D] and chooses experts. With an adapter, this
+forward reads W + scale * B A, which is small. The adapter therefore has no dropout.
+
+    gate.weight                   [E, D]          frozen
+    gate.lora_A.default.weight    [rank, D]       trained
+    gate.lora_B.default.weight    [E, rank]       trained
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.moe import _grouped_mm
+
+ALIGNMENT = 16
+"""Bytes that the strides of `torch.nn.functional.grouped_mm` are multiples of."""
+
+
+class ExpertMatrices(nn.Module):
+    """The matrices A, or the matrices B, of the adapted weights of a layer's experts, by the names of the weights."""
+
+    def __init__(self, shapes: dict[str, tuple[int, int, int]]) -> None:
+        super().__init__()
+        self.num_experts = next(iter(shapes.values()))[0]
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+
+
+def stacked_weights(module: nn.Module) -> tuple[str, ...]:
+    """The names of the stacked weights of experts that can have adapters; empty for any other module."""
+    experts: Any = module
+    if not all(hasattr(experts, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")):
+        return ()
+    return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+
+
+def has_expert_adapters(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "lora_A", None), ExpertMatrices)
+
+
+def adapt_experts(experts: Any, names: tuple[str, ...], *, rank: int, scale: float, dropout: float) -> None:
+    """Add adapters to these weights of a module of experts. They are on the meta device."""
+    read, written = (1, 2) if experts.is_transposed else (2, 1)
+    weights = {name: getattr(experts, name) for name in names}
+    experts.lora_A = ExpertMatrices({name: (len(each), rank, each.shape[read]) for name, each in weights.items()})
+    experts.lora_B = ExpertMatrices({name: (len(each), each.shape[written], rank) for name, each in weights.items()})
+    experts.lora_scale, experts.lora_dropout = scale, dropout
+    object.__setattr__(experts, "forward", MethodType(_experts_forward, experts))
+
+
+def adapt_router(router: Any, *, adapter: str, rank: int, scale: float) -> None:
+    """Add an adapter to the weight of a router. It is on the meta device and has the names of PEFT's layers."""
+    num_experts, width = router.weight.shape
+    router.lora_A = nn.ModuleDict({adapter: nn.Linear(width, rank, bias=False, device="meta")})
+    router.lora_B = nn.ModuleDict({adapter: nn.Linear(rank, num_experts, bias=False, device="meta")})
+    router.scaling, router.fan_in_fan_out = {adapter: scale}, False
+    object.__setattr__(router, "forward", MethodType(_router_forward, router))
+
+
+def _router_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    ((adapter, scale),) = self.scaling.items()
+    weight = self.weight
+    added = self.lora_B[adapter].weight @ self.lora_A[adapter].weight
+    self._parameters["weight"] = weight + (added * scale).to(weight.dtype)
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        self._parameters["weight"] = weight
+
+
+def merged_weight(experts: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The whole stacked `weight` with the adapters `a` [E, rank, in], `b` [E, out, rank] in the dtype of `weight`."""
+    a, b = a.to(weight.dtype), b.to(weight.dtype)
+    left, right = (a.mT, b.mT) if experts.is_transposed else (b, a)
+    return torch.baddbmm(weight, left, right, alpha=experts.lora_scale)
+
+
+def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """[T, D] hidden states, [T, k] chosen experts and their weights -> [T, D]."""
+    num_tokens, per_token = top_k_index.shape
+    chosen, order = torch.sort(top_k_index.reshape(-1))
+    experts = torch.arange(self.num_experts, device=chosen.device)
+    offsets = torch.searchsorted(chosen, experts, right=True).to(torch.int32)
+
+    def project(name: str, x: Tensor) -> Tensor:
+        weight = getattr(self, name)
+        y: Tensor = grouped_matmul(x, weight if self.is_transposed else weight.mT, offsets)
+        if self.has_bias:
+            y = y + getattr(self, f"{name}_bias")[chosen]
+        a, b = getattr(self.lora_A, name, None), getattr(self.lora_B, name, None)
+        if a is None or b is None:
+            return y
+        if self.lora_dropout:
+            x = functional.dropout(x, self.lora_dropout, self.training)
+        return y + low_rank(x, a.to(x.dtype), b.to(x.dtype), offsets, scale=self.lora_scale)
+
+    x = hidden_states[order // per_token]
+    up, down = stacked_weights(self)
+    x = project(up, x)
+    x = project(down, self._apply_gate(x) if self.has_gate else self.act_fn(x))
+    if getattr(self, "has_post_expert_norm", False):
+        x = self.post_expert_norm(x)
+    x = x * top_k_weights.reshape(-1)[order, None]
+    y: Tensor = x[torch.argsort(order)].view(num_tokens, per_token, -1).sum(1)
+    return y.to(hidden_states.dtype)
+
+
+def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
+    """[S, in] tokens sorted by expert, `a` [E, rank, in], `b` [E, out, rank] -> [S, out]."""
+    # The kernels need aligned strides: fill the rank with zeros, which add nothing.
+    if fill := -a.shape[1] % (ALIGNMENT // a.element_size()):
+        a, b = functional.pad(a, (0, 0, 0, fill)), functional.pad(b, (0, fill))
+    return grouped_matmul(grouped_matmul(x, a.mT, offsets) * scale, b.mT, offsets)
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """[S, in] tokens sorted by expert, [E, in, out] -> [S, out]. Expert e has the tokens from offsets[e - 1] to
+    offsets[e].
+
+    float64, and sizes that the grouped kernel does not take, are computed expert by expert.
+    """
+    step = ALIGNMENT // x.element_size()
+    if x.dtype == torch.float64 or any(size % step for size in weight.shape[1:]):
+        y: Tensor = torch.ops.transformers.grouped_mm_fallback(x.to(weight.dtype), weight, offsets)
+    else:
+        y = _grouped_mm(x, weight, offsets)
+    return y

@@ -1,0 +1,139 @@
+"""The vocabulary of a tokenizer as GGUF stores it, read from the tokenizer's own state.
+
+    byte-level BPE (Llama 3, Qwen, SmolLM2)   "gpt2"    tokens, types, merges, and the name of the pre-tokenizer
+    SentencePiece BPE (Llama 2, Gemma)        "llama"   tokens, types, scores
+
+llama.cpp has the pre-tokenizers built in and knows them by name. A tokenizer whose pre-tokenizer has no name here is
+refused, because llama.cpp would split its text differently.
+
+SentencePiece merges the pair whose result has the highest score. A tokenizer file has a list of merges instead, so the
+score of a token is minus the index of the first merge that gives it: both choose the same pair.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from padfree.errors import UserError
+
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS = {
+    (f"Split {_LETTERS}\\p{{N}}{{1,3}}{_SPACES}", "ByteLevel"): "llama-bpe",
+    (f"Split {_LETTERS}\\p{{N}}{_SPACES}", "ByteLevel"): "qwen2",
+    ("Digits individual", "ByteLevel words"): "smollm",
+    ("ByteLevel words",): "gpt-2",
+}
+"""llama.cpp's name for each sequence of pre-tokenizers."""
+
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufVocabulary:
+    model: str  # "gpt2" or "llama"
+    tokens: list[str]
+    types: list[int]
+    pre: str | None = None
+    merges: list[str] | None = None
+    scores: list[float] | None = None
+    space_prefix: bool | None = None
+
+
+def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
+    """`size`: rows of the embedding. Rows without a token get the name `[PAD7]`."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = {} if backend is None else json.loads(backend.to_str())
+    model = state.get("model", {})
+    if model.get("type") != "BPE":
+        raise _refused(f"{type(tokenizer).__name__} is not a BPE tokenizer of the tokenizers library")
+    added = {entry["content"]: entry for entry in state["added_tokens"]}
+    names = {index: token for token, index in tokenizer.get_vocab().items()}
+    if max(names) >= size:
+        raise _refused(f"has {max(names) + 1} tokens, but the model has {size}")
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    normalizer = state["normalizer"]
+    if not model["byte_fallback"]:
+        if normalizer is not None and normalizer["type"] != "NFC":
+            raise _refused(f"its normalizer ({normalizer['type']}) has no counterpart")
+        tokens, types = _tokens(names, added, size)
+        return GgufVocabulary(
+            model="gpt2",
+            tokens=tokens,
+            types=types,
+            pre=_pre_tokenizer(state["pre_tokenizer"]),
+            merges=[" ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges],
+        )
+    tokens, types = _tokens(names, added, size, unknown=model["unk_token"])
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault("".join(merge), rank)
+    return GgufVocabulary(
+        model="llama",
+        tokens=tokens,
+        types=types,
+        scores=[-float(ranks.get(names.get(index, ""), 0)) for index in range(size)],
+        space_prefix=_space_prefix(normalizer, state["pre_tokenizer"]),
+    )
+
+
+def _refused(fact: str) -> UserError:
+    return UserError("tokenizer", f"cannot be written to a GGUF file: {fact}", "export the model folder instead")
+
+
+def _tokens(
+    names: dict[int, str], added: dict[str, Any], size: int, unknown: str | None = None
+) -> tuple[list[str], list[int]]:
+    from gguf import TokenType
+
+    tokens, types = [], []
+    for index in range(size):
+        token, kind = names.get(index), TokenType.NORMAL
+        if token is None:
+            token, kind = f"[PAD{index}]", TokenType.UNUSED
+        elif token == unknown:
+            kind = TokenType.UNKNOWN
+        elif token in added:
+            kind = TokenType.CONTROL if added[token]["special"] else TokenType.USER_DEFINED
+            if kind == TokenType.USER_DEFINED:
+                token = token.replace("\u2581", " ")
+        elif unknown is not None and BYTE.fullmatch(token):
+            kind = TokenType.BYTE
+        tokens.append(token)
+        types.append(int(kind))
+    return tokens, types
+
+
+def _pre_tokenizer(state: dict[str, Any] | None) -> str:
+    parts: Sequence[dict[str, Any]] = [] if state is None else state.get("pretokenizers", [state])
+    described = tuple(_described(part) for part in parts)
+    name = PRE_TOKENIZERS.get(described)
+    if name is None:
+        raise _refused(f"llama.cpp has no name for its pre-tokenizer ({', '.join(described) or 'none'})")
+    return name
+
+
+def _described(part: dict[str, Any]) -> str:
+    kind = str(part["type"])
+    if kind == "Split" and "Regex" in part["pattern"] and part["behavior"] == "Isolated" and not part["invert"]:
+        return f"Split {part['pattern']['Regex']}"
+    if kind == "ByteLevel" and not part["add_prefix_space"]:
+        return "ByteLevel words" if part["use_regex"] else "ByteLevel"
+    if kind == "Digits" and part["individual_digits"]:
+        return "Digits individual"
+    return f"other {kind}"
+
+
+def _space_prefix(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Whether a text gets a leading space. Spaces must become U+2581, and nothing else may happen to the text."""
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    if steps == [replaces] and (pre_tokenizer is None or pre_tokenizer["type"] == "Split"):
+        return False
+    if steps == [{"type": "Prepend", "prepend": "\u2581"}, replaces] and pre_tokenizer is None:
+        return True
+    raise _refused("it changes the text in a way that llama.cpp's SentencePiece tokenizer does not")

@@ -1,0 +1,75 @@
+"""The tensors of a model by their names in Hugging Face files, and the part of each that this rank holds.
+
+weight [6, 3], FSDP2 over 2 ranks        rank 0 holds [0:3], rank 1 holds [3:6]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
+"""Parts that activation checkpointing, torch.compile and PEFT add to the names of parameters."""
+
+Region = tuple[slice, ...]
+
+
+def clean_name(name: str) -> str:
+    """The name of a parameter in HF files: its name without the wrappers of training."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.lstrip(".")
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer once, by its name in HF files. Tied tensors have their first name.
+
+    Under FSDP2 these are the sharded tensors: units left unsharded by a forward without backward are resharded first.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    tensors: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                tensors[clean_name(f"{module_name}.{name}")] = buffer
+    return tensors
+
+
+def local_region(tensor: Tensor) -> Region:
+    """The part of the whole tensor that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh of its own parameters"
+    return region_of(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
+
+
+def region_of(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> Region:
+    """The part of a tensor of this shape that the rank at `coordinate` of the mesh holds.
+
+    [5, 2] sharded in dim 0 over 2 ranks -> rows [0:3] at coordinate 0, rows [3:5] at coordinate 1.
+    """
+    bounds = [(0, size) for size in shape]
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if placement.is_replicate():
+            continue
+        assert type(placement) is Shard, f"{placement}: only Shard and Replicate are known here"
+        begin, end = bounds[placement.dim]
+        part = -(-(end - begin) // size)
+        bounds[placement.dim] = (min(begin + index * part, end), min(begin + (index + 1) * part, end))
+    return tuple(slice(begin, end) for begin, end in bounds)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of the tensor, sharing its memory."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

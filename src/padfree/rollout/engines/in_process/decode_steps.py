@@ -1,0 +1,305 @@
+"""The device side of decoding: buffers at fixed addresses, prefill, and steps that never wait for the host.
+
+    a step    tokens [L] -> hidden [L, D] -> logits [L, V] -> sampled [L] -> the next tokens
+
+A step reads and writes only device memory. `slots` [F, L] holds F fields for each of L slots: the cache range of its
+keys, its next input token, and the request it belongs to. On CUDA a step is a CUDA graph, captured for a few numbers of
+slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.errors import UserError
+from padfree.rollout.base import SamplingRequest
+from padfree.rollout.engines.in_process import sample_token
+from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured
+from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, STORED, WRITTEN
+
+TOKEN, KEY, MAX_NEW_TOKENS, REQUEST = range(5, 9)
+NUM_SLOT_FIELDS = 9
+"""Fields of `slots`: those that attention reads, the next token, the random key, the token limit, and the request."""
+
+MIN_SLOTS = 16
+"""Steps are captured for all slots, half of them, a quarter of them, and so on, down to this number of slots."""
+
+PREFILL_TOKENS = 8192
+"""Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
+
+GROWTH = 1.1
+"""The cache is allocated larger by this factor, because the next batch may have longer prompts."""
+
+
+KEYS_STEP = 512
+"""The maximum number of keys of a slot, which a captured step depends on, is rounded up to a multiple of this."""
+
+
+@dataclass(slots=True, eq=False)
+class Buffers:
+    """Tensors that steps read and write, at fixed addresses. N: maximum number of requests."""
+
+    cache: KVCache
+    slots: Tensor  # [F, L] int64
+    tokens: Tensor  # [N + 1, longest] int64; inactive slots write to index N
+    logprobs: Tensor  # [N + 1, longest] float32
+    status: Tensor  # [2, N + 1] int64: number of tokens, and whether the response has ended
+    max_keys: int  # maximum number of keys before the new token of a slot
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def longest(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass(slots=True)
+class DecodeStatistics:
+    """Statistics of the last call of `sample`."""
+
+    steps: int = 0
+    slot_steps: int = 0  # number of slots summed over all steps, occupied or not
+    prefilled: int = 0  # prompt tokens
+    captures: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class StatusCopy:
+    """An asynchronous copy of the status after a burst."""
+
+    status: Tensor
+    event: Any
+
+    def read(self) -> NDArray[np.int64]:
+        if self.event is not None:
+            self.event.synchronize()
+        status: NDArray[np.int64] = self.status.numpy()
+        return status
+
+
+class DecodeSteps:
+    """The prefill and the steps of a `CachedModel`, and the device memory that they read and write."""
+
+    def __init__(
+        self,
+        model: CachedModel,
+        *,
+        num_slots: int,
+        temperature: float,
+        stops: Sequence[int],
+        cache_bytes: int | None = None,
+        captured: bool | None = None,
+    ) -> None:
+        """Create the steps; buffers and graphs follow when they are first needed.
+
+        `cache_bytes` limits the KV cache. If it is None, the cache has as much memory as `num_slots` responses need,
+        but at most half of the free device memory. `captured`: whether steps are CUDA graphs. If it is None, they are
+        if the device and the model allow it.
+        """
+        self.model, self.device = model, model.device
+        self.num_slots, self.temperature = num_slots, temperature
+        self.stops = torch.tensor(sorted(stops), device=self.device)
+        self.cache_bytes = cache_bytes
+        cuda = self.device.type == "cuda"
+        self.captured = cuda and can_be_captured(model.model) if captured is None else captured
+        self.shapes: list[LayerShape] | None = None
+        self.statistics = DecodeStatistics()
+        self._buffers: Buffers | None = None
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+
+    def forget_graphs(self) -> None:
+        """Drop all captured steps, because the weights have moved to other addresses.
+
+        Their memory pool is dropped too: a library may keep a part of it allocated, and PyTorch does not capture into
+        a pool that no graph uses any more.
+        """
+        self._graphs.clear()
+        self._pool = None
+
+    def free(self) -> None:
+        """Free the buffers, which include the KV cache, and the captured steps."""
+        self.forget_graphs()
+        self._buffers = None
+
+    @torch.no_grad()
+    def prepare(self, requests: Sequence[SamplingRequest]) -> None:
+        """Allocate the memory for these requests and capture all steps, so that `sample` does not have to."""
+        self._buffers = self._fitting_buffers(requests)
+        for count in slot_counts(self.num_slots) if self.captured else ():
+            if count not in self._graphs:
+                self._capture(count)
+
+    # Memory
+
+    def _fitting_buffers(self, requests: Sequence[SamplingRequest]) -> Buffers:
+        """Return the existing buffers if all requests fit, else new ones."""
+        if self.shapes is None:
+            self.shapes = self.model.layer_shapes()
+        longest = max(request.max_new_tokens for request in requests)
+        prompts = {id(request.tokens): len(request.tokens) - 1 for request in requests}
+        wanted = min(self.num_slots, len(requests)) * longest + sum(prompts.values())
+        needed = max(len(request.tokens) - 1 + request.max_new_tokens for request in requests)
+        num_requests, max_keys, old_capacity = len(requests), rounded_up(needed, KEYS_STEP), 0
+        old = self._buffers
+        if old is not None:
+            fits = num_requests <= old.num_requests and longest <= old.longest and max_keys <= old.max_keys
+            if fits and wanted <= old.cache.capacity:
+                return old
+            num_requests, longest = max(num_requests, old.num_requests), max(longest, old.longest)
+            max_keys, old_capacity = max(max_keys, old.max_keys), old.cache.capacity
+            del old
+            self.free()
+        limit = self._max_capacity()
+        if needed > limit:
+            token_bytes = sum(shape.token_bytes for shape in self.shapes)
+            raise UserError(
+                "rollout.kv_cache_memory",
+                f"{limit * token_bytes / 2**30:.3g} GiB, but the keys and values of one prompt with its response "
+                f"take {needed * token_bytes / 2**30:.3g} GiB",
+                f"set rollout.kv_cache_memory={np.ceil(needed * token_bytes / 2**30 * 100) / 100:g} or more",
+            )
+        capacity = min(limit, max(old_capacity, int(wanted * GROWTH)))
+        return Buffers(
+            cache=KVCache.allocated(self.shapes, capacity, self.device),
+            slots=torch.zeros(NUM_SLOT_FIELDS, self.num_slots, dtype=torch.int64, device=self.device),
+            tokens=torch.zeros(num_requests + 1, longest, dtype=torch.int64, device=self.device),
+            logprobs=torch.zeros(num_requests + 1, longest, dtype=torch.float32, device=self.device),
+            status=torch.zeros(2, num_requests + 1, dtype=torch.int64, device=self.device),
+            max_keys=max_keys,
+        )
+
+    def _max_capacity(self) -> int:
+        """Maximum number of tokens in the cache."""
+        assert self.shapes is not None
+        limit = self.cache_bytes
+        if limit is None:
+            if self.device.type != "cuda":
+                return 1 << 62
+            free, _ = torch.cuda.mem_get_info(self.device)
+            held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            limit = (free + held) // 2
+        return limit // sum(shape.token_bytes for shape in self.shapes)
+
+    # Steps
+
+    def prefill(self, prompts: Sequence[tuple[NDArray[np.integer[Any]], int]]) -> None:
+        """Compute the keys and values of these tokens, in passes of up to PREFILL_TOKENS tokens.
+
+        A prompt is given by its tokens without the last one, and the cache index of its first token.
+        """
+        assert self._buffers is not None
+        while prompts:
+            lengths = np.cumsum([len(tokens) for tokens, _ in prompts])
+            count = max(1, int(np.searchsorted(lengths, PREFILL_TOKENS, side="right")))
+            chosen, prompts = prompts[:count], prompts[count:]
+            pack = np.zeros((3, int(lengths[count - 1])), np.int64)  # tokens, positions, cache indices
+            start = 0
+            for tokens, first in chosen:
+                position = np.arange(len(tokens))
+                pack[:, start : start + len(tokens)] = tokens, position, first + position
+                start += len(tokens)
+            ids, positions, indices = self.uploaded(pack)
+            self.model.prefill(ids, positions, indices, [len(tokens) for tokens, _ in chosen], self._buffers.cache)
+            self.statistics.prefilled += start
+
+    def run_steps(self, steps: int, occupied: int) -> None:
+        """Sample `steps` tokens in each of the first `occupied` slots."""
+        if self.captured:
+            count = next(size for size in reversed(slot_counts(self.num_slots)) if size >= occupied)
+            graph = self._graphs.get(count) or self._capture(count)
+            for _ in range(steps):
+                graph.replay()
+        else:
+            count = occupied
+            for _ in range(steps):
+                self._step(count)
+        self.statistics.steps += steps
+        self.statistics.slot_steps += steps * count
+
+    def _capture(self, count: int) -> torch.cuda.CUDAGraph:
+        """Capture one step of `count` slots. The warm-up steps write nothing, because all slots are inactive."""
+        assert self._buffers is not None
+        slots = self._buffers.slots
+        kept = slots.clone()
+        slots.zero_()
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):  # warm up: compile kernels, and let libraries allocate, before the capture
+            for _ in range(2):
+                self._step(count)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Threads of other libraries may use CUDA during the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(count)
+        slots.copy_(kept)
+        self._graphs[count] = graph
+        self.statistics.captures += 1
+        return graph
+
+    def _step(self, count: int) -> None:
+        """Sample one token in each of the first `count` slots."""
+        buffers = self._buffers
+        assert buffers is not None
+        slots = buffers.slots[:, :count]
+        hidden = self.model.decode(slots[TOKEN], slots[STORED] + slots[WRITTEN], slots, buffers.cache, buffers.max_keys)
+        head = self.model.head()
+        sampled = sample_token.sample_token(
+            sample_token.products(hidden, head), head, slots[KEY], slots[WRITTEN], self.temperature
+        )
+        active = slots[ACTIVE] != 0
+        request = torch.where(active, slots[REQUEST], buffers.num_requests)
+        written = torch.where(active, slots[WRITTEN], 0)
+        buffers.tokens[request, written] = sampled.tokens
+        buffers.logprobs[request, written] = sampled.logprobs
+        written = written + 1
+        ends = (sampled.tokens[:, None] == self.stops).any(1) | (written >= slots[MAX_NEW_TOKENS])
+        buffers.status[0, request] = written
+        buffers.status[1, request] = ends.long()
+        slots[TOKEN] = torch.where(active, sampled.tokens, slots[TOKEN])
+        slots[WRITTEN] += active
+        slots[ACTIVE] = (active & ~ends).long()
+
+    def uploaded(self, array: NDArray[np.int64]) -> Tensor:
+        """Copy an array to the device without synchronising."""
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def copy_status(self) -> StatusCopy:
+        """Start a copy of the status of all requests, to be read later."""
+        assert self._buffers is not None
+        status = self._buffers.status
+        if self.device.type != "cuda":
+            return StatusCopy(status.clone(), None)
+        host = torch.empty(status.shape, dtype=status.dtype, pin_memory=True)
+        host.copy_(status, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return StatusCopy(host, event)
+
+
+def rounded_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def slot_counts(num_slots: int) -> list[int]:
+    """The numbers of slots for which steps are captured: 256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
+    counts = [num_slots]
+    while counts[-1] // 2 >= MIN_SLOTS:
+        counts.append(counts[-1] // 2)
+    return counts

@@ -1,0 +1,217 @@
+"""The host side of decoding: assign requests to slots and cache space, burst by burst.
+
+    slots   0   a a a a a a a d d d d …       a response keeps its slot from its first token to its last;
+            1   b b b e e e e e e e e …       then the next request gets the slot;
+            2   c c c c c c c c c . . …       at the end, the slots that are still occupied are compacted
+    steps   | burst | burst | burst |
+
+The host runs steps in bursts. It reads which responses have ended one burst late, while the next burst runs. It knows
+without reading which responses have reached `max_new_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from padfree.rollout.base import OnProgress, OnTokens, SamplingRequest
+from padfree.rollout.engines.in_process.decode_steps import (
+    KEY,
+    MAX_NEW_TOKENS,
+    NUM_SLOT_FIELDS,
+    PREFILL_TOKENS,
+    REQUEST,
+    TOKEN,
+    Buffers,
+    DecodeSteps,
+    StatusCopy,
+)
+from padfree.rollout.engines.in_process.kv_cache import Extents
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED
+
+BURST = 8
+"""Number of steps after which the host reads which responses have ended."""
+
+
+@dataclass(slots=True, eq=False)
+class CachedPrompt:
+    """A prompt of one or more requests."""
+
+    tokens: NDArray[np.integer[Any]]  # [n]
+    unfinished: int = 0  # number of its requests that have not ended
+    start: int | None = None  # cache index of its first token; None if it is not in the cache
+
+    @property
+    def stored(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def placed(self) -> tuple[NDArray[np.integer[Any]], int]:
+        """The tokens to prefill, and the cache index of the first."""
+        assert self.start is not None
+        return self.tokens[:-1], self.start
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSlot:
+    """A response that is being sampled."""
+
+    request: int
+    prompt: CachedPrompt
+    own: int  # cache index of its first own token
+    remaining: int  # steps until it reaches `max_new_tokens`
+    index: int | None = None  # its slot on the device; None: not assigned yet
+
+
+@dataclass(slots=True, eq=False)
+class SlotSchedule:
+    """The scheduler of one call of `Decoder.sample`: assigns requests to slots. Runs on the host."""
+
+    decoder: DecodeSteps
+    buffers: Buffers
+    requests: Sequence[SamplingRequest]
+    on_progress: OnProgress | None
+    on_tokens: OnTokens | None
+    prompts: dict[int, CachedPrompt] = field(default_factory=dict)  # by `id` of their token arrays
+    waiting: deque[int] = field(default_factory=deque)
+    occupied: list[DecodeSlot] = field(default_factory=list)  # slot i is occupied[i] after `_arrange`
+    extents: Extents = field(default_factory=lambda: Extents(0))
+    num_reported: dict[int, int] = field(default_factory=dict)  # by request: number of tokens passed to `on_tokens`
+
+    def run(self) -> None:
+        self.extents = Extents(self.buffers.cache.capacity)
+        for number, request in enumerate(self.requests):
+            self.prompts.setdefault(id(request.tokens), CachedPrompt(request.tokens)).unfinished += 1
+            self.waiting.append(number)
+        previous: StatusCopy | None = None
+        while self.waiting or self.occupied:
+            changed = self._admit()
+            if changed or any(slot.index != index for index, slot in enumerate(self.occupied)):
+                self._arrange()
+            steps = min(BURST, max(slot.remaining for slot in self.occupied))
+            self.decoder.run_steps(steps, len(self.occupied))
+            for slot in self.occupied:
+                slot.remaining -= steps
+            status = self.decoder.copy_status()
+            # On the CPU there is nothing to gain from reading the status one burst late.
+            self._release(status if status.event is None else previous)
+            previous = status
+            if self.on_tokens is not None:
+                self._report_tokens(self.on_tokens)
+
+    def _report_tokens(self, on_tokens: OnTokens) -> None:
+        """Pass the tokens since the last call to `on_tokens`. Synchronises with the device."""
+        buffers = self.buffers
+        lengths, tokens, logprobs = (
+            tensor.cpu().numpy() for tensor in (buffers.status[0], buffers.tokens, buffers.logprobs)
+        )
+        for number in range(len(self.requests)):
+            begin, end = self.num_reported.get(number, 0), int(lengths[number])
+            if end > begin:
+                self.num_reported[number] = end
+                on_tokens(number, tokens[number, begin:end].copy(), logprobs[number, begin:end].copy())
+
+    def _admit(self) -> bool:
+        """Assign free slots and cache space to waiting requests. Returns whether any was admitted."""
+        admitted: list[DecodeSlot] = []
+        missing: list[CachedPrompt] = []
+        while self.waiting and len(self.occupied) + len(admitted) < self.decoder.num_slots:
+            slot = self._admitted(self.waiting[0], missing)
+            if slot is None and not self.occupied and not admitted:
+                self._evict_prompts()
+                slot = self._admitted(self.waiting[0], missing)
+                assert slot is not None, "the empty cache has space for one response"
+            if slot is None:
+                break
+            self.waiting.popleft()
+            admitted.append(slot)
+        self.occupied += admitted
+        if missing:
+            self._add_next_prompts(missing)
+            self.decoder.prefill([prompt.placed for prompt in missing])
+        return bool(admitted)
+
+    def _admitted(self, number: int, missing: list[CachedPrompt]) -> DecodeSlot | None:
+        request = self.requests[number]
+        prompt = self.prompts[id(request.tokens)]
+        own = self.extents.allocate(request.max_new_tokens)
+        if own is None:
+            return None
+        if prompt.start is None:
+            prompt.start = self.extents.allocate(prompt.stored)
+            if prompt.start is None:
+                self.extents.free(own, request.max_new_tokens)
+                return None
+            if prompt.stored:
+                missing.append(prompt)
+        return DecodeSlot(request=number, prompt=prompt, own=own, remaining=request.max_new_tokens)
+
+    def _add_next_prompts(self, missing: list[CachedPrompt]) -> None:
+        """Add prompts of waiting requests to this prefill pass if responses do not need their cache space."""
+        tokens = sum(prompt.stored for prompt in missing)
+        for number in self.waiting:
+            request = self.requests[number]
+            prompt = self.prompts[id(request.tokens)]
+            if prompt.start is not None or not prompt.stored:
+                continue
+            tokens += prompt.stored
+            free_slots = self.decoder.num_slots - len(self.occupied)
+            spare = self.extents.num_free - prompt.stored - free_slots * request.max_new_tokens
+            if tokens > PREFILL_TOKENS or spare < 0:
+                return
+            prompt.start = self.extents.allocate(prompt.stored)
+            if prompt.start is None:
+                return
+            missing.append(prompt)
+
+    def _evict_prompts(self) -> None:
+        """Free the cache space of prompts that were prefilled early. No slot is occupied at this point."""
+        for prompt in self.prompts.values():
+            if prompt.start is not None:
+                self.extents.free(prompt.start, prompt.stored)
+                prompt.start = None
+
+    def _arrange(self) -> None:
+        """Compact the occupied slots on the device and initialise the new ones."""
+        num_slots = self.decoder.num_slots
+        # For each slot: its previous index, whether it is new, and the fields of a new slot.
+        table = np.zeros((NUM_SLOT_FIELDS + 2, num_slots), np.int64)
+        previous, is_new, fresh = table[0], table[1], table[2:]
+        is_new[:] = 1
+        for index, slot in enumerate(self.occupied):
+            if slot.index is not None:
+                previous[index], is_new[index] = slot.index, 0
+            else:
+                request = self.requests[slot.request]
+                assert slot.prompt.start is not None
+                fresh[[PROMPT, STORED, OWN, ACTIVE], index] = slot.prompt.start, slot.prompt.stored, slot.own, 1
+                fresh[[TOKEN, KEY], index] = request.tokens[-1], request.key
+                fresh[[MAX_NEW_TOKENS, REQUEST], index] = request.max_new_tokens, slot.request
+            slot.index = index
+        uploaded = self.decoder.uploaded(table)
+        slots = self.buffers.slots
+        slots.copy_(torch.where(uploaded[1] != 0, uploaded[2:], slots[:, uploaded[0]]))
+
+    def _release(self, status_copy: StatusCopy | None) -> None:
+        """Free the slots and the cache space of responses that have ended."""
+        status = None if status_copy is None else status_copy.read()
+        remaining: list[DecodeSlot] = []
+        for slot in self.occupied:
+            if slot.remaining > 0 and (status is None or not status[1, slot.request]):
+                remaining.append(slot)
+                continue
+            self.extents.free(slot.own, self.requests[slot.request].max_new_tokens)
+            slot.prompt.unfinished -= 1
+            if slot.prompt.unfinished == 0:
+                assert slot.prompt.start is not None
+                self.extents.free(slot.prompt.start, slot.prompt.stored)
+                slot.prompt.start = None
+        self.occupied = remaining
+        if status is not None and self.on_progress is not None:
+            self.on_progress(int(status[1, : len(self.requests)].sum()))

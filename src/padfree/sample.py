@@ -1,0 +1,126 @@
+"""A sample: one document or one rollout, on the host.
+
+    tokens      [n]     5 4 3 2 1
+    loss_mask   [n]     0 0 1 1 1        which tokens are trained on
+    advantages  [n]     0 0 a a a        optional arrays of a rollout: element j belongs to token j
+
+`padfree.batch` lays samples end to end. n is the number of tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.arrays import float_array, mask_array, need_whole, single_number, token_array
+from padfree.choices import ROLLOUT_ARRAYS
+from padfree.errors import UserError
+
+TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
+"""All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and `old_logprobs`, which the trainer computes before an
+update."""
+
+
+def _name(uid: str | int | None) -> str:
+    return "sample" if uid is None else f"sample {uid!r}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """One document or one rollout, on the host.
+
+    `loss_mask[j]` says whether token j is trained on; without a mask every token is. The first token of a sample
+    is never scored, whatever its mask says, because no position predicts it.
+    """
+
+    tokens: NDArray[np.integer[Any]]  # [n]
+    loss_mask: NDArray[np.bool_] | None = None  # [n]; an array after construction
+    logprobs: NDArray[np.float32] | None = None  # [n] reported by the sampler
+    ref_logprobs: NDArray[np.float32] | None = None  # [n]
+    advantages: NDArray[np.float32] | None = None  # [n]
+    returns: NDArray[np.float32] | None = None  # [n]
+    values: NDArray[np.float32] | None = None  # [n]
+    old_logprobs: NDArray[np.float32] | None = None  # [n] computed by the trainer before it first trains on the sample
+    reward: float | None = None
+    raw_reward: Any = None
+    uid: str | int | None = None
+    group: str | int | None = None
+    source: str | None = None
+    terms: Mapping[str, float] | None = None  # named numbers that the task's loss reads, such as a margin
+
+    def __post_init__(self) -> None:
+        name = _name(self.uid)
+        tokens = token_array(self.tokens, name)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "loss_mask", mask_array(self.loss_mask, len(tokens), name))
+        for field in TOKEN_ARRAYS:
+            values = getattr(self, field)
+            if values is not None:
+                object.__setattr__(self, field, float_array(values, len(tokens), field, name))
+        if self.reward is not None:
+            object.__setattr__(self, "reward", single_number(self.reward, f"reward of {name}"))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """`loss_mask`, which is always an array after construction."""
+        assert self.loss_mask is not None
+        return self.loss_mask
+
+    @property
+    def scored(self) -> NDArray[np.bool_]:
+        """[n] which tokens are scored: the trained tokens, except the first one, which no position predicts."""
+        return self.mask & (np.arange(len(self)) > 0)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of scored tokens."""
+        return int(np.count_nonzero(self.mask[1:]))
+
+    def with_numbers(self, **arrays: NDArray[Any]) -> Sample:
+        """A copy of the sample with these `TOKEN_ARRAYS` replaced. Only the new arrays are checked."""
+        other = object.__new__(type(self))
+        for about in fields(self):
+            object.__setattr__(other, about.name, getattr(self, about.name))
+        for field, values in arrays.items():
+            assert field in TOKEN_ARRAYS, field
+            object.__setattr__(other, field, float_array(values, len(self), field, _name(self.uid)))
+        return other
+
+    def truncated(self, length: int) -> Sample:
+        """The first `length` tokens, with the per-token arrays cut to match."""
+        need_whole("length", length, 0, "give the number of tokens to keep, 0 or more")
+        cut = {
+            field: array[:length]
+            for field in ("tokens", "loss_mask", *TOKEN_ARRAYS)
+            if (array := getattr(self, field)) is not None
+        }
+        return replace(self, **cut)
+
+
+def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> list[Sample]:
+    """Copies of the samples with new per-token arrays: `with_arrays(samples, ref_logprobs=found)`, where `found[i]` is
+    the array of sample i."""
+    found = list(samples)
+    for name, values in arrays.items():
+        found = [sample.with_numbers(**{name: own}) for sample, own in zip(found, values, strict=True)]
+    return found
+
+
+def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """The rollout arrays that these samples carry. Raises `UserError` unless all samples carry the same arrays."""
+    present: Mapping[str, list[bool]] = {f: [getattr(s, f) is not None for s in samples] for f in TOKEN_ARRAYS}
+    for field, there in present.items():
+        if any(there) and not all(there):
+            index = there.index(False)
+            name = _name(samples[index].uid)
+            raise UserError(
+                field, f"missing in {name} at index {index} but present in others", "give it for all samples"
+            )
+    return tuple(field for field, there in present.items() if any(there))

@@ -1,0 +1,119 @@
+"""Where the sequences of one token axis begin and end.
+
+    lengths      5 3, pad 3
+    cu_seqlens   0          5       8      11         [S+1], on the device and on the host
+    segment      0 0 0 0 0 | 1 1 1 | 2 2 2            S = B + 1: the pad is its own last segment
+
+Letters: B samples, S segments (S = B, or B + 1 with a pad).
+
+Numbers that a kernel launch needs on the host (`max_seqlen`, the segment offsets) stay on the host from the start, so
+that reading them never synchronises with the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.arrays import integer_array, need_whole
+from padfree.errors import UserError
+from padfree.prefix_tree import check_parents, first_positions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Segments:
+    """Where the sequences of one token axis begin and end: `cu_seqlens` on the device, `offsets` on the host.
+
+    Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. If `pad_length > 0`, the last segment is the pad.
+    If samples share prefixes, the segments are nodes of a prefix tree (`padfree.prefix_tree`), and `num_samples` counts
+    nodes.
+    """
+
+    cu_seqlens: Tensor  # [S+1] int32
+    offsets: NDArray[np.int64]  # [S+1] the same numbers on the host
+    max_seqlen: int
+    pad_length: int = 0
+    num_samples: int = 0
+    parents: NDArray[np.int64] | None = None  # [S] parent nodes, -1 for a root; None: segments are samples
+    path_length: int = 0  # tokens on the longest path from a root to a node
+    longest: Tensor | None = None  # [] `max_seqlen` for compiled code, always on the host
+
+    def __post_init__(self) -> None:
+        if self.longest is None:
+            object.__setattr__(self, "longest", torch.tensor(self.max_seqlen))
+
+    @staticmethod
+    def from_lengths(
+        lengths: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        pad_length: int = 0,
+        parents: NDArray[np.integer[Any]] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Segments:
+        """Segments of these lengths, followed by a pad: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`.
+
+        If `parents` [B] is given, the segments are nodes of a prefix tree: with `-1 0 0`, the first is the parent of
+        the second and the third.
+        """
+        array = integer_array(lengths, "lengths")
+        if (array < 0).any():
+            raise UserError("lengths", f"{array.min()} is negative", "give lengths of 0 or more")
+        need_whole("pad_length", pad_length, 0, "give 0 or more")
+        num_samples = len(array)
+        nodes = None if parents is None else check_parents(parents, num_samples)
+        if pad_length:
+            array = np.append(array, pad_length)
+            nodes = None if nodes is None else np.append(nodes, -1)
+        offsets = np.zeros(len(array) + 1, dtype=np.int64)
+        np.cumsum(array, out=offsets[1:])
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise UserError("lengths", f"{offsets[-1]} tokens exceed int32 cu_seqlens", "split the pack")
+        return Segments(
+            cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(device=device, non_blocking=True),
+            offsets=offsets,
+            max_seqlen=int(array.max(initial=0)),
+            pad_length=pad_length,
+            num_samples=num_samples,
+            parents=nodes,
+            path_length=0 if nodes is None else int((first_positions(nodes, array) + array).max(initial=0)),
+        )
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[S] lengths of the segments, on the host. The pad counts as a segment."""
+        return np.diff(self.offsets)
+
+    @property
+    def first_positions(self) -> NDArray[np.int64]:
+        """[S] the position of the first token of each segment: 0, or the number of tokens in a node's ancestors."""
+        if self.parents is None:
+            return np.zeros(self.num_segments, dtype=np.int64)
+        return first_positions(self.parents, self.lengths)
+
+    @property
+    def num_positions(self) -> int:
+        """Length of the longest sample, or of the pad if it is longer."""
+        return self.max_seqlen if self.parents is None else self.path_length
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:
+        return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
+
+    def with_pad(self, pad_length: int) -> Segments:
+        """The same samples followed by a pad of this length, which replaces the present pad."""
+        samples = self.lengths[: self.num_samples]
+        parents = None if self.parents is None else self.parents[: self.num_samples]
+        return Segments.from_lengths(samples, pad_length=pad_length, parents=parents, device=self.cu_seqlens.device)

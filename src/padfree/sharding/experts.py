@@ -1,0 +1,159 @@
+"""Expert parallelism: the ranks of a group hold different experts, and tokens travel to their experts and back.
+
+    4 experts on 2 ranks, top-2                  rank 0 holds experts 0 1, rank 1 holds experts 2 3
+
+    rank 0   token a chose 0 2, token b chose 1 0     sorted by expert   a0 b0 b1 | a2
+    send     [a0 b0 b1] to rank 0, [a2] to rank 1     all-to-all; the first message is a copy
+    rank 0   receives a0 b0 b1 from itself and c0 from rank 1; computes experts 0 and 1 with the module's own forward
+    return   the same all-to-all backwards            rank 0 has the outputs of a0 b0 b1 a2
+    home     output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2)
+
+Each choice sends one row of D numbers and receives one. Nothing is padded or dropped: the sizes of the messages follow
+from the choices, and an expert may get no token. First the ranks exchange the number of rows for each expert (E
+integers each), and the host must read it to size the messages: the host synchronises once per layer and forward pass.
+Backward knows the sizes; with activation checkpointing, recomputation exchanges them again.
+
+The weights [E, ...] are divided over the mesh dimension `expert` along E, and FSDP2 shards each part over the remaining
+ranks along another dimension:
+
+    [8, 64, 32], 4 ranks, expert 2     rank 0   experts 0:4, matrix rows  0:32        placements Shard(1), Shard(0)
+                                       rank 1   experts 4:8, matrix rows  0:32
+                                       rank 2   experts 0:4, matrix rows 32:64
+                                       rank 3   experts 4:8, matrix rows 32:64
+
+An expert's gradient contains the tokens of its whole group already, and FSDP2 sums it over the groups. No gradient is
+scaled. Routers and shared experts are sharded like all other weights.
+
+Every rank of a group must call each layer equally often, in forward and in backward. FSDP2 has the same requirement;
+ranks without samples compute a filler.
+
+The module keeps its class and its own forward. The instance gets another forward, which passes a view of the module
+with this rank's experts to the original one. In a compiled layer it is a graph break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from padfree.distributed import exchange_rows
+from padfree.model.stacked_experts import stacked_experts, undivided
+from padfree.sharding.rules import Rule
+
+
+def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = False) -> list[Rule]:
+    """Divide the stacked experts of a model over `mesh` [fsdp, expert] or [replicate, fsdp, expert], in place.
+
+    Returns the rule that shards each rank's part over the other dimensions. If the experts cannot be divided (a
+    reference model of another architecture), nothing changes, and there is no rule. With `recompute`, backward
+    recomputes the experts and sends their tokens again.
+    """
+    over, rest = mesh["expert"], mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "expert")]
+    if undivided(model, over.size(), mesh["fsdp"].size()) is not None:
+        return []
+    divided = stacked_experts(model)
+    for module in divided:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                part = distribute_tensor(parameter.detach(), over, [Shard(0)], src_data_rank=None)
+                module._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        forward = partial(divided_forward, module, group=over.get_group(), recompute=recompute)
+        object.__setattr__(module, "forward", forward)
+    found = set(divided)
+    return [Rule("experts", lambda info: info.module in found, rest, split=over)]
+
+
+class LocalExperts:
+    """The view of a module of stacked experts that has only this rank's experts; passed as `self` to its forward."""
+
+    def __init__(self, module: nn.Module, ranks: int) -> None:
+        self._module = module
+        self.num_experts = int(module.num_experts) // ranks  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+@torch.compiler.disable(reason="the sizes of the messages are host data")  # type: ignore[no-untyped-call, untyped-decorator]
+def divided_forward(
+    module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, *, group: ProcessGroup, recompute: bool = False
+) -> Tensor:
+    """[T, D], [T, k], [T, k] -> [T, D]: the forward of stacked experts that are divided over the ranks of `group`."""
+    if recompute and torch.is_grad_enabled():
+        return cast(Tensor, checkpoint(_forward, module, hidden, choices, weights, group, use_reentrant=False))
+    return _forward(module, hidden, choices, weights, group)
+
+
+def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, group: ProcessGroup) -> Tensor:
+    local = LocalExperts(module, group.size())
+    routes = exchange_routes(choices, local.num_experts, group)
+    arrived = exchange(hidden[routes.order // choices.shape[1]], routes.send, routes.receive, group)
+    computed = _compute(module, local, arrived, routes.experts)
+    returned = exchange(computed, routes.receive, routes.send, group)
+    back = torch.empty_like(routes.order)
+    back[routes.order] = torch.arange(len(back), device=back.device)
+    outputs = returned[back].view(*choices.shape, -1)
+    return (outputs * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
+    """[R, D], [R] -> [R, D]: each row is computed by its expert, without routing weights."""
+    own_forward = type(module).forward
+    if len(rows) == 0:
+        # One row of zeros, whose output is cut off: the weights get gradients of 0, which FSDP2 reduces with those of
+        # other ranks, and the graph stays connected, so that the exchanges of backward take place.
+        row = rows.sum(0, keepdim=True)
+        first = experts.new_zeros(1, 1)
+        return cast(Tensor, own_forward(cast(nn.Module, local), row, first, row.new_ones(1, 1)))[:0]
+    ones = rows.new_ones(len(rows), 1)
+    return cast(Tensor, own_forward(cast(nn.Module, local), rows, experts[:, None], ones))
+
+
+class Routes(NamedTuple):
+    """Which rows travel between this rank and the others of its group."""
+
+    order: Tensor  # [T k] indices of the flattened choices [T, k], sorted by expert and so by rank
+    send: list[int]  # rows to each rank
+    receive: list[int]  # rows from each rank
+    experts: Tensor  # [sum(receive)] index of each received row's expert among the experts of this rank
+
+
+@torch.no_grad()
+def exchange_routes(choices: Tensor, local: int, group: ProcessGroup) -> Routes:
+    """The routes of choices [T, k] among experts of which every rank holds `local`. Synchronises the host once."""
+    ranks, flat = group.size(), choices.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    bounds = torch.arange(local * ranks + 1, device=flat.device)
+    counts = torch.searchsorted(flat[order], bounds).diff()  # [E] rows to each expert
+    arriving = exchange_rows(counts, [local] * ranks, [local] * ranks, group).view(ranks, local)
+    send, receive = torch.stack([counts.view(ranks, local).sum(1), arriving.sum(1)]).tolist()
+    numbers = torch.arange(local, device=flat.device).repeat(ranks)
+    experts = numbers.repeat_interleave(arriving.reshape(-1), output_size=sum(receive))
+    return Routes(order, send, receive, experts)
+
+
+class _Exchange(torch.autograd.Function):
+    """`exchange_rows`; backward sends the gradients the other way."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+        context.send, context.receive, context.group = send, receive, group
+        return exchange_rows(rows, send, receive, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return exchange_rows(gradient, context.receive, context.send, context.group), None, None, None
+
+
+def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
+    """[sum(send), D] -> [sum(receive), D] with autograd; both ordered by rank."""
+    return cast(Tensor, _Exchange.apply(rows, send, receive, group))  # type: ignore[no-untyped-call]

@@ -1,0 +1,164 @@
+"""Refuse data that a run cannot train on: token ids, lengths, and the columns that the loss needs."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import numpy as np
+
+from padfree.config import BatchConfig, LossConfig, ModelConfig, ReferenceConfig, RolloutConfig
+from padfree.data import StoredSamples
+from padfree.data.rewards import BUILT_IN, load_reward
+from padfree.errors import UserError
+from padfree.packing.fill import Indices
+from padfree.rollout import Prompt
+from padfree.rollout.environment import check_episode_rows
+from padfree.sample import TOKEN_ARRAYS, Sample
+from padfree.tasks.reading import TrainingData
+from padfree.train.data_rows import lengths_of, row_starts
+from padfree.train.limits import ModelLimits, check_fits
+
+
+def check_source(
+    source: TrainingData,
+    limits: ModelLimits,
+    tokenizer: Any,
+    *,
+    model: ModelConfig,
+    reference: ReferenceConfig,
+    loss: LossConfig,
+    rollout: RolloutConfig,
+    setting: str = "data.path",
+) -> None:
+    """Refuse data that the model cannot process or that lacks what the loss needs."""
+    sampled = rollout.source is not None
+    limit = limits.positions
+    shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
+    # Text cannot contain ids outside its tokenizer's vocabulary: scan its tokens only if that vocabulary is larger.
+    text = isinstance(source.samples, StoredSamples) and not source.given_ids
+    looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
+    check_fits(
+        source.samples,
+        limits,
+        place=source.place,
+        setting=setting,
+        look_at_tokens=looked_at,
+        vocabulary_cure="set model.tokenizer to the tokenizer of this model, or give rollouts in its token ids",
+        positions_cure=f"set {shorter}data.max_length={limit} and data.overlong=truncate (or drop)",
+    )
+    if not loss.task.in_rows and not sampled:
+        _check_columns(source, model, reference, loss)
+        untrained = untrained_samples(source)
+        if len(untrained) == len(source.samples):
+            raise UserError(
+                setting,
+                f"none of {len(untrained):,} samples has a token to train, the first is {source.place(untrained[0])}",
+                "give a response_length of 1 or more, or a loss_mask with a 1 after the first token",
+            )
+    if sampled:
+        _check_rows(source, rollout.reward)
+        check_episode_rows(rollout, [one for one in source.samples if isinstance(one, Prompt)])
+
+
+def untrained_samples(source: TrainingData) -> list[int]:
+    """Indices of samples without trained tokens. Text rows without them are refused or dropped when they are read."""
+    if isinstance(source.samples, StoredSamples):
+        return []
+    return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]
+
+
+def _largest_id(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values(), default=-1)
+
+
+def check_lengths(
+    source: TrainingData,
+    *,
+    batch: BatchConfig,
+    loss: LossConfig,
+    rollout: RolloutConfig,
+    context: int,
+    budget: bool = True,
+) -> None:
+    """Refuse samples over the token cap of a device or the token budget of a step, if batch.overlong is "error".
+
+    `context`: the most context ranks that share a pack. `budget=False` skips the budget: an evaluation has no steps.
+    """
+    if batch.overlong != "error":
+        return
+    alone = np.arange(len(source.samples) + 1)
+    rows = row_starts(loss, rollout, source.samples)
+    pairs = loss.task.group_size > 1
+    # Both answers of a pair are in one micro-batch; all samples of a data row are in one step.
+    _check_cap("batch.max_tokens", batch.max_tokens, context, rows if pairs else alone, source)
+    if budget and batch.tokens is not None:
+        _check_cap("batch.tokens", batch.tokens, 1, rows, source)
+
+
+def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
+    """Refuse a range of samples, from one entry of `starts` to the next, that has more tokens than the cap."""
+    lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
+    over = np.flatnonzero(lengths > cap * context)
+    if not len(over):
+        return
+    first, needed = int(over[0]), -(-int(lengths.max()) // context)
+    size, sample = int(starts[first + 1] - starts[first]), source.samples[int(starts[first])]
+    with_response = " with its response" if isinstance(sample, Prompt) else ""
+    if size > 1:
+        paired = isinstance(sample, Sample) and sample.reward is not None
+        with_response = " in its two answers" if paired else f" in its {size} samples"
+    shared = f" on each of {context} context ranks" if context > 1 else ""
+    more = f", and {len(over) - 1} more are too long" if len(over) > 1 else ""
+    place, limit = source.place(int(starts[first])), cap * context // size
+    raise UserError(
+        setting,
+        f"{cap}{shared}, but {place} has {lengths[first]} tokens{with_response}{more}",
+        f"set {setting}={needed}, or batch.overlong=alone, or data.max_length={limit} and data.overlong=truncate",
+    )
+
+
+def _check_columns(source: TrainingData, model: ModelConfig, reference: ReferenceConfig, loss: LossConfig) -> None:
+    """Check the arrays of given rollouts: required columns are in every row; optional ones in all rows or in none."""
+    needs: dict[str, tuple[str, object, str]] = {}
+    if loss.old_policy == "sampler":
+        needs["logprobs"] = ("loss.old_policy", "sampler", "loss.old_policy=trainer")
+    elif loss.needs_sampler_logprobs():
+        needs["logprobs"] = ("loss.corrections", list(loss.corrections), "loss.corrections=[]")
+    if loss.kl_coefficient > 0 and reference.path is None:
+        needs["ref_logprobs"] = (
+            "loss.kl_coefficient",
+            loss.kl_coefficient,
+            f"reference.path={shlex.quote(model.path)}",
+        )
+    if loss.advantage == "given":
+        needs["advantages"] = ("loss.advantage", "given", "loss.advantage=grpo")
+    replaced = {"advantages"} if loss.advantage != "given" else set()
+    replaced |= {"values", "returns"} if loss.advantage == "gae" else set()
+    replaced |= {"ref_logprobs"} if reference.path is not None else set()
+    for field in TOKEN_ARRAYS:
+        missing = [index for index, sample in enumerate(source.samples) if getattr(sample, field) is None]
+        if field in needs and missing:
+            setting, value, cure = needs[field]
+            raise UserError(
+                setting,
+                f", but {source.place(missing[0])} has no {field!r}",
+                f"set {cure}, or give that column in every row",
+                value,
+            )
+        if field not in replaced and 0 < len(missing) < len(source.samples):
+            raise UserError(
+                "data.path",
+                f"{source.place(missing[0])} has no {field!r}, but other rows have it",
+                "give that column in every row, or in none",
+            )
+
+
+def _check_rows(source: TrainingData, name: str | None) -> None:
+    """Call a built-in reward for every row. It raises an error for a row that it cannot compute a reward for."""
+    if name not in BUILT_IN:
+        return
+    reward = load_reward(name)
+    for prompt in source.samples:
+        assert isinstance(prompt, Prompt)
+        reward("", prompt.row, prompt.uid)
