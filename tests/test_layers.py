@@ -127,8 +127,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tasks",
         "train",
     },
-    "api": {"garbage_collection", "config", "record", "train"},
-    "testing": {"batch", "config", "packing", "rollout", "sample"},
+    "api": {"garbage_collection", "config", "data", "record", "train"},
+    "testing": {"batch", "config", "packing", "rollout"},
     "tools/demo": {
         "tools/check",
         "config",
@@ -147,6 +147,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tools/check",
         "garbage_collection",
         "config",
+        "data",
         "estimate",
         "model",
         "packing",
@@ -423,6 +424,7 @@ MAY_OPEN = {"rollout/engines/servers/server_processes.py"}
 
 MAY_SET = {
     "train/determinism.py": {"torch.backends.cudnn.benchmark"},
+    "train/engine.py": {"parameter.grad"},
     "rollout/loop_thread.py": {"task._log_destroy_pending"},
     "rollout/environment/gateway.py": {"episode.tree.failure"},
     "rollout/environment/episode_policy.py": {"self._branch.reward"},

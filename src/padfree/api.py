@@ -36,6 +36,7 @@ from padfree.config import Config, config_from_dict
 from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.reader import changed_recipe
+from padfree.data.first_look import check_inputs
 from padfree.errors import UserError, bug_note
 from padfree.garbage_collection import paused_collector
 
@@ -170,7 +171,7 @@ def _trained(
             f"call padfree.{config.loss.command} for it",
             value=config.loss.kind,
         )
-    check_names(config)
+    check_inputs(config)
     with paused_collector():
         from padfree.record.file_names import BEST_MODEL, EVALUATION, METRICS, MODEL
         from padfree.train.run import train

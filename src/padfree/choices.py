@@ -1,4 +1,4 @@
-"""The allowed values of every setting that has a fixed list of values. Other parts of padfree import them from here."""
+"""The choices of every setting with a fixed list of values, and other fixed names. All parts import them from here."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ PromptFormat = Literal["auto", "chat", "plain"]
 Overlong = Literal["error", "truncate", "drop"]
 OnBadRow = Literal["error", "skip"]
 
+ROLLOUT_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
+"""Optional per-token arrays that a rollout file may contain; element j belongs to token j of its sample."""
+
 # batch
 RunOverlong = Literal["error", "alone"]
 PackOverlong = Literal["error", "truncate", "drop", "alone"]
@@ -33,6 +36,7 @@ OldPolicySetting = Literal["auto", "trainer", "sampler", "current"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 KLWeighting = Literal["none", "ratio"]
 SequenceStatistic = Literal["mean", "sum", "token"]
+SkipZeroGradient = Literal["auto"] | bool
 DivergenceKind = Literal["forward-kl", "reverse-kl", "jsd"]
 
 # eval, checkpoint

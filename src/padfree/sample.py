@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.arrays import float_array, mask_array, need_whole, single_number, token_array
+from padfree.choices import ROLLOUT_ARRAYS
 from padfree.errors import UserError
-
-ROLLOUT_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
-"""Optional per-token arrays that a rollout file may contain; element j belongs to token j of its sample."""
 
 TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
 """All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and `old_logprobs`, which the trainer computes before an

@@ -11,8 +11,8 @@ import pytest
 from padfree.config import load_config
 from padfree.data.fields import Format, Schema, check_mapping, has_value, resolve, setting
 from padfree.data.formats import PAIR_SCHEMA, PROMPT_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described, reading_notes
+from padfree.data.formats import ROLLOUT_SCHEMA as ROLLOUTS
 from padfree.data.records import RowError
-from padfree.data.rollouts import SCHEMA as ROLLOUTS
 from tests.refused import refused
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -50,6 +50,7 @@ def settings(folder: Path, model: Path, kind: str, **sections: Any) -> dict[str,
         "data": {"path": [str(data)], "epochs": None},
         "batch": {"samples": 8, "max_tokens": 40},
         "optimizer": {"lr": 2e-3, "eps": 1e-3},
+        "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
         "run": {"folder": str(folder), "steps": 3, "device": "cpu", "timeout": 120.0},
     }
     if kind == "rl":

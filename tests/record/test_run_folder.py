@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device", str(tmp_path / "run" / MARKER))
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "_write", full)
+        patch.setattr(run_folder, "write_json", full)
         with pytest.raises(
             ValueError, match=r"^run\.folder: .*run\.json cannot be written \(No space left on device\); fr"
         ):

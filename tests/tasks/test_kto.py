@@ -16,10 +16,11 @@ import padfree
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.config.loss_settings import KTOSettings
+from padfree.data.formats import LABEL_SCHEMA
 from padfree.data.prepare import load_rows
 from padfree.distributed import Mesh, distributed
 from padfree.sample import Sample
-from padfree.tasks.kto import SCHEMA, LabelledDataset, LabelTokenizer, kto_loss, mismatched
+from padfree.tasks.kto import LabelledDataset, LabelTokenizer, kto_loss, mismatched
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import tiny_tokenizer
 from padfree.train.run import mesh_of, train
@@ -61,6 +62,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
         "loss": {"kind": "kto", "kto": KTO},
         "batch": {"samples": 6, "max_tokens": 24},
         "optimizer": {"lr": 5e-3, "eps": 1e-3},
+        "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
         "run": {"folder": str(place), "steps": 4, "device": "cpu"},
     }
     for name, changes in sections.items():
@@ -253,7 +255,7 @@ def test_rows_of_messages(tmp_path: Path) -> None:
     rows = [{"prompt": asked, "completion": answer, "label": 1 - index} for index, answer in enumerate(said)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    good, bad = load_rows(file, tokenizer, None, LabelledDataset, LabelTokenizer, SCHEMA)
+    good, bad = load_rows(file, tokenizer, None, LabelledDataset, LabelTokenizer, LABEL_SCHEMA)
     assert (good.reward, bad.reward, good.group) == (1.0, 0.0, None)
     assert tokenizer.decode(good.tokens[good.mask]) == "2<|im_end|>"
     assert "1+1=" in tokenizer.decode(good.tokens[~good.mask])

@@ -80,9 +80,9 @@ def test_the_line_of_a_batchs_first_update_has_its_times(mesh: Mesh, tmp_path: P
     for number, line in enumerate(lines):
         assert line["seconds/update"] == line["seconds"]
         if number % 4:
-            assert set(line) == {"seconds", "seconds/update"}
+            assert set(line) == {"seconds", "seconds/update", "seconds/logging"}
             continue
-        parts = {"sampling", "rewards", "old_logprobs", "update"}
+        parts = {"sampling", "rewards", "old_logprobs", "preparing", "update"} | ({"logging"} if number else set())
         assert set(line) == {"seconds", "sampler_tokens_per_second", *(f"seconds/{part}" for part in parts)}
         assert line["seconds/sampling"] >= WAIT - 0.01
         assert line["seconds/rewards"] == 0.01
@@ -93,6 +93,41 @@ def test_the_line_of_a_batchs_first_update_has_its_times(mesh: Mesh, tmp_path: P
 def test_rollouts_from_files_and_references_and_fine_tuning(mesh: Mesh, tmp_path: Path) -> None:
     reference = {"path": str(save_config(tmp_path / "reference"))}
     lines = lines_of(mesh, tmp_path / "rl", {**RL, "reference": reference, "run": {"steps": 1}})
-    assert set(lines[0]) == {"seconds", "seconds/reference", "seconds/old_logprobs", "seconds/update"}
+    parts = ("reference", "old_logprobs", "preparing", "update")
+    assert set(lines[0]) == {"seconds", *(f"seconds/{part}" for part in parts)}
     (line,) = lines_of(mesh, tmp_path / "sft", {**SFT, "run": {"steps": 1}})
     assert set(line) == {"seconds"}
+
+
+def test_the_phases_add_up_to_the_wall_clock(mesh: Mesh, tmp_path: Path) -> None:
+    """With sampling, old log-probabilities, a reference, evaluations, checkpoints and slow logging."""
+    ends: list[float] = []
+
+    def slow_logging(metrics: Any) -> None:
+        ends.append(time.perf_counter())
+        time.sleep(WAIT / 5)
+
+    def slow_evaluation(step: int) -> dict[str, float]:
+        time.sleep(WAIT / 2)
+        return {"eval/reward": 1.0}
+
+    sections: dict[str, Any] = {
+        **RL,
+        "run": {"steps": 20},
+        "data": {"epochs": 10},
+        "reference": {"path": str(save_config(tmp_path / "reference")), "refresh": 1},
+        "checkpoint": {"every": 3},
+    }
+    config = make_config(tmp_path / "run", save_config(tmp_path / "model"), **sections)
+    object.__setattr__(config.eval, "every", 4)  # without eval.path, which needs a sampler
+    make_trainer(config, mesh, make_samples=SlowSampling(), on_step=slow_logging, evaluate=slow_evaluation).run()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == len(ends) == 20
+    found = sum(seconds for line in lines[1:] for name, seconds in line.items() if name.startswith("seconds/"))
+    assert found == pytest.approx(ends[-1] - ends[0], rel=0.05)
+    for number, line in enumerate(lines[1:], 1):
+        assert line["seconds/logging"] >= WAIT / 5
+        assert ("seconds/checkpoint" in line) == (number % 3 == 0)
+        assert ("seconds/evaluation" in line) == (number % 4 == 0)
+        assert ("seconds/preparing" in line) == (number % 4 == 0)
+        assert line.get("seconds/evaluation", WAIT) >= WAIT / 2

@@ -49,6 +49,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
         "critic": CRITIC,
         "batch": {"samples": 6, "max_tokens": 16},
         "optimizer": {"lr": 5e-3, "eps": 1e-3},
+        "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
         "run": {"folder": str(place), "steps": 6, "device": "cpu"},
     }
     for name, changes in sections.items():

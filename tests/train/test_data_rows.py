@@ -66,7 +66,7 @@ def config_of(folder: Path, **sections: Any) -> Config:
         "batch": {"samples": 2, "max_tokens": 400},
         "optimizer": {"lr": 1e-3, "eps": 1e-4},
         "run": {"folder": str(folder / "run"), "device": "cpu"},
-        "checkpoint": {"export": False},
+        "checkpoint": {"every": 1000, "export": False},
     }
     for section, changes in sections.items():
         values[section] = {**values.get(section, {}), **changes}

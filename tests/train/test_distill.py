@@ -117,6 +117,7 @@ def make_config(folder: Path, folders: tuple[Path, Path], *, steps: int, **secti
             "batch": {"samples": 4, "max_tokens": 64},
             "optimizer": {"lr": 1e-3, "eps": 1e-4},
             "loss": {"kind": "distill", "distill": {"divergence": "jsd"}},
+            "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
             "run": {"folder": str(folder), "steps": steps, "device": "cpu"},
             **sections,
         }

@@ -60,6 +60,7 @@ def make_config(folder: Path, place: Path, variant: str = "sigmoid", **sections:
         "loss": {"kind": "dpo", "dpo": {"variant": variant, **VARIANTS.get(variant, {})}},
         "batch": {"samples": 8, "max_tokens": 32},
         "optimizer": {"lr": 5e-3, "eps": 1e-3},
+        "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
         "run": {"folder": str(place), "steps": 4, "device": "cpu"},
     }
     for name, changes in sections.items():

@@ -124,7 +124,7 @@ def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
         },
         "loss": {"kind": "clip", "temperature": 0.8},
         "optimizer": {"lr": 2e-3, "eps": 1e-3},
-        "checkpoint": {"export": False},
+        "checkpoint": {"every": 1000, "export": False},
         "run": {"folder": str(folder), "steps": 3, "device": "cpu"},
     }
     for section, changes in sections.items():

@@ -155,6 +155,7 @@ def whole_config(folder: Path, run: Path, **sections: Any) -> Config:
         "model": {"path": str(folder / "model")},
         "data": {"path": [str(folder / "train.jsonl")], "columns": {"prompt": "prompt", "response": "response"}},
         "batch": {"samples": 6, "max_tokens": 64},
+        "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
         "run": {"folder": str(run), "steps": 2, "device": "cpu"},
         "eval": {"path": [str(folder / "test.jsonl")], "every": 1},
     }

@@ -14,7 +14,7 @@ from tests.train.trainer_cases import make_config, make_trainer, save_config
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sample-mean", "group-mean"])
 def test_the_weights_of_every_mini_batch_add_up_to_one(aggregation: str, mesh: Mesh, tmp_path: Path) -> None:
-    loss = {"kind": "clip", "aggregation": aggregation, "mini_batches": 2}
+    loss = {"kind": "clip", "aggregation": aggregation, "mini_batches": 2, "skip_zero_gradient": False}
     batch = {"samples": 6, "max_tokens": 16}
     trainer = make_trainer(make_config(tmp_path / "run", save_config(tmp_path / "model"), batch=batch, loss=loss), mesh)
     totals: list[tuple[int, float]] = []

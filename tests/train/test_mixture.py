@@ -246,7 +246,7 @@ def train_on_ranks(rank: int, world: int, config: Config) -> None:
 
 
 def test_the_order_does_not_depend_on_ranks(folder: Path) -> None:
-    off = {"checkpoint": {"export": False}, "run": {"steps": 4}}
+    off = {"checkpoint": {"every": 1000, "export": False}, "run": {"steps": 4}}
     train(mixture(folder, "sft", "one rank", **off))
     run_ranks(2, train_on_ranks, mixture(folder, "sft", "two ranks", **off))
     one, two = lines(folder / "one rank"), lines(folder / "two ranks")
@@ -274,7 +274,7 @@ def test_rewards_by_source(folder: Path) -> None:
 
 
 def test_what_may_change_on_resume(folder: Path, tmp_path: Path) -> None:
-    off: dict[str, Any] = {"checkpoint": {"export": False}}
+    off: dict[str, Any] = {"checkpoint": {"every": 1000, "export": False}}
     train(mixture(folder, "sft", "resumed", **off, run={"steps": 2}))
 
     def resumed(given: list[dict[str, Any]], **data: Any) -> Config:

@@ -215,6 +215,7 @@ def test_other_data_is_refused_whatever_its_length(tmp_path: Path, monkeypatch: 
             "model": {"path": str(tmp_path / "model")},
             "data": {"path": [path], "epochs": 9, **data},
             "batch": {"samples": 4, "max_tokens": 32},
+            "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
             "run": {"folder": str(tmp_path / "run"), "steps": steps, "device": "cpu"},
         }
         return train(config_from_dict(values)).step

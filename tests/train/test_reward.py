@@ -73,6 +73,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
         "loss": {"kind": "reward", "reward": {"margin": MARGIN}},
         "batch": {"samples": 8, "max_tokens": 32, "share_prefixes": True},
         "optimizer": {"lr": 5e-3, "eps": 1e-3},
+        "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
         "run": {"folder": str(place), "steps": 4, "device": "cpu"},
     }
     for name, changes in sections.items():

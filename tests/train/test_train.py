@@ -43,6 +43,7 @@ def make_config(folder: Path, model_path: Path, data_path: Path, **sections: Any
             "data": {"path": [str(data_path)], **sections.pop("data", {})},
             "batch": {"samples": 4, "max_tokens": 64},
             "optimizer": {"lr": 1e-3, "eps": 1e-4},
+            "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
             "run": {"folder": str(folder), "steps": 3, "device": "cpu"},
             **sections,
         }

@@ -72,6 +72,7 @@ def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
         "data": {"path": ["in memory"], "epochs": 3},
         "optimizer": {"lr": 5e-3, "eps": 1e-3},
         "run": {"folder": str(folder), "steps": 6, "device": "cpu"},
+        "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
     }
     for section, changes in sections.items():
         values[section] = {**values.get(section, {}), **changes}

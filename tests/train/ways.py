@@ -82,6 +82,7 @@ def way_config(folder: Path, way: str, name: str, **sections: Any) -> Config:
         "data": {"path": [str(folder / f"{DATA[way]}.jsonl")], "epochs": None},
         "batch": {"samples": 4, "max_tokens": 1024},
         "optimizer": {"lr": 2e-3, "eps": 1e-3},
+        "checkpoint": {"every": 1000},  # so that there is a checkpoint at the end
         "run": {"folder": str(folder / name), "steps": 2, "device": "cpu"},
     }
     if way in ("dpo", "distill"):  # a reference other than the model, so that no difference is 0 except for rounding

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from padfree.cli.main import STOPPED
 from padfree.cli.progress import Lines, progress
 from padfree.config import Config, load_config
-from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.processes import processes_of
 from padfree.config.recipe_files import default_recipe
+from padfree.data.first_look import check_inputs
 from padfree.errors import UserError
 from padfree.garbage_collection import paused_collector
 from padfree.stop_signals import StopSignals
@@ -72,7 +72,7 @@ def run(settings: argparse.Namespace) -> int:
             value=config.loss.kind,
         )
     processes = processes_of(meet=not settings.dry_run)
-    check_names(config)  # before torch is imported, so that a mistyped name fails quickly
+    check_inputs(config)  # before torch is imported, so that a mistake fails quickly
     if settings.dry_run:
         for line in description(config, all_settings=settings.all) if processes.is_first else ():
             print(line)
@@ -90,9 +90,12 @@ def last_line(config: Config, result: RunResult) -> str:
     if result.stopped:
         return f"stopped by a signal after {result.step} steps; run the same command again to resume ({folder})"
     if result.was_finished:
+        more = "raise run.steps or give another run.folder"
+        if result.checkpoint is None:
+            more = "give another run.folder, because this one has no checkpoint to continue from"
         return (
             f"{folder} is finished: all {result.step} steps were done before, and nothing was changed; to train more, "
-            "raise run.steps or give another run.folder"
+            f"{more}"
         )
     return f"done after {result.step} steps; everything is in {folder}"
 

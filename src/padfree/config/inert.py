@@ -227,6 +227,7 @@ READ_BY: dict[str, Reason | None] = {
     "loss.entropy_coefficient": _policy,
     "loss.epochs": _policy,
     "loss.mini_batches": _policy,
+    "loss.skip_zero_gradient": _policy,
     "optimizer.name": None,
     "optimizer.muon": _unless(
         lambda config: config.optimizer.name == "muon", lambda config: f"with optimizer.name={config.optimizer.name}"

@@ -20,6 +20,7 @@ from padfree.choices import (
     ModelHead,
     OldPolicy,
     OldPolicySetting,
+    SkipZeroGradient,
     WeightMode,
 )
 from padfree.config.functions import is_path
@@ -151,6 +152,15 @@ class LossConfig:
         1, least=1, about="Number of optimizer steps per pass over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
     )
 
+    skip_zero_gradient: SkipZeroGradient = setting(
+        "auto",
+        about="auto leaves samples out of an update if the loss proves that their gradient is 0: all advantages are 0, "
+        "and the loss has no KL, entropy or router term. They still count in loss.aggregation. false computes all.",
+        allowed="auto, false",
+        needs=OF_RL,
+        resume=BETWEEN,
+    )
+
     @property
     def command(self) -> str:
         """The name of the command that trains with this loss, such as `rl`. It determines the format of the data."""
@@ -216,6 +226,8 @@ class LossConfig:
         self._check_weights()
         self._check_bounds()
         self._check_corrections()
+        fix = "give auto or false: auto leaves out what the loss allows"
+        need(self.skip_zero_gradient is not True, "loss.skip_zero_gradient", True, fix)
         if self.task is not PolicySettings:
             fix = f"choose another: {self.task.title} has no groups"
             need(self.aggregation != "group-mean", "loss.aggregation", self.aggregation, fix)

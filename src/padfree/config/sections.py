@@ -333,7 +333,10 @@ class CheckpointConfig:
     """Checkpoints during a run, and the exported model at its end."""
 
     every: int | None = setting(
-        None, least=1, about="Number of steps between checkpoints; none writes one at the end only."
+        None,
+        least=1,
+        about="Steps between checkpoints; there is also one at the end. none writes a checkpoint only if a signal "
+        "stops the run, or for checkpoint.best: a finished run then has its exported model, but cannot be continued.",
     )
     keep: int = setting(2, least=1, about="Number of checkpoints to keep; older ones are deleted.")
     asynchronous: bool = setting(False, about="Write checkpoints in the background while training continues.")

@@ -2,11 +2,13 @@
 
     SFT       messages | prompt, response | text | input_ids
     pairs     prompt, chosen, rejected | messages, chosen, rejected | chosen, rejected
+    labelled  prompt, response, label
     prompts   prompt | messages
+    rollouts  tokens | prompt_tokens, response_tokens | prompt, response
 
-Columns with other usual names are recognised too: `output` or `answer` as `response`, and so on (`NAMES`). Alpaca,
-ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are these formats with other column names. docs/guides/data.md
-has the list. The format of rollouts is in `padfree.data.rollouts`.
+A column of another usual name counts as the field: `output` or `answer` as `response`, and so on (`NAMES`). Alpaca,
+ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are these formats with other names. docs/guides/data.md has
+the list. Nothing here imports torch, so that wrong columns are refused before it is imported.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from padfree.choices import ROLLOUT_ARRAYS
 from padfree.data.fields import Fields, Format, Schema
 
 NAMES = {
@@ -111,6 +114,32 @@ PROMPT_SCHEMA = Schema(
     guarded={name: why for name, why in GUARDED.items() if name not in ("label", "weight", "weights")},
     elsewhere=(_PAIRS, _TOKENIZED),
     rest="passed to the reward",
+)
+
+LABEL_SCHEMA = Schema(
+    formats=(Format(kind="pair", needs=("prompt", "response", "label"), may=("input", "system", "history", "tools")),),
+    names=NAMES,
+    hints=HINTS,
+    guarded={name: why for name, why in GUARDED.items() if name != "label"},
+    elsewhere=SFT_SCHEMA.elsewhere,
+    number="label",
+)
+
+_OPTIONAL = ("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *ROLLOUT_ARRAYS)
+ROLLOUT_SCHEMA = Schema(
+    formats=(
+        Format(kind="tokens", needs=("tokens",), may=_OPTIONAL),
+        Format(kind="token pair", needs=("prompt_tokens", "response_tokens"), may=_OPTIONAL),
+        Format(kind="text", needs=("prompt", "response"), may=(*_OPTIONAL, "system", "tools")),
+    ),
+    hints={
+        "prompt": ("question", "query", "instruction", "problem", "input"),
+        "response": ("answer", "output", "completion", "solution"),
+        "tokens": ("input_ids", "token_ids"),
+        "prompt_tokens": ("prompt_ids", "prompt_token_ids"),
+        "response_tokens": ("response_ids", "completion_ids", "response_token_ids"),
+    },
+    preferred=("tokens", "token pair"),
 )
 
 TITLES = {

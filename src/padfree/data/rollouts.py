@@ -41,11 +41,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.choices import ROLLOUT_ARRAYS
 from padfree.data.chat_renderer import ChatRenderer, chat_renderer
 from padfree.data.data_settings import RolloutDataSettings
 from padfree.data.encode import Encoder, Passage, Piece
-from padfree.data.fields import Fields, Format, Schema, check_mapping, resolve
-from padfree.data.formats import described, reading_notes
+from padfree.data.fields import Fields, check_mapping, resolve
+from padfree.data.formats import ROLLOUT_SCHEMA, described, reading_notes
 from padfree.data.records import (
     LARGEST,
     DataReport,
@@ -63,27 +64,11 @@ from padfree.data.records import (
 from padfree.data.rows import RowReader
 from padfree.data.sources import Chunk, open_sources, record_of
 from padfree.errors import UserError
-from padfree.sample import ROLLOUT_ARRAYS, Sample
+from padfree.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OPTIONAL = ("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *ROLLOUT_ARRAYS)
-SCHEMA = Schema(
-    formats=(
-        Format(kind="tokens", needs=("tokens",), may=_OPTIONAL),
-        Format(kind="token pair", needs=("prompt_tokens", "response_tokens"), may=_OPTIONAL),
-        Format(kind="text", needs=("prompt", "response"), may=(*_OPTIONAL, "system", "tools")),
-    ),
-    hints={
-        "prompt": ("question", "query", "instruction", "problem", "input"),
-        "response": ("answer", "output", "completion", "solution"),
-        "tokens": ("input_ids", "token_ids"),
-        "prompt_tokens": ("prompt_ids", "prompt_token_ids"),
-        "response_tokens": ("response_ids", "completion_ids", "response_token_ids"),
-    },
-    preferred=("tokens", "token pair"),
-)
 TITLES = {"tokens": "rollouts in tokens", "token pair": "rollouts in tokens", "text": "rollouts in text"}
 LOGPROBS = ("logprobs", "ref_logprobs")
 ROUNDING = 1e-3
@@ -377,7 +362,7 @@ def read_rollouts(
 ) -> RolloutData:
     """Read rollout files, or folders of them. A tokenizer is needed if rollouts are given as text."""
     settings = settings or RolloutDataSettings()
-    check_mapping(settings.columns, SCHEMA)
+    check_mapping(settings.columns, ROLLOUT_SCHEMA)
     reader = _RolloutReader(tokenizer, settings)
     collected = _CollectedRollouts(settings)
     files: list[dict[str, str]] = []
@@ -385,8 +370,10 @@ def read_rollouts(
         first = source.first_row()
         fields = None
         if first is not None:
-            fields = resolve(first, settings.columns, SCHEMA, source.name, reader.template_names)
-            files.append({"name": source.name, "read_as": described(fields, first, SCHEMA, TITLES[fields.kind])})
+            fields = resolve(first, settings.columns, ROLLOUT_SCHEMA, source.name, reader.template_names)
+            files.append(
+                {"name": source.name, "read_as": described(fields, first, ROLLOUT_SCHEMA, TITLES[fields.kind])}
+            )
         if fields is not None and fields.kind == "text" and tokenizer is None:
             raise UserError(
                 "model.tokenizer",

@@ -61,7 +61,7 @@ from padfree.losses.logits import score_logits
 from padfree.losses.nll import sft_loss
 from padfree.losses.objectives import ObjectiveInputs, ObjectiveOutput, load_objective, objective
 from padfree.losses.objectives.clip import clipped_ratio
-from padfree.losses.policy_loss import needs_old_logprobs, policy_loss
+from padfree.losses.policy_loss import needs_old_logprobs, policy_loss, zero_without_advantage
 from padfree.losses.preference import dpo_loss, preference_pairs, reward_model_loss, sample_ends
 from padfree.losses.segment_sums import Reduce, no_reduce, segment_mean, segment_sum, spread
 from padfree.losses.types import LossInputs, LossOutput, Statistics, merge_statistics
@@ -131,4 +131,5 @@ __all__ = [
     "value_loss",
     "weight_divisor",
     "whiten",
+    "zero_without_advantage",
 ]

@@ -58,6 +58,15 @@ def needs_old_logprobs(settings: PolicySettings) -> bool:
     return needed or not traits(settings.objective).needs_no_old_logprobs
 
 
+def zero_without_advantage(settings: PolicySettings) -> bool:
+    """Whether a sample whose advantages are all 0 adds exactly 0 to the loss and to the gradient.
+
+    Corrections are finite factors, so they keep a zero. The KL and entropy terms do not depend on the advantage.
+    """
+    added = settings.kl_coefficient != 0.0 or settings.entropy_coefficient != 0.0
+    return not added and traits(settings.objective).zero_without_advantage
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
     """What the loss of a token depends on, apart from its log-probability and entropy.

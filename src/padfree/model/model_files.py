@@ -25,10 +25,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from padfree.choices import Init
+from padfree.config.model_folder import INDEX, SHARD, WEIGHTS, check_config_file, check_weight_files
 from padfree.errors import UserError
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 PARTIAL = "padfree_partial"
 """A key in the metadata of an index file. It says that the files can hold tensors that the index omits, such as the
 later layers of a model.
@@ -55,8 +54,8 @@ def open_model(
     downloaded = not path.exists()
     if downloaded:
         path = _download(str(source), trust_remote_code, weights=init == "weights")
-    if path.is_dir() and not (path / "config.json").exists():
-        raise UserError("model", f"{path} has no config.json", "give a Hugging Face model folder")
+    if path.is_dir():
+        check_config_file(path)
     config = read_config(path, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
@@ -70,10 +69,7 @@ def open_model(
     if files is None and downloaded:
         raise UserError("model", f"{source} has no safetensors files on the Hub", "convert its weights to safetensors")
     if files is None:
-        random = "" if init_setting is None else f", or set {init_setting}=random for random weights"
-        raise UserError(
-            "model", f"{path} has no weights ({WEIGHTS} or {INDEX})", f"copy or download the weights{random}"
-        )
+        check_weight_files(path, init_setting)
     return config, files
 
 
@@ -122,13 +118,6 @@ def weight_files(folder: Path) -> dict[str, Path] | None:
             "model",
             f"{folder / shards[0]} is one of several files, but their index, {INDEX}, is missing",
             "copy or download the index",
-        )
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
-    if others:
-        raise UserError(
-            "model",
-            f"{folder} has {others[0]} but no {WEIGHTS}",
-            "convert the weights to safetensors with save_pretrained (other formats can run code when loaded)",
         )
     return None
 

@@ -66,6 +66,20 @@ class StepPlan:
     computed: Indices | None = None  # [ranks, J] tokens that each micro-batch computes; None if nothing is shared
     widths: Indices | None = None  # [ranks, J] number of ranks that share each pack; None if none is shared
 
+    @staticmethod
+    def empty(*, ranks: int, max_tokens: int) -> StepPlan:
+        """The plan of a step that computes nothing: no rank has a micro-batch."""
+        none: Indices = np.zeros(0, np.int64)
+        return StepPlan(
+            micro_batches=((),) * ranks,
+            lengths=none,
+            max_tokens=max_tokens,
+            cost=np.zeros((ranks, 0)),
+            truncated=none,
+            dropped=none,
+            alone=none,
+        )
+
     @property
     def ranks(self) -> int:
         return len(self.micro_batches)

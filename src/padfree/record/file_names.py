@@ -11,6 +11,7 @@ rows.jsonl               data rows that were skipped, dropped or truncated
 rollouts.jsonl           a few responses of each sampled batch
 failures.jsonl           episodes and rewards that raised an error or hung
 nonfinite-step-*.jsonl   the samples of a step whose loss or gradient was not finite
+end.json                 how the run ended, if it ended without a checkpoint of its last step
 response_log/step-*      responses that were sampled after the last checkpoint
 checkpoints/step-*       checkpoints to resume from
 model/                   the exported trained model
@@ -26,6 +27,7 @@ METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.jsonl"
 EVENTS = "events.jsonl"
 ROWS = "rows.jsonl"
+END = "end.json"
 ROLLOUTS = "rollouts.jsonl"
 FAILURES = "failures.jsonl"
 NONFINITE = "nonfinite-step-{step}.jsonl"  # `step`: eight digits, or * to match all files

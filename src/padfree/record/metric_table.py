@@ -45,26 +45,27 @@ STEP = MetricGroup(
         Metric("gradient_norm", "norm", "Global gradient norm before clipping."),
         Metric("lr", "rate", "Learning rate of this step; with `optimizer.name=muon`, of the hidden matrices."),
         Metric("lr/adamw", "rate", "With `optimizer.name=muon`: learning rate of all other parameters."),
-        Metric("samples", "samples", "Number of samples of the step."),
+        Metric("samples", "samples", "Samples of the step."),
+        Metric("rows", "rows", "SFT and distillation: data rows of the step; a row may give several samples."),
+        Metric("tokens", "tokens", "Tokens of the step, without padding."),
+        Metric("scored_tokens", "tokens", "Tokens that have a loss."),
         Metric(
-            "rows", "rows", "SFT and distillation: number of data rows of the step; a row may give several samples."
+            "skipped_samples",
+            "samples",
+            "RL with `loss.skip_zero_gradient=auto`: samples of the step that are not computed, because their "
+            "advantages and therefore their gradients are 0; only if the loss has no KL, entropy or router term.",
         ),
-        Metric("tokens", "tokens", "Number of tokens of the step, without padding."),
-        Metric("scored_tokens", "tokens", "Number of tokens that have a loss."),
+        Metric("skipped_tokens", "tokens", "Tokens of the skipped samples; `tokens` includes them."),
         Metric(
             "computed_tokens",
             "tokens",
-            "Number of tokens that the model computes: a prefix that samples share counts once.",
+            "Tokens that are computed: a prefix that samples share counts once, skipped samples do not count.",
         ),
         Metric("seconds", "s", "Time of the update, without sampling and scoring of rollouts."),
-        Metric("tokens_per_second", "tokens/s", "`tokens` divided by `seconds`."),
-        Metric("micro_batches", "micro-batches", "Number of micro-batches on each data rank."),
-        Metric("fill", "share", "Number of tokens divided by the token capacity of all micro-batches."),
-        Metric(
-            "padding_share",
-            "share",
-            "Number of padding tokens divided by the number of all tokens that the model computes.",
-        ),
+        Metric("tokens_per_second", "tokens/s", "`tokens` without `skipped_tokens`, divided by `seconds`."),
+        Metric("micro_batches", "micro-batches", "Micro-batches on each data rank."),
+        Metric("fill", "share", "Tokens divided by the capacity of the micro-batches."),
+        Metric("padding_share", "share", "Pad tokens divided by all tokens that are computed."),
         Metric(
             "imbalance",
             "ratio",
@@ -97,8 +98,9 @@ STEP = MetricGroup(
 
 LOSS = MetricGroup(
     "Statistics of the loss",
-    "Means over scored tokens, or over pairs or answers. An objective of your own adds `loss/NAME` for each of its "
-    "statistics.",
+    "Means over scored tokens, or over pairs or answers. In RL, samples that the step skips (`skipped_samples`) have "
+    "no log-probabilities: all means except that of the advantage cover the other samples, and are missing if the step "
+    "skips all samples. An objective of your own adds `loss/NAME` for each of its statistics.",
     (
         Metric("loss/nll", "nats", "SFT: negative log-likelihood."),
         Metric("loss/divergence", "nats", "Distillation: divergence between teacher and student."),
@@ -116,12 +118,8 @@ LOSS = MetricGroup(
         Metric("loss/rejected", "reward", "DPO and reward models: score of the rejected answer."),
         Metric("loss/desirable", "reward", "KTO: reward of desirable answers."),
         Metric("loss/undesirable", "reward", "KTO: reward of undesirable answers."),
-        Metric("loss/advantage", "advantage", "RL: advantage of a token."),
-        Metric(
-            "loss/ratio",
-            "ratio",
-            "RL: probability of a token under the policy divided by its probability under the old policy.",
-        ),
+        Metric("loss/advantage", "advantage", "RL: advantage; skipped samples count as 0."),
+        Metric("loss/ratio", "ratio", "RL: ratio of the policy to the old policy."),
         Metric("loss/approx_kl", "nats", "RL: log π_old - log π."),
         Metric("loss/clip_fraction", "share", "RL: share of tokens whose ratio is clipped."),
         Metric("loss/importance_weight", "ratio", "RL with `loss.corrections`: product of the correction factors."),
@@ -182,21 +180,28 @@ BATCH = MetricGroup(
 
 TIMES = MetricGroup(
     "Times of a rollout batch",
-    "RL, on rank 0. `seconds/update` is in every line; the other times are in the line of a batch's first update.",
+    "RL, on rank 0. `seconds/update` is in every line, phases of a batch are in the line of its first update. Logging, "
+    "evaluations and checkpoints follow an update and are in the line of the next. The phases of a line add up to the "
+    "time between the ends of two updates; only phases that run at the same time (on a GPU, with rollouts from files) "
+    "count twice.",
     (
         Metric("seconds/update", "s", "Time of the update, equal to `seconds`."),
+        Metric("seconds/sampling", "s", "Sampling; everything that a sampler does not report separately is included."),
+        Metric("seconds/rewards", "s", "Computing rewards."),
+        Metric("seconds/weight_sync", "s", "Sending weights to the sampler."),
+        Metric("seconds/waiting", "s", "Waiting for responses that are sampled ahead."),
+        Metric("seconds/reference", "s", "Scoring by the reference, and copying the policy's weights to it."),
+        Metric("seconds/teacher", "s", "Scoring by the teacher."),
+        Metric("seconds/critic", "s", "Values of the critic."),
+        Metric("seconds/old_logprobs", "s", "Scoring by the policy before the updates."),
         Metric(
-            "seconds/sampling",
+            "seconds/preparing",
             "s",
-            "Time of sampling, including all phases that the sampler does not report separately.",
+            "Preparing the batch, without the phases above: order of the data, advantages, reward metrics.",
         ),
-        Metric("seconds/rewards", "s", "Time to compute the rewards."),
-        Metric("seconds/weight_sync", "s", "Time to send the weights to the sampler."),
-        Metric("seconds/waiting", "s", "Time spent waiting for responses that are sampled ahead."),
-        Metric("seconds/reference", "s", "Time in which the reference scores the samples."),
-        Metric("seconds/teacher", "s", "Time in which the teacher scores the samples."),
-        Metric("seconds/critic", "s", "Time in which the critic computes its values."),
-        Metric("seconds/old_logprobs", "s", "Time in which the policy scores the samples before the updates."),
+        Metric("seconds/logging", "s", "Writing the metrics of the previous line, trackers and progress included."),
+        Metric("seconds/evaluation", "s", "Evaluations since the previous line."),
+        Metric("seconds/checkpoint", "s", "Saving checkpoints since the previous line, as far as training waits."),
         Metric(
             "sampler_tokens_per_second",
             "tokens/s",

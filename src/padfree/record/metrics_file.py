@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from padfree.choices import ROLLOUT_ARRAYS
 from padfree.errors import UserError
 from padfree.record.file_names import METRICS
-from padfree.sample import ROLLOUT_ARRAYS, Sample
+from padfree.sample import Sample
 
 
 class MetricsFile:

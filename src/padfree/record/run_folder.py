@@ -155,14 +155,14 @@ def mark_run_folder(config: Config) -> Identity:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MARKER).exists():
             identity = Identity(run=uuid.uuid4().hex, padfree=__version__, created=_now())
-            _write(folder / MARKER, asdict(identity))
+            write_json(folder / MARKER, asdict(identity))
             return identity
     return read_identity(folder)
 
 
 def read_identity(folder: Path) -> Identity:
     path = folder / MARKER
-    found = _read(path)
+    found = read_json(path)
     names = Identity.__slots__
     if (
         found is None
@@ -213,7 +213,7 @@ def _lock(config: Config) -> tuple[Identity, FileLock]:
                 raise _in_use(folder, holder, f", or remove {folder / HOLDER} if that process is gone") from None
         try:
             identity = mark_run_folder(config)
-            _write(folder / HOLDER, asdict(Holder(pid=os.getpid(), host=socket.gethostname(), since=_now())))
+            write_json(folder / HOLDER, asdict(Holder(pid=os.getpid(), host=socket.gethostname(), since=_now())))
         except BaseException:
             lock.release()
             raise
@@ -256,7 +256,7 @@ def _may_be_alive(holder: Holder) -> bool:
 
 
 def _read_holder(folder: Path) -> Holder | None:
-    found = _read(folder / HOLDER)
+    found = read_json(folder / HOLDER)
     try:
         return Holder(pid=int(found["pid"]), host=str(found["host"]), since=str(found["since"])) if found else None
     except (KeyError, TypeError, ValueError):
@@ -265,7 +265,7 @@ def _read_holder(folder: Path) -> Holder | None:
 
 def _made_by_older_version(folder: Path) -> bool:
     """Whether a version of padfree that did not write `run.json` has made this folder."""
-    settings = _read(folder / CONFIG) or {}
+    settings = read_json(folder / CONFIG) or {}
     if not all(isinstance(settings.get(section), dict) for section in SECTIONS):
         return False
     return "folder" in settings["run"] and "path" in settings["data"] and "max_tokens" in settings["batch"]
@@ -285,7 +285,7 @@ def _identity_of_rank_0(identity: Identity | None) -> Identity:
 def _not_shared(folder: Path, identity: Identity) -> str | None:
     """Return an error message if this rank's host does not see the folder of rank 0; otherwise None."""
     deadline = time.monotonic() + SHOWN_SECONDS
-    while (_read(folder / MARKER) or {}).get("run") != identity.run:
+    while (read_json(folder / MARKER) or {}).get("run") != identity.run:
         if time.monotonic() > deadline:
             return (
                 f"run.folder: {folder} on {socket.gethostname()} is not the folder of rank 0 (it lacks rank 0's "
@@ -312,8 +312,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if the file does not exist or does not hold one."""
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -321,8 +321,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _write(path: Path, values: dict[str, Any]) -> None:
-    """Write `values` as JSON to a temporary file and rename it to `path`, so that `path` is never incomplete."""
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write to a temporary file and rename it, so that the file is never incomplete."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         with temporary.open("w", encoding="utf-8") as file:

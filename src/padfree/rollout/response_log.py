@@ -164,6 +164,12 @@ class ResponseLog:
         with suppress(OSError):
             self.folder.rmdir()  # if it is empty
 
+    def remove(self) -> None:
+        """Remove the files of all ranks. Only one rank calls it, after `close`."""
+        self.purge(None)
+        with suppress(OSError):
+            self.folder.rmdir()  # if it is empty
+
     def _start(self, origin: Origin, *, after: int) -> None:
         self._covered[origin.step] = after
         path = self.folder / f"step-{origin.step:08d}.rank-{self.rank:05d}.jsonl"

@@ -34,8 +34,8 @@ from padfree.cp.ranges import to_device
 from padfree.cp.shard import sum_over_context
 from padfree.data import SFTDataSettings, TokenizedDataset
 from padfree.data.encode import Encoded, Passage, Piece
-from padfree.data.fields import Fields, Format, Schema
-from padfree.data.formats import GUARDED, HINTS, NAMES, SFT_SCHEMA
+from padfree.data.fields import Fields
+from padfree.data.formats import LABEL_SCHEMA
 from padfree.data.prepare import Progress, load_rows
 from padfree.data.records import RowError, shown, string
 from padfree.data.tokenize import PairTokenizer
@@ -48,15 +48,6 @@ from padfree.tasks.reading import TrainingData, of_store, text_settings
 from padfree.tasks.task import Models, Task
 
 # Data
-
-SCHEMA = Schema(
-    formats=(Format(kind="pair", needs=("prompt", "response", "label"), may=("input", "system", "history", "tools")),),
-    names=NAMES,
-    hints=HINTS,
-    guarded={name: why for name, why in GUARDED.items() if name != "label"},
-    elsewhere=SFT_SCHEMA.elsewhere,
-    number="label",
-)
 
 
 class LabelTokenizer(PairTokenizer):
@@ -235,7 +226,7 @@ class KTO(Task):
     ) -> TrainingData:
         settings = SFTDataSettings(**text_settings(data, day))
         paths = list(data.path)
-        found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, SCHEMA, progress=progress)
+        found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, LABEL_SCHEMA, progress=progress)
         return of_store(found)
 
     def micro_batch_loss(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from padfree.config import DataConfig, LossConfig, RolloutConfig
@@ -29,6 +30,7 @@ from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, TokenMicroBatchLoss
 from padfree.tasks.reading import TrainingData, text_settings
 from padfree.tasks.task import Models, Task
+from padfree.tasks.zero_gradient import has_advantage, run_may_skip
 
 
 class RL(Task):
@@ -74,10 +76,7 @@ class RL(Task):
         raise AssertionError("policies are evaluated by their responses")
 
     def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:
-        keeps_old = needs_old_logprobs(loss.policy())
-        old = models.policy(samples) if keeps_old or models.teacher is not None else None
-        if keeps_old and old is not None:
-            samples = with_arrays(samples, old_logprobs=old)
+        old = None if models.teacher is None else models.policy(samples)
         metrics: dict[str, float] = {}
         if models.critic is not None:
             samples, found = models.critic(samples)
@@ -89,11 +88,32 @@ class RL(Task):
         else:
             metrics |= signal_of(samples, loss.advantage).metrics()
             samples = with_advantages(samples, loss.advantage)
+        if needs_old_logprobs(loss.policy()):
+            samples = (
+                _with_old_logprobs(samples, models, loss) if old is None else with_arrays(samples, old_logprobs=old)
+            )
         samples, _ = super().prepare(samples, models, loss)
         return samples, metrics
 
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
         return asks or needs_old_logprobs(loss.policy())
+
+
+def _with_old_logprobs(samples: list[Sample], models: Models, loss: LossConfig) -> list[Sample]:
+    """Add the policy's log-probabilities to the samples that the updates compute; the others keep None.
+
+    A critic is trained on all samples, and the samples of a pack must have the same arrays.
+    """
+    skips = run_may_skip(loss) and models.critic is None
+    computed = has_advantage(samples) if skips else np.ones(len(samples), np.bool_)
+    if not computed.any():
+        return samples
+    chosen = np.flatnonzero(computed).tolist()
+    scored = [samples[index] for index in chosen]
+    found = list(samples)
+    for index, sample in zip(chosen, with_arrays(scored, old_logprobs=models.policy(scored)), strict=True):
+        found[index] = sample
+    return found
 
 
 TASK = RL()

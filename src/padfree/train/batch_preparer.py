@@ -146,6 +146,13 @@ class BatchPreparer:
     def next(self, step: int) -> GlobalBatch | None:
         """Return the next batch, or None after the last. `step`: updates made so far, i.e. the policy version."""
         times = BatchTimes()
+        with times.measure_rest("preparing"):
+            found = self._next(step, times)
+        if found is not None and (self.rollouts is not None or not self.config.loss.task.in_rows):
+            return replace(found, times=times.metrics(sum(int(sample.mask.sum()) for sample in found.samples)))
+        return found
+
+    def _next(self, step: int, times: BatchTimes) -> GlobalBatch | None:
         if self.rollouts is not None:
             with times.measure("sampling"):
                 found = self.rollouts.next(step)
@@ -183,7 +190,6 @@ class BatchPreparer:
             parts=parts,
             epochs=self._loss.epochs,
             metrics=metrics,
-            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if has_metrics else {},
         )
 
     def _models(self, times: BatchTimes) -> Models:

@@ -1,12 +1,16 @@
-"""How the time of a rollout batch divides into phases: `seconds/...` in the metrics.
+"""How the time of an RL run divides into phases: `seconds/...` in the metrics.
 
     collector                                   reference       scorer           engine
-    |weight_sync|waiting|sampling|rewards|  |reference|     |old_logprobs|   |update|   |update|
+    |weight_sync|waiting|sampling|rewards|  |reference|     |old_logprobs|  |update| |logging| |update| ...
     '------------- one call -------------'
+    '------------- a batch: what is in none of these phases is preparing --------'
 
-`seconds/update` is in the metrics of every update; the other phases are in those of the batch's first update. The
-collector measures the phases of its last call itself and returns them as `timings`, in seconds by name; the rest of the
-call counts as sampling.
+`seconds/update` is in the metrics of every update. The phases of a batch are in those of its first update. Logging,
+evaluations and checkpoints follow an update, so they are in the metrics of the next one. The phases of a line add up to
+the time from the end of the previous update to the end of this one, unless phases run at the same time.
+
+The collector measures the phases of its last call itself and returns them as `timings`, in seconds by name; the rest of
+the call counts as sampling.
 """
 
 from __future__ import annotations
@@ -30,11 +34,15 @@ PARTS = (
     "update",
     "weight_sync",
     "waiting",
+    "preparing",
+    "logging",
+    "evaluation",
+    "checkpoint",
 )
 
 
 class BatchTimes:
-    """Measures the seconds that each phase of one batch takes on this rank."""
+    """Seconds of each phase on this rank: of one batch, or between two updates."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -54,6 +62,20 @@ class BatchTimes:
                 return ask(samples)
 
         return call
+
+    @contextmanager
+    def measure_rest(self, part: str) -> Iterator[None]:
+        """Like `measure`, but only the time that is in no other phase of the block."""
+        begin, known = time.perf_counter(), sum(self.seconds.values())
+        yield
+        rest = time.perf_counter() - begin - (sum(self.seconds.values()) - known)
+        self.seconds[part] = self.seconds.get(part, 0.0) + max(rest, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """The seconds by metric name since the last call."""
+        found = {f"seconds/{part}": seconds for part, seconds in self.seconds.items()}
+        self.seconds = {}
+        return found
 
     def split_sampling(self, timings: Mapping[str, float]) -> None:
         """Move the seconds in `timings`, by phase, from the sampling phase to their own phases."""

@@ -1,4 +1,4 @@
-"""Check that the disk can hold what a run will write: its first checkpoint and the exported model.
+"""Check that the disk can hold what a run will write: its first checkpoint, if it saves any, and the exported model.
 
     checkpoint    float32 weights, and the optimizer state of the trained weights (with adapters: only the adapters);
                   also the critic and its optimizer state
@@ -34,10 +34,11 @@ class DiskUse:
 
     checkpoint: int
     export: int
+    saves: bool = True  # False: only a signal makes the run write a checkpoint
 
     @property
     def all(self) -> int:
-        return self.checkpoint + self.export
+        return (self.checkpoint if self.saves else 0) + self.export
 
 
 def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
@@ -63,7 +64,8 @@ def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
         if chosen == "base":
             chosen = str(getattr(model.config, "dtype", None) or "float32").removeprefix("torch.")  # type: ignore[assignment]
         export = trained * FLOAT32 if alone else parameters * BYTES.get(chosen, FLOAT32)
-    return DiskUse(checkpoint=checkpoint, export=export)
+    saves = config.checkpoint.every is not None or config.checkpoint.best is not None
+    return DiskUse(checkpoint=checkpoint, export=export, saves=saves)
 
 
 def _count(model: nn.Module, *, trained: bool = False) -> int:
@@ -85,11 +87,13 @@ def check_disk(config: Config, model: PreTrainedModel) -> None:
     use, folder = disk_use(config, model), Path(config.run.folder)
     free, inodes = free_space(folder)
     if free < use.all:
-        export = f" and the exported model {shown_size(use.export)}" if use.export else ""
-        cure = ", or set checkpoint.export=false" if use.export and free >= use.checkpoint else ""
+        parts = [("a checkpoint", use.checkpoint)] if use.saves else []
+        parts += [("the exported model", use.export)] if use.export else []
+        sizes = " and ".join(f"{name} takes about {shown_size(size)}" for name, size in parts)
+        cure = ", or set checkpoint.export=false" if use.export and free >= use.all - use.export else ""
         raise UserError(
             "run.folder",
-            f"{folder} has {shown_size(free)} free, but a checkpoint takes about {shown_size(use.checkpoint)}{export}",
+            f"{folder} has {shown_size(free)} free, but {sizes}",
             f"free space, or give a folder on another disk{cure}",
         )
     if inodes is not None and inodes < INODES:
@@ -104,7 +108,8 @@ def disk_line(config: Config, model: PreTrainedModel) -> str:
     """Return what a dry run prints about disk space: the bytes that the run will write, and the free bytes."""
     use, free = disk_use(config, model), free_space(Path(config.run.folder))[0]
     export = f", the exported model {shown_size(use.export)}" if use.export else ""
-    return f"disk: a checkpoint takes {shown_size(use.checkpoint)}{export}; {shown_size(free)} are free"
+    when = "" if use.saves else ", which only a signal asks for,"
+    return f"disk: a checkpoint{when} takes {shown_size(use.checkpoint)}{export}; {shown_size(free)} are free"
 
 
 def shown_size(size: float) -> str:

@@ -30,7 +30,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from padfree.config.loss_settings import TaskSettings, ValueSettings
 from padfree.cp.ranges import to_device
@@ -48,13 +48,14 @@ from padfree.optim.optimizer import Optimizer
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import whole
-from padfree.sample import Sample
+from padfree.sample import TOKEN_ARRAYS, Sample
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
 from padfree.tasks import task_of
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
+from padfree.tasks.zero_gradient import has_advantage, may_skip
 from padfree.train.finite_checks import NonFiniteError, nonfinite_cause
-from padfree.train.microbatch import MicroBatch
+from padfree.train.microbatch import Floats, MicroBatch
 from padfree.train.rank_imbalance_timer import RankImbalanceTimer
 from padfree.train.router_balance import RouterBalance
 from padfree.train.scorer import Scorer
@@ -72,16 +73,29 @@ class LossSettings:
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # "low": the head uses about 1 GiB at most and recomputes part of its work
     load_balancing: float = 0.0  # coefficient of the load-balancing loss of expert routers
-    router_bias: float = 0.0  # amount by which one step changes the bias with which a router selects experts
+    router_bias: float = 0.0  # how far one step moves a router's expert-selection bias
+    skip_zero_gradient: bool = True  # leave out samples whose gradient is 0 (`padfree.tasks.zero_gradient`)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkippedSamples:
+    """Samples that a step leaves out because their gradient is 0: their number, tokens and scored tokens."""
+
+    samples: int = 0
+    tokens: int = 0
+    labels: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepReport:
-    """Results of one step over the whole global batch, identical on every rank."""
+    """Results of one step over the whole global batch, identical on every rank.
+
+    Numbers of samples, tokens and labels include the samples that the step skipped; `plan` does not.
+    """
 
     loss: float
     gradient_norm: float  # the norm before clipping
-    statistics: dict[str, float]  # means over scored tokens
+    statistics: dict[str, float]  # means over the scored tokens that are computed; of the advantage: over all
     num_samples: int
     num_tokens: int  # number of tokens of the samples, without padding
     num_labels: int
@@ -91,17 +105,26 @@ class StepReport:
     source_losses: Mapping[str, float] = field(default_factory=dict)  # weighted mean loss over the tokens of a source
     num_rows: int | None = None  # number of data rows, if several samples can come from one row; None: not known
     compute_seconds: tuple[float, ...] = ()  # forward time of the layers on each data rank; empty: not measured
+    skipped: SkippedSamples | None = None  # None: the loss does not allow to skip samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedStep:
     """A global batch that is planned and packed: the input of one optimizer step."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[Sample]  # those that are computed
     plan: StepPlan
     packs: Sequence[tuple[MicroBatch, Indices]]  # this rank's packs, each with the indices of its samples
     source: Indices | None = None  # [B] index of each sample's source, if the data is a mixture
     source_weights: tuple[float, ...] = ()  # sum of the token weights of each source
+    num_rows: int | None = None  # see `StepReport`
+    skipped: SkippedSamples | None = None  # see `StepReport`
+
+
+UNSCORED = Sample(tokens=np.zeros(1, np.int64), loss_mask=np.zeros(1, np.bool_)).with_numbers(
+    **{name: np.zeros(1, np.float32) for name in TOKEN_ARRAYS}
+)
+"""A sample of one token without a loss: its gradient is 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +163,10 @@ class Engine:
                 scorer.model, scorer.mesh, coefficient=settings.load_balancing, bias_rate=settings.router_bias
             )
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._with_gradients: list[nn.Parameter] | None = None  # parameters that got a gradient in the last pass
+        self._may_skip = settings.skip_zero_gradient and may_skip(
+            settings.loss, has_router_term=self.router is not None
+        )
 
     def step(
         self,
@@ -156,18 +183,24 @@ class Engine:
         return self.begin(self.prepare(samples), lr_factor=lr_factor, step=step).finish()
 
     def prepare(self, samples: Sequence[Sample], *, eager: bool = True) -> PreparedStep:
-        """Plan and pack a global batch. With `eager=False`, a pack is built only when the step reaches it."""
-        plan = self.packer.plan(samples, keep_groups=self.micro_batch_loss.keeps_groups)
+        """Plan and pack a global batch. With `eager=False`, each pack is built when the step reaches it."""
         settings = self.settings
         grouped = settings.aggregation == "group-mean"
         groups = [sample.group for sample in samples]
-        weights = token_weights(
+        weights: Sequence[Floats] = token_weights(
             settings.aggregation,
             [sample.mask for sample in samples],
             groups=groups if grouped else None,
             constant=settings.constant,
             units=groups if settings.groups_are_rows else None,
         )
+        num_rows = None
+        if settings.groups_are_rows:
+            num_rows = len({group or index for index, group in enumerate(groups)})
+        skipped = None
+        if self._may_skip:  # the weights above count all samples
+            samples, weights, skipped = _computed(samples, weights)
+        plan = self.packer.plan(samples, keep_groups=self.micro_batch_loss.keeps_groups)
         packs = self.packer.lay_out(samples, plan, weights)
         source, totals = None, [0.0] * len(settings.sources)
         if settings.sources:
@@ -180,6 +213,8 @@ class Engine:
             packs=packs[:] if eager else packs,
             source=source,
             source_weights=tuple(totals),
+            num_rows=num_rows,
+            skipped=skipped,
         )
 
     def begin(
@@ -217,6 +252,8 @@ class Engine:
     def gradients(self, prepared: PreparedStep) -> _Sums:
         """Accumulate the gradients of the whole batch in the parameters; return this rank's sums."""
         self.optimizer.zero_grad(set_to_none=True)
+        if not len(prepared.packs):
+            return self._zero_gradients(prepared)
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
         sums = _Sums(zeros[0], {}, [], zeros[1:])
         micro_batch_loss: Callable[..., LossOutput] = self.micro_batch_loss
@@ -242,7 +279,30 @@ class Engine:
                     sums.source_losses.index_add_(0, to_device(prepared.source[indices], self.mesh.device), by_sample)
         if self.router is not None:
             self.router.end()
+        self._with_gradients = [parameter for parameter in self.parameters if parameter.grad is not None]
+        if prepared.skipped is not None and "advantage" in sums.statistics and self.mesh.loss.rank == 0:
+            total, count = sums.statistics["advantage"]  # the advantages of skipped samples are known to be 0
+            sums.statistics["advantage"] = total, count + prepared.skipped.labels
         return sums
+
+    def _zero_gradients(self, prepared: PreparedStep) -> _Sums:
+        """The gradients of a batch without any computed sample, without a pass over the model.
+
+        The optimizer must do the same as after a pass: it decays the moments and the weights of the parameters that
+        have a gradient, and of no others. Only a pass shows which parameters these are. If there was none yet, a pass
+        over a single unscored token finds out.
+        """
+        assert prepared.skipped is not None
+        zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
+        if self._with_gradients is None:
+            plan = self.packer.plan([UNSCORED])
+            packs = self.packer.lay_out([UNSCORED], plan, [np.zeros(1, np.float32)])
+            self.gradients(PreparedStep(samples=[UNSCORED], plan=plan, packs=packs))
+        assert self._with_gradients is not None
+        for parameter in self._with_gradients:
+            parameter.grad = torch.zeros_like(parameter)
+        labels = torch.full_like(zeros[0], prepared.skipped.labels if self.mesh.loss.rank == 0 else 0)
+        return _Sums(zeros[0], {"advantage": (torch.zeros_like(labels), labels)}, [], zeros[1:])
 
     def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
         """Return one tensor of sums over the global batch.
@@ -298,31 +358,27 @@ class PendingStep:
         sources = self._engine.settings.sources
         by_source, rest = rest[: len(sources)], rest[len(sources) :]
         names = sorted(self._sums.statistics)
-        plan = self._prepared.plan
+        plan, skipped = self._prepared.plan, self._prepared.skipped or SkippedSamples()
         num_tokens, computed = int(plan.tokens.sum()), plan.padded_tokens(self._engine.mesh.context.size)
         return StepReport(
             loss=loss,
             gradient_norm=norm,
             statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)},
-            num_samples=len(self._prepared.samples),
-            num_rows=self._num_rows(),
+            num_samples=len(self._prepared.samples) + skipped.samples,
+            num_rows=self._prepared.num_rows,
             source_losses={
                 name: total / weight
                 for name, total, weight in zip(sources, by_source, self._prepared.source_weights, strict=True)
                 if weight > 0
             },
-            num_tokens=num_tokens,
-            num_labels=int(num_labels),
-            padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,
+            num_tokens=num_tokens + skipped.tokens,
+            num_labels=int(num_labels) + skipped.labels,
+            padding_share=1.0 - int(plan.computed_tokens.sum()) / computed if computed else 0.0,
             plan=plan,
             stop_votes=int(stop_votes),
             compute_seconds=() if self._marks is None else self._seconds(self._marks),
+            skipped=self._prepared.skipped,
         )
-
-    def _num_rows(self) -> int | None:
-        if not self._engine.settings.groups_are_rows:
-            return None
-        return len({sample.group or index for index, sample in enumerate(self._prepared.samples)})
 
     def device_seconds(self) -> float | None:
         """Return the device time from the end of the previous step to the end of this one; None if it is not known.
@@ -368,6 +424,23 @@ class PendingStep:
             f"{_listed([_uid(samples, index) for index in where])}{cause}",
             whole([samples[index] for index in where]),
         )
+
+
+def _computed(
+    samples: Sequence[Sample], weights: Sequence[Floats]
+) -> tuple[Sequence[Sample], Sequence[Floats], SkippedSamples]:
+    """The samples of a batch that have a gradient, with their token weights; and how much is left out."""
+    computed = has_advantage(samples)
+    if computed.all():
+        return samples, weights, SkippedSamples()
+    left_out = [samples[index] for index in np.flatnonzero(~computed).tolist()]
+    chosen = np.flatnonzero(computed).tolist()
+    skipped = SkippedSamples(
+        samples=len(left_out),
+        tokens=sum(map(len, left_out)),
+        labels=sum(sample.num_labels for sample in left_out),
+    )
+    return [samples[index] for index in chosen], [weights[index] for index in chosen], skipped
 
 
 def _uid(samples: Sequence[Sample], index: int) -> str | int:

@@ -120,8 +120,10 @@ class Packer:
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
         """Assign samples to packs and ranks. A pack holds up to `max_tokens` tokens per context rank.
 
-        With `keep_groups`, all samples of a group are in the same pack.
+        With `keep_groups`, samples of a group are in one pack. Without samples the plan has no packs.
         """
+        if not len(samples):
+            return StepPlan.empty(ranks=self.mesh.data.size, max_tokens=self.max_tokens * self.mesh.context.size)
         return plan_samples(
             samples,
             self._prefixes(samples),

@@ -56,6 +56,7 @@ from padfree.tasks.reading import TrainingData
 from padfree.train.check_data import check_lengths, check_source, untrained_samples
 from padfree.train.count_steps import count_steps
 from padfree.train.data_rows import check_shown, lengths_of
+from padfree.train.end_record import check_can_continue
 from padfree.train.limits import ModelLimits
 from padfree.train.resume import check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
@@ -118,6 +119,7 @@ def check_folder_usable(config: Config) -> None:
     check_folder(config.run.folder, "run.folder")
     check_not_in_use(Path(config.run.folder))
     check_newest(config)
+    check_can_continue(config, raised_steps_only=True)
 
 
 def _run_checks(

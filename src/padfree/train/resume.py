@@ -37,6 +37,7 @@ from padfree.errors import UserError
 from padfree.record.file_names import CHECKPOINTS
 from padfree.rollout import Prompt
 from padfree.sample import TOKEN_ARRAYS, Sample
+from padfree.train.end_record import read_end
 from padfree.train.global_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
@@ -292,9 +293,10 @@ def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
 
 
 def data_day(config: Config) -> datetime.date:
-    """Return the date for chat templates: the date in the checkpoint from which the run resumes, otherwise today."""
-    with suppress(KeyError, TypeError, ValueError, OSError):  # no date, or a damaged file, which loading will report
-        return datetime.date.fromisoformat(_newest_extra(config)[1][KEY]["data"]["day"])
+    """The date for chat templates: that of the run that ended, or of the checkpoint to resume from, or today."""
+    with suppress(KeyError, TypeError, ValueError, OSError):  # no day, or damaged, which loading will report
+        extra = read_end(config) or _newest_extra(config)[1]
+        return datetime.date.fromisoformat(extra[KEY]["data"]["day"])
     return today()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.checkpoint.checkpointer import Checkpointer, latest_in
 from padfree.checkpoint.manifest import base_tensors
 from padfree.config import Config
 from padfree.data import RolloutDataSettings, StoredSamples
@@ -41,6 +41,7 @@ from padfree.train.count_steps import planned_steps
 from padfree.train.determinism import deterministic
 from padfree.train.disk import check_disk
 from padfree.train.early_imports import EarlyImports, first_step_modules
+from padfree.train.end_record import check_can_continue
 from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.finished import finished_step
@@ -102,7 +103,9 @@ def train(
             )
             finished = _finished(config, mesh, preflight_result)
             if finished is not None:
-                return RunResult(step=finished, stopped=False, checkpoint=None, was_finished=True)
+                newest = latest_in(Path(config.run.folder) / CHECKPOINTS)
+                return RunResult(step=finished, stopped=False, checkpoint=newest, was_finished=True)
+            raise_together(user_error_of(check_can_continue, config) if mesh.loss.rank == 0 else None)
             needs = partial(check_disk, model=preflight_result.model)
             raise_together(user_error_of(needs, config) if mesh.loss.rank == 0 else None)
             with held_run_folder(config), nullcontext(signals) if signals is not None else StopSignals() as listening:

@@ -92,6 +92,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         head_memory=config.parallel.head_bytes,
         load_balancing=config.loss.load_balancing,
         router_bias=config.loss.router_bias,
+        skip_zero_gradient=config.loss.skip_zero_gradient == "auto",
     )
     micro_batch_loss = task_of(config.loss.command).micro_batch_loss(
         settings.loss,

@@ -27,6 +27,7 @@ from padfree.stop_signals import StopSignals
 from padfree.train.batch_preparer import BatchPreparer
 from padfree.train.critic import Critic
 from padfree.train.determinism import restore_random_state
+from padfree.train.end_record import remove_end
 from padfree.train.engine import Engine
 from padfree.train.evaluate import Evaluate
 from padfree.train.global_batch import KEY, GlobalBatch
@@ -68,6 +69,7 @@ def begin_run(
     """
     mesh, note = engine.mesh, on_note or (lambda line: None)
     raise_together(user_error_of(mark_run_folder, config) if mesh.loss.rank == 0 else None)
+    raise_together(user_error_of(remove_end, config) if mesh.loss.rank == 0 else None)
     batches = BatchPreparer(
         engine,
         batcher,

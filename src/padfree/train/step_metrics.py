@@ -12,7 +12,7 @@ import torch
 from padfree.estimate.flops import Flops, Shared
 from padfree.packing import CostModel, StepPlan
 from padfree.sample import Sample
-from padfree.train.engine import StepReport
+from padfree.train.engine import SkippedSamples, StepReport
 
 
 def step_metrics(
@@ -25,10 +25,8 @@ def step_metrics(
     compute_seconds: Sequence[float] = (),
     memory_gib: float | None = None,
 ) -> dict[str, Any]:
-    """Return the metrics of one step by name. `rates`: learning rates by metric name. `seconds`: time of the step.
-
-    `compute_seconds`: the time that each data rank computed, without waiting for other ranks.
-    """
+    """The metrics of one step. `compute_seconds`: compute time of each data rank, without waiting for other ranks."""
+    skipped = report.skipped or SkippedSamples()
     found = {
         "step": step,
         "loss": report.loss,
@@ -38,8 +36,9 @@ def step_metrics(
         **({} if report.num_rows is None else {"rows": report.num_rows}),
         "tokens": report.num_tokens,
         "scored_tokens": report.num_labels,
+        **({} if report.skipped is None else {"skipped_samples": skipped.samples, "skipped_tokens": skipped.tokens}),
         "seconds": seconds,
-        "tokens_per_second": report.num_tokens / seconds if seconds > 0 else 0.0,
+        "tokens_per_second": (report.num_tokens - skipped.tokens) / seconds if seconds > 0 else 0.0,
         "computed_tokens": int(report.plan.computed_tokens.sum()),
         "micro_batches": report.plan.num_micro_batches,
         "fill": report.plan.fill,
@@ -51,7 +50,9 @@ def step_metrics(
     if sum(compute_seconds) > 0:
         found["imbalance_measured"] = max(compute_seconds) * len(compute_seconds) / sum(compute_seconds)
     if flops is not None:
-        found |= flops.metrics(report.plan.lengths, report.num_labels, seconds, shared=_shared(report.plan))
+        found |= flops.metrics(
+            report.plan.lengths, report.num_labels - skipped.labels, seconds, shared=_shared(report.plan)
+        )
     if memory_gib is not None:
         found["memory_gib"] = memory_gib
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from padfree.record.file_names import NONFINITE
 from padfree.record.metrics_file import MetricsFile, write_samples
 from padfree.record.run_folder import writing
 from padfree.record.trackers import Trackers
-from padfree.train.engine import Engine, PendingStep, PreparedStep
+from padfree.train.batch_times import BatchTimes
+from padfree.train.engine import Engine, PendingStep, PreparedStep, StepReport
 from padfree.train.finite_checks import NonFiniteError
 from padfree.train.step_metrics import peak_memory_gib, step_metrics
 
@@ -57,12 +58,12 @@ class StepPipeline:
         events: Events,
         trackers: Trackers,
         on_step: OnStep | None,
-        log_update_seconds: bool = False,
+        times: BatchTimes | None = None,
     ) -> None:
-        """`log_update_seconds`: also write the duration of each step as the metric `seconds/update`."""
+        """`times`: also write the seconds of a step as `seconds/update`, and count the seconds of logging here."""
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
-        self._log_update_seconds = log_update_seconds
+        self._times = times
         self._unfinished: list[_UnfinishedStep] = []
         self._last_end = 0.0
         self.stop_votes = 0  # ranks that wanted to stop when the last finished update began
@@ -111,6 +112,12 @@ class StepPipeline:
             self._events.write("nonfinite", step=unfinished.step, file=path.name)
             raise NonFiniteError(f"{error}; the samples are in {path}", error.samples) from None
         end = time.perf_counter()
+        # While the device runs another update, logging takes no time of the run.
+        counted = self._times is not None and not self._unfinished
+        with self._times.measure("logging") if counted and self._times is not None else nullcontext():
+            self._log(unfinished, report, end)
+
+    def _log(self, unfinished: _UnfinishedStep, report: StepReport, end: float) -> None:
         numbers = step_metrics(
             unfinished.step,
             report,
@@ -121,7 +128,7 @@ class StepPipeline:
             memory_gib=peak_memory_gib(self._engine.mesh.device),
         )
         self._last_end, self.stop_votes = end, report.stop_votes
-        if self._log_update_seconds:
+        if self._times is not None:
             numbers["seconds/update"] = numbers["seconds"]
         written = {**numbers, **unfinished.metrics}
         with writing(self._folder):

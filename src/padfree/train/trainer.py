@@ -42,10 +42,13 @@ from padfree.record.run_files import RunFiles
 from padfree.record.run_folder import writing
 from padfree.stop_signals import StopSignals
 from padfree.train.batch_preparer import BatchPreparer
+from padfree.train.batch_times import BatchTimes
 from padfree.train.determinism import deterministic, random_state
+from padfree.train.end_record import write_end
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
 from padfree.train.finite_checks import NonFiniteError, check_weights
+from padfree.train.global_batch import KEY as ROLLOUTS
 from padfree.train.global_batch import GlobalBatch
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.rl.run_response_log import RunResponseLog
@@ -136,6 +139,7 @@ class Trainer:
         self.prepares_next = self.mesh.device.type == "cuda"  # on a CPU it would gain nothing
         self._saved, self.best = position.saved, position.best
         self._evaluated = position.evaluated  # the step of the last evaluation
+        self._times = BatchTimes()  # phases since the last update began
         self._compiled_step: int | None = None  # step in which the user was last told about compilation
         flops = Flops.of(
             engine.model.config,
@@ -152,7 +156,7 @@ class Trainer:
             events=files.events,
             trackers=files.trackers,
             on_step=on_step,
-            log_update_seconds=not config.loss.task.in_rows,
+            times=None if config.loss.task.in_rows else self._times,
         )
 
     def finished(self) -> bool:
@@ -198,8 +202,9 @@ class Trainer:
                     self.events.write("compile", step=self.step - 1, **compiler.take())
                 if self._batch.finished:
                     self._batch = None
-                    self.batches.after_updates()
-                # While the device runs an update, use the ranks' votes to stop that the previous update collected.
+                    with nullcontext() if self.batches.reference is None else self._times.measure("reference"):
+                        self.batches.after_updates()
+                # While the device runs an update, use the votes that were collected when the previous update began.
                 if self.config.eval.every is not None and self.step % self.config.eval.every == 0:
                     self._run_evaluation()
                 stopped = (
@@ -213,13 +218,16 @@ class Trainer:
                 raise UserError("data.path", "gave no batch", "give files with at least one sample")
             if not stopped and self._evaluated != self.step:
                 self._run_evaluation()
-            if self.step > self._saved_step:
+            if self.step > self._saved_step and (stopped or self.config.checkpoint.every is not None):
                 self.save()
+        is_saved = self.step == self._saved_step
         if self.response_log is not None:
-            self.response_log.close()
+            self.response_log.close(is_needed=is_saved)
         if self.on_note is not None and (line := self.batches.no_signal_note()) is not None:
             self.on_note(line)
         by = {} if signals.number is None else {"signal": Signals(signals.number).name}
+        if not is_saved and self.mesh.loss.rank == 0:
+            write_end(self.folder, self._end_record())
         self.events.write("stop" if stopped else "end", step=self.step, **by)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
 
@@ -242,16 +250,17 @@ class Trainer:
             return
         self.updates.finish()
         self._report_activity("evaluating")
-        begin = time.perf_counter()
-        found = self.evaluate(self.step)
-        self._evaluated = self.step
-        line = {"step": self.step, **found, "seconds/evaluation": time.perf_counter() - begin}
-        with writing(self.folder):
-            self._evaluations.write(line)
-            self.trackers.log(self.step, line)
-        if self.on_note is not None:
-            numbers = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
-            self.on_note(f"evaluation after {self.step} steps: {numbers}")
+        with self._times.measure("evaluation"):
+            begin = time.perf_counter()
+            found = self.evaluate(self.step)
+            self._evaluated = self.step
+            line = {"step": self.step, **found, "seconds/evaluation": time.perf_counter() - begin}
+            with writing(self.folder):
+                self._evaluations.write(line)
+                self.trackers.log(self.step, line)
+            if self.on_note is not None:
+                numbers = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
+                self.on_note(f"evaluation after {self.step} steps: {numbers}")
         name = self.config.checkpoint.best
         if name is None or self.step == 0:  # the initial weights need no checkpoint
             return
@@ -293,6 +302,10 @@ class Trainer:
         metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
         if batch.done == 0:
             metrics = {**batch.times, **metrics}
+        elapsed = self._times.take()
+        if not self.config.loss.task.in_rows:
+            for name, seconds in elapsed.items():
+                metrics[name] = metrics.get(name, 0.0) + seconds
         schedule = self.config.schedule
         factor = learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
@@ -320,6 +333,10 @@ class Trainer:
         """Save a checkpoint. Call this only between two updates."""
         self.updates.finish()
         self._report_activity("saving a checkpoint")
+        with self._times.measure("checkpoint"):
+            self._save()
+
+    def _save(self) -> None:
         check_weights(self.engine.model, self.step)
         self.batches.check_weights(self.step)
         extra: dict[str, Any] = {
@@ -348,6 +365,12 @@ class Trainer:
         self._saved_step = self.step
         if self.response_log is not None:
             self.response_log.drop()
+
+    def _end_record(self) -> dict[str, Any]:
+        """The entries of a checkpoint's `extra` that show what was trained."""
+        cursor = self._cursor or self.batches.cursor()
+        found: dict[str, Any] = {"step": self.step, "batcher": cursor, MADE_WITH: self.made_with}
+        return found if self._batch is None else {**found, ROLLOUTS: {}}
 
     def load_best(self) -> None:
         """Load the weights of the best evaluation for export. Training cannot continue from them."""

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from transformers import AutoTokenizer
 
 from padfree.config import Config
 from padfree.config.hub import check_name
+from padfree.config.model_folder import check_tokenizer_files
 from padfree.config.reader import LARGEST_COUNT
 from padfree.data import (
     DataReport,
@@ -53,24 +53,11 @@ UNGROUPED = ("reinforce++", "gae", "teacher", "given")
 
 
 def load_tokenizer(config: Config) -> Any:
-    """Load the tokenizer that `model.tokenizer` names, otherwise the model's own.
-
-    Return None if the data consists of rollout files and there is no tokenizer: rollout files may contain token ids. If
-    they contain text, `read_rollouts` raises an error that asks for a tokenizer.
-    """
-    path = Path(config.model.tokenizer or config.model.path)
-    if path.exists() and not has_tokenizer(path):
-        given = not config.loss.task.in_rows and config.rollout.source is None
-        if given and config.model.tokenizer is None:
-            return None
-        raise UserError("model.tokenizer", f"{path} has no tokenizer", "give a folder or Hub id that has one")
+    """The tokenizer of `model.tokenizer`, or else the model's own. None for rollout files if there is neither."""
+    if not check_tokenizer_files(config):
+        return None
     field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     return open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
-
-
-def has_tokenizer(path: str | Path) -> bool:
-    """Whether a folder on this disk holds a tokenizer."""
-    return Path(path).is_dir() and any(Path(path).glob("tokenizer*"))
 
 
 def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> Any:

@@ -20,8 +20,9 @@ from typing import Any
 
 from padfree.config import ModelConfig
 from padfree.config.hub import GIVEN_TEXT
+from padfree.config.model_folder import has_tokenizer
 from padfree.errors import UserError
-from padfree.train.training_data import has_tokenizer, open_tokenizer
+from padfree.train.training_data import open_tokenizer
 
 
 def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: Any) -> Iterator[str]:

@@ -83,7 +83,7 @@ def make_config(
             },
             "loss": {"kind": "clip", "temperature": 0.8},
             "optimizer": {"lr": 2e-3, "eps": 1e-3},
-            "checkpoint": checkpoint or {"export": False},
+            "checkpoint": {"every": 1000, **(checkpoint or {"export": False})},
             "run": {"folder": str(folder), "steps": steps, "device": "cpu"},
         }
     )

@@ -174,7 +174,7 @@ def make_config(folder: Path, run: Path, *, steps: int = 3, devices: int = 1, **
         },
         "loss": {"kind": "clip", "temperature": 0.9},
         "optimizer": {"lr": 3e-3},
-        "checkpoint": {"export": False},
+        "checkpoint": {"every": 1000, "export": False},
         "run": {"folder": str(run), "steps": steps, "device": "cpu"},
     }
     for section, changes in sections.items():

@@ -188,9 +188,9 @@ def test_where_the_time_went_comes_first_and_is_stacked(tmp_path: Path, rng: np.
 
 
 def test_what_is_no_part_of_a_step_is_not_stacked(tmp_path: Path) -> None:
-    run = run_of(tmp_path, [{"seconds/evaluation": 1.0 + step, "lr": 1e-3} for step in range(3)])
+    run = run_of(tmp_path, [{"seconds/breakfast": 1.0 + step, "lr": 1e-3} for step in range(3)])
     (panel,) = panels([run])[0][TIMES]
-    assert (panel.title, panel.unit, panel.stacked) == ("Seconds evaluation", "s", False)
+    assert (panel.title, panel.unit, panel.stacked) == ("Seconds breakfast", "s", False)
     assert panels([run])[1] == ["lr"], "a learning rate that never changes is in the table"
 
 

@@ -14,7 +14,7 @@ from padfree.losses.kl import LOG_RATIO_BOUND
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 
 
-@objective(elementwise=True)
+@objective(elementwise=True, zero_without_advantage=True)
 def cispo(tokens: ObjectiveInputs, settings: CISPOSettings) -> ObjectiveOutput:
     assert tokens.old_logprobs is not None
     log_ratio = tokens.logprobs - tokens.old_logprobs

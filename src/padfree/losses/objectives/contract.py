@@ -17,6 +17,8 @@ decorator `objective` declares its traits:
                             some tokens at a time, while their logits exist. Without it the function gets all tokens of
                             the pack, with 0 for tokens without a label.
     needs_no_old_logprobs   the objective accepts None as `old_logprobs`, so a run does not compute them just for it.
+    zero_without_advantage  a sample whose advantages are all 0 has losses and gradients of exactly 0, and the losses of
+                            other samples do not depend on it. A run then leaves such samples out of its updates.
 """
 
 from __future__ import annotations
@@ -43,13 +45,21 @@ class Traits:
 
     elementwise: bool = False
     needs_no_old_logprobs: bool = False
+    zero_without_advantage: bool = False
 
 
-def objective(*, elementwise: bool = False, needs_no_old_logprobs: bool = False) -> Callable[[Function], Function]:
-    """A decorator that declares the traits of an objective. The module docstring explains them."""
+def objective(
+    *, elementwise: bool = False, needs_no_old_logprobs: bool = False, zero_without_advantage: bool = False
+) -> Callable[[Function], Function]:
+    """A decorator that states the traits of an objective; the module docstring explains them."""
 
     def decorated(function: Function) -> Function:
-        setattr(function, ATTRIBUTE, Traits(elementwise=elementwise, needs_no_old_logprobs=needs_no_old_logprobs))
+        traits = Traits(
+            elementwise=elementwise,
+            needs_no_old_logprobs=needs_no_old_logprobs,
+            zero_without_advantage=zero_without_advantage,
+        )
+        setattr(function, ATTRIBUTE, traits)
         return function
 
     return decorated

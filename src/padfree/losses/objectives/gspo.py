@@ -15,7 +15,7 @@ from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 
 
-@objective()
+@objective(zero_without_advantage=True)
 def gspo(tokens: ObjectiveInputs, settings: GSPOSettings) -> ObjectiveOutput:
     assert tokens.old_logprobs is not None
     current = tokens.logprobs.detach()

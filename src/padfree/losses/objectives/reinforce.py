@@ -9,7 +9,7 @@ from padfree.config.policy_settings import ReinforceSettings
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
 
 
-@objective(elementwise=True, needs_no_old_logprobs=True)
+@objective(elementwise=True, needs_no_old_logprobs=True, zero_without_advantage=True)
 def reinforce(tokens: ObjectiveInputs, settings: ReinforceSettings) -> ObjectiveOutput:
     losses = -tokens.advantages * tokens.logprobs
     log_ratio = None if tokens.old_logprobs is None else tokens.logprobs - tokens.old_logprobs

@@ -27,10 +27,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
+from padfree.config.model_folder import INDEX
 from padfree.errors import UserError
 from padfree.model import attach, lm_head_of
 from padfree.model.load import names_match, opened_together
-from padfree.model.model_files import INDEX, PARTIAL
+from padfree.model.model_files import PARTIAL
 from padfree.model.structure import model_from_config
 from padfree.model.wrapper import language_config
 from padfree.sizes import ModelSizes

@@ -21,11 +21,12 @@ from padfree.data import (
     of_source,
     read_rollouts,
 )
+from padfree.data.formats import LABEL_SCHEMA
 from padfree.data.prepare import load_rows
 from padfree.data.sources import open_sources
 from padfree.errors import UserError
 from padfree.sample import Sample
-from padfree.tasks.kto import SCHEMA, LabelledDataset, LabelTokenizer
+from padfree.tasks.kto import LabelledDataset, LabelTokenizer
 from padfree.tasks.reading import text_settings
 from padfree.train.training_data import open_tokenizer
 
@@ -75,7 +76,7 @@ def chosen_samples(
         if tokenizer is None:
             raise UserError("--tokenizer", "is not set and the model has no tokenizer", "give a folder or Hub id")
         loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
-        rows = load_rows(data.path, loaded, SFTDataSettings(**chosen), LabelledDataset, LabelTokenizer, SCHEMA)
+        rows = load_rows(data.path, loaded, SFTDataSettings(**chosen), LabelledDataset, LabelTokenizer, LABEL_SCHEMA)
         return [rows[index] for index in spread(rows.lengths, count)]
     source = open_sources(data.path, split=data.split, subset=data.subset)[0]
     rollouts = "reward" in {data.columns.get(name, name) for name in source.columns() or ()}

@@ -104,6 +104,10 @@ PARTS = (
     "critic",
     "old_logprobs",
     "update",
+    "preparing",
+    "logging",
+    "evaluation",
+    "checkpoint",
 )
 """Parts of a step's time, in the order in which the bars are stacked."""
 

@@ -93,9 +93,13 @@ class RunResponseLog:
         if latest is not None:
             self._response_log.drop(step_of(latest))
 
-    def close(self) -> None:
+    def close(self, *, is_needed: bool = True) -> None:
+        """Close the log. `is_needed`: a resumed run may need it; otherwise it is removed."""
         self.drop()
         self._response_log.close()
+        if not is_needed and self._axis.rank == 0:
+            with writing(self._response_log.folder):
+                self._response_log.remove()
 
     def _origin(self, step: int) -> Origin:
         weights = self._checkpointer.fingerprint({**base_tensors(self._model), **saved_tensors(self._model)})

@@ -1,0 +1,46 @@
+"""Samples that an update may leave out, because the loss proves that their gradient is exactly 0.
+
+    groups        a a a a | b b b b | c c c c       grpo
+    rewards       1 0 0 1 | 1 1 1 1 | 0 0 0 0
+    computed      a a a a                           b and c: every advantage is 0
+
+A sample is left out if the advantages of all its scored tokens are 0, and if its loss consists of terms that are
+proportional to the advantage: an objective that declares `zero_without_advantage`, times its corrections. A KL, entropy
+or router term has a gradient for every token, so a loss with such a term computes all samples.
+
+The token weights are computed from all samples of the update. Without the samples that are left out, its gradient is
+therefore the same sum with fewer zeros in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.batch import Sample
+from padfree.config import LossConfig
+from padfree.config.loss_settings import PolicySettings
+from padfree.losses import zero_without_advantage
+
+
+def may_skip(loss: object, *, has_router_term: bool) -> bool:
+    """Whether samples without advantages add nothing to the gradient of `loss`, the settings of a loss."""
+    return isinstance(loss, PolicySettings) and not has_router_term and zero_without_advantage(loss)
+
+
+def run_may_skip(loss: LossConfig) -> bool:
+    """Whether a run with these settings leaves samples out of its updates."""
+    router = bool(loss.load_balancing or loss.router_bias)
+    return loss.skip_zero_gradient == "auto" and may_skip(loss.settings(), has_router_term=router)
+
+
+def has_advantage(samples: Sequence[Sample]) -> NDArray[np.bool_]:
+    """[B] whether any scored token of a sample has an advantage other than 0.
+
+    True for a sample without the array `advantages`: the loss will refuse it.
+    """
+    return np.array(
+        [sample.advantages is None or bool(sample.advantages[sample.scored].any()) for sample in samples], np.bool_
+    )
