@@ -19,10 +19,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
 from padfree.config import LossConfig
-from padfree.config.loss_settings import PolicySettings
+from padfree.config.policy_settings import PolicySettings
 from padfree.losses import zero_without_advantage
+from padfree.sample import Sample
 
 
 def may_skip(loss: object, *, has_router_term: bool) -> bool:

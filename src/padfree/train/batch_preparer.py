@@ -148,7 +148,7 @@ class BatchPreparer:
         times = BatchTimes()
         with times.measure_rest("preparing"):
             found = self._next(step, times)
-        if found is not None and (self.rollouts is not None or not self.config.loss.task.in_rows):
+        if found is not None and (self.rollouts is not None or not self._loss.task.in_rows):
             return replace(found, times=times.metrics(sum(int(sample.mask.sum()) for sample in found.samples)))
         return found
 
