@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.batch import Sample, with_arrays
 from padfree.choices import Advantage
 from padfree.config import CriticConfig, config_from_dict
-from padfree.config.loss_settings import Objective
+from padfree.config.policy_settings import Objective
 from padfree.distributed import Mesh, make_mesh
 from padfree.losses import (
     WEIGHT_MODES,
@@ -40,6 +39,7 @@ from padfree.losses import (
 )
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
+from padfree.sample import Sample, with_arrays
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.batch_advantages import teacher_advantages, with_advantages
 from padfree.tasks.rl import TASK
