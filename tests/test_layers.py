@@ -128,7 +128,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "train",
     },
     "api": {"garbage_collection", "config", "data", "record", "train"},
-    "testing": {"batch", "config", "packing", "rollout"},
+    "testing": {"batch", "config", "packing", "rollout", "sample"},
     "tools/demo": {
         "tools/check",
         "config",

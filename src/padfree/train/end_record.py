@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.checkpoint.checkpointer import latest_in
-from padfree.config import Config
+from padfree.config import CheckpointConfig, RunConfig
 from padfree.errors import UserError
 from padfree.record.file_names import CHECKPOINTS, END, EVENTS, MODEL
 from padfree.record.run_folder import read_json, write_json, writing
@@ -24,13 +24,12 @@ def write_end(folder: Path, extra: Mapping[str, Any]) -> None:
         write_json(folder / END, dict(extra))
 
 
-def read_end(config: Config) -> dict[str, Any] | None:
-    """The record of the run folder; None if there is none, or if the run must not resume."""
-    return read_json(Path(config.run.folder) / END) if config.checkpoint.resume else None
+def read_end(folder: Path, *, resume: bool) -> dict[str, Any] | None:
+    """The record of the run folder; None if there is none, or if the run must not resume (`checkpoint.resume`)."""
+    return read_json(folder / END) if resume else None
 
 
-def remove_end(config: Config) -> None:
-    folder = Path(config.run.folder)
+def remove_end(folder: Path) -> None:
     with writing(folder):
         (folder / END).unlink(missing_ok=True)
 
@@ -42,18 +41,19 @@ def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
     return (not exports or (folder / MODEL).is_dir()) and (last.get("kind"), last.get("step")) == (wanted, step)
 
 
-def check_can_continue(config: Config, *, raised_steps_only: bool = False) -> None:
+def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
     """Refuse to train on after a run that ended without a checkpoint.
 
     `raised_steps_only`: only if `run.steps` was raised, which is known without the data.
     """
-    folder, end = Path(config.run.folder), read_end(config)
+    folder = Path(run.folder)
+    end = read_end(folder, resume=checkpoint.resume)
     if end is None or latest_in(folder / CHECKPOINTS) is not None:
         return
     settings, step = end["made_with"]["settings"], int(end["step"])
     if not is_complete(folder, step, exports=settings["checkpoint.export"]):
         return  # it was killed before its end, so there is nothing to lose
-    steps = config.run.steps
+    steps = run.steps
     raised = steps != settings["run.steps"] and (steps is None or steps > step)
     if raised_steps_only and not raised:
         return

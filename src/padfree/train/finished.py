@@ -38,7 +38,7 @@ AFTER_TRAINING = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.b
 def finished_step(config: Config, source: TrainingData) -> int | None:
     """Return the number of steps of the run if it is finished, or None if something is left to do."""
     folder = Path(config.run.folder)
-    extra = read_end(config)
+    extra = read_end(Path(config.run.folder), resume=config.checkpoint.resume)
     if extra is None:
         newest = latest_in(folder / CHECKPOINTS) if config.checkpoint.resume else None
         if newest is None:

@@ -119,7 +119,7 @@ def check_folder_usable(config: Config) -> None:
     check_folder(config.run.folder, "run.folder")
     check_not_in_use(Path(config.run.folder))
     check_newest(config)
-    check_can_continue(config, raised_steps_only=True)
+    check_can_continue(config.run, config.checkpoint, raised_steps_only=True)
 
 
 def _run_checks(

@@ -295,7 +295,7 @@ def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
 def data_day(config: Config) -> datetime.date:
     """The date for chat templates: that of the run that ended, or of the checkpoint to resume from, or today."""
     with suppress(KeyError, TypeError, ValueError, OSError):  # no day, or damaged, which loading will report
-        extra = read_end(config) or _newest_extra(config)[1]
+        extra = read_end(Path(config.run.folder), resume=config.checkpoint.resume) or _newest_extra(config)[1]
         return datetime.date.fromisoformat(extra[KEY]["data"]["day"])
     return today()
 

@@ -25,7 +25,7 @@ from padfree.config import Config
 from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat_renderer import chat_renderer
 from padfree.data.prepare import Progress
-from padfree.distributed import Mesh, distributed, make_mesh, raise_together
+from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.packing.context_sizes import context_sizes
 from padfree.record.file_names import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, MODEL, RESPONSE_LOG, ROWS
 from padfree.record.run_folder import held_run_folder, writing
@@ -62,7 +62,7 @@ from padfree.train.setup import (
     export_dtype,
 )
 from padfree.train.shared_turns import copied_keys
-from padfree.train.start_run import begin_run, user_error_of
+from padfree.train.start_run import begin_run, check_on_first_rank
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import AFTER_SIGNAL, OnNote, RunResult
 from padfree.train.training_data import longest_of, make_batcher
@@ -97,7 +97,7 @@ def train(
         report_activity("reading model and data", 0, 0)
         with EarlyImports(first_step_modules(config.model, config.parallel, mesh.device.type)) as imports:
             # Nothing is written before all checks have passed. Quick checks come first, because reading data is slow.
-            raise_together(user_error_of(check_folder_usable, config) if mesh.loss.rank == 0 else None)
+            check_on_first_rank(mesh, check_folder_usable, config)
             preflight_result = preflight(
                 config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
             )
@@ -105,9 +105,8 @@ def train(
             if finished is not None:
                 newest = latest_in(Path(config.run.folder) / CHECKPOINTS)
                 return RunResult(step=finished, stopped=False, checkpoint=newest, was_finished=True)
-            raise_together(user_error_of(check_can_continue, config) if mesh.loss.rank == 0 else None)
-            needs = partial(check_disk, model=preflight_result.model)
-            raise_together(user_error_of(needs, config) if mesh.loss.rank == 0 else None)
+            check_on_first_rank(mesh, check_can_continue, config.run, config.checkpoint)
+            check_on_first_rank(mesh, partial(check_disk, model=preflight_result.model), config)
             with held_run_folder(config), nullcontext(signals) if signals is not None else StopSignals() as listening:
                 return _train(
                     config,

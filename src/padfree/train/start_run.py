@@ -16,7 +16,7 @@ import torch
 
 from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
 from padfree.config import Config
-from padfree.distributed import raise_together
+from padfree.distributed import Mesh, raise_together
 from padfree.errors import UserError
 from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import CHECKPOINTS
@@ -68,8 +68,8 @@ def begin_run(
     batcher's prompts. `end_tokens`: token ids that end a response.
     """
     mesh, note = engine.mesh, on_note or (lambda line: None)
-    raise_together(user_error_of(mark_run_folder, config) if mesh.loss.rank == 0 else None)
-    raise_together(user_error_of(remove_end, config) if mesh.loss.rank == 0 else None)
+    check_on_first_rank(mesh, mark_run_folder, config)
+    check_on_first_rank(mesh, remove_end, Path(config.run.folder))
     batches = BatchPreparer(
         engine,
         batcher,
@@ -128,13 +128,15 @@ def begin_run(
     )
 
 
-def user_error_of(function: Callable[[Config], object], config: Config) -> UserError | None:
-    """Call `function(config)`, and return the `UserError` that it raises, or None if it raises none."""
-    try:
-        function(config)
-    except UserError as error:
-        return error
-    return None
+def check_on_first_rank(mesh: Mesh, function: Callable[..., object], *arguments: object) -> None:
+    """Call `function(*arguments)` on the first rank; all ranks raise the `UserError` that it raises there."""
+    found = None
+    if mesh.loss.rank == 0:
+        try:
+            function(*arguments)
+        except UserError as error:
+            found = error
+    raise_together(found)
 
 
 def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpointer) -> dict[str, Any] | None:
