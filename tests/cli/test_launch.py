@@ -25,17 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import padfree
 import padfree.cli.launch as launch_module
 from padfree.cli import on_host
-from padfree.cli.launch import (
-    PORT,
-    SIGNAL_CHECK_SECONDS,
-    Ended,
-    Events,
-    Launch,
-    Signalled,
-    gpus_per_host,
-    next_event,
-    signals_as_events,
-)
+from padfree.cli.host_connection import SIGNAL_CHECK_SECONDS, Ended, Events, Signalled, next_event, signals_as_events
+from padfree.cli.launch import PORT, Launch, gpus_per_host
 from padfree.cli.main import main
 from tests.refused import refused
 

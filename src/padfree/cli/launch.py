@@ -19,20 +19,26 @@ import argparse
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import IO, Any
+from queue import Empty
+from typing import Any
 
 import padfree
+from padfree.cli.host_connection import (
+    CONNECTION,
+    Ended,
+    Events,
+    HostConnection,
+    Signalled,
+    next_event,
+    signals_as_events,
+)
 from padfree.cli.main import COMMANDS, parsed
-from padfree.cli.on_host import ANSWER, RELEASE, shutdown_seconds, source_digest
+from padfree.cli.on_host import RELEASE, shutdown_seconds, source_digest
 from padfree.cli.slurm import write_script
 from padfree.config.loss import TASKS
 from padfree.errors import UserError
@@ -61,12 +67,6 @@ ENVIRONMENT = (
 
 LINGER = 8.0
 """After a failure on one host, seconds that the other hosts have to end by themselves and print their errors."""
-
-SIGNAL_CHECK_SECONDS = 0.5
-"""While the launcher waits for hosts, it checks for signals after every so many seconds."""
-
-NOT_FOUND, CONNECTION = (126, 127), 255
-"""NOT_FOUND: exit codes of a shell that cannot run the program. CONNECTION: exit code of ssh if it cannot connect."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -174,172 +174,18 @@ def _address(given: str | None, first: str) -> tuple[str, int]:
     return name, int(port or PORT)
 
 
-# Connections
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    host: str
-    answer: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    host: str
-    code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Signalled:
-    number: int
-
-
-Event = Answered | Ended | Signalled
-Events = SimpleQueue[Event]
-
-
-def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
-    """Wait for the next event and return it. Raise `Empty` after the deadline.
-
-    The system may deliver a signal to a thread that reads from a host, but Python handles signals in the main thread.
-    The main thread therefore wakes up every `SIGNAL_CHECK_SECONDS` seconds.
-    """
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return events.get(timeout=max(min(left, SIGNAL_CHECK_SECONDS), 0.0))
-        except Empty:
-            if left <= SIGNAL_CHECK_SECONDS:
-                raise
-
-
-class HostConnection:
-    """The ssh connection to one host.
-
-    Its threads print the output of the host, and put the host's answer and the end of the connection into the events.
-    """
-
-    def __init__(self, host: str, launch: Launch, events: Events) -> None:
-        self.host, self._events = host, events
-        self.printed: list[str] = []  # lines that the host printed before its answer
-        self._answered = False
-        try:
-            # Start ssh in a new session. Otherwise Ctrl-C would end ssh before the host is told to stop.
-            self.process = subprocess.Popen(
-                [*launch.ssh, host, launch.remote_command()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UserError(
-                "--ssh",
-                f"{launch.ssh[0]} cannot be run ({error.strerror})",
-                "install the OpenSSH client, or give its path",
-            ) from None
-        self._errors = threading.Thread(target=self._read, args=(self.process.stderr, sys.stderr), daemon=True)
-        self._errors.start()
-        self._output = threading.Thread(target=self._read_all, daemon=True)
-        self._output.start()
-
-    def tell(self, line: str) -> None:
-        """Send a line to the host. Errors are ignored, because the end of a connection is reported as an event."""
-        assert self.process.stdin is not None
-        with suppress(OSError):
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-
-    def close(self) -> None:
-        """End the connection, which stops the run on the host."""
-        self.process.kill()
-        self._output.join()  # the output thread itself waits for the other thread and for ssh
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-
-    def _read_all(self) -> None:
-        self._read(self.process.stdout, sys.stdout)
-        self._errors.join()
-        self._events.put(Ended(self.host, self.process.wait()))
-
-    def _read(self, lines: IO[str] | None, shown: IO[str]) -> None:
-        for line in lines or ():
-            if self._answered:
-                self._show(line, shown)
-            elif line.startswith(ANSWER):
-                self._answered = True
-                self._events.put(Answered(self.host, json.loads(line.removeprefix(ANSWER))))
-            else:
-                self.printed.append(line.strip())
-
-    def _show(self, line: str, shown: IO[str]) -> None:
-        try:
-            shown.write(f"{self.host}: {line.rstrip()}\n")  # one write, because other threads print as well
-            shown.flush()
-        except BrokenPipeError:  # the reader of the pipe has ended
-            self._events.put(Signalled(signal.SIGPIPE))
-
-    def refusal(self, code: int, python: str) -> UserError:
-        """Return the error for a connection that ended before the host answered.
-
-        `code`: the exit code of ssh. `python`: the Python program that was started on the host.
-        """
-        last = next((line for line in reversed(self.printed) if line), f"exit code {code}")
-        if code == CONNECTION:
-            return UserError(
-                "--hosts", f"{self.host} cannot be reached ({last})", f"make ssh {self.host} work without a password"
-            )
-        if code in NOT_FOUND:
-            return UserError(
-                "--python",
-                f"{python} cannot be run on {self.host} ({last})",
-                "install it on the host, or give its path",
-            )
-        if "No module named" in last:
-            return UserError(
-                "--hosts",
-                f"{self.host} has no padfree of this version ({last})",
-                "install the same version on all hosts",
-            )
-        return UserError(
-            "--hosts",
-            f"padfree on {self.host} ended before it answered ({last})",
-            f"log in with ssh {self.host} and run padfree there to see the error",
-        )
-
-
 @contextmanager
 def connected(launch: Launch, events: Events) -> Iterator[list[HostConnection]]:
     """Context manager that connects to all hosts, yields the connections, and closes them at its end."""
     found: list[HostConnection] = []
     try:
         for host in launch.hosts:
-            found.append(HostConnection(host, launch, events))
+            found.append(HostConnection(host, launch.ssh, launch.remote_command(), events))
             found[-1].tell(json.dumps(launch.order()))
         yield found
     finally:
         for connection in found:
             connection.close()
-
-
-@contextmanager
-def signals_as_events(events: Events) -> Iterator[None]:
-    before = {
-        number: signal.signal(number, lambda number, _: events.put(Signalled(number)))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# The run
 
 
 def run(settings: argparse.Namespace) -> None:
