@@ -12,6 +12,7 @@ import pytest
 import padfree
 from padfree.cli.main import COMMANDS, TRAINING, main
 from padfree.errors import EXIT_BUG, UserError, bug_note, system_error
+from padfree.testing.models import save_with_tokenizer
 from tests.refused import refused
 
 RECIPES = Path(padfree.__file__).parent / "recipes"
@@ -104,7 +105,7 @@ def test_calls_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         padfree.sft(model="m", data="d.jsonl", run=tmp_path / "run", optimizer={"lr": -1})
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "a", "response": "b"}\n', encoding="utf-8")
-    (tmp_path / "m").mkdir()
+    save_with_tokenizer(tmp_path / "m", num_hidden_layers=1)
     call = {"model": tmp_path / "m", "data": data, "run": tmp_path / "run"}
     monkeypatch.setattr("padfree.train.run.train", broken)
     with pytest.raises(ValueError, match="planted") as caught:

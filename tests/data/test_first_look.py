@@ -12,7 +12,8 @@ import pytest
 
 from padfree.config import config_from_dict
 from padfree.config.loss import TASKS
-from padfree.data.first_look import SCHEMAS, check_columns
+from padfree.data.first_look import check_columns
+from padfree.data.formats import SCHEMAS
 from padfree.testing.models import save_with_tokenizer
 from tests.refused import refused
 
@@ -80,7 +81,7 @@ def test_refused_without_torch(case: str, model: Path, tmp_path: Path) -> None:
 
 
 def test_every_command_has_a_format() -> None:
-    assert SCHEMAS.keys() == TASKS.keys()
+    assert {"prompts", *(task.data_format for task in TASKS.values())} == SCHEMAS.keys()
 
 
 ROWS = {

@@ -28,6 +28,7 @@ class TaskSettings:
     title: ClassVar[str]  # the name of the task in messages
     kind: ClassVar[str]  # the default of `loss.kind`
     eval_metrics: ClassVar[tuple[str, ...]]  # metrics on held-out data, written as `eval/NAME`
+    data_format: ClassVar[str]  # the name of the schema in `padfree.data.formats.SCHEMAS` that data files must have
     head: ClassVar[ModelHead] = "tokens"  # the head of the trained model
     group_size: ClassVar[int] = 1  # number of samples in `batch.samples` that a row of the data counts for
     in_rows: ClassVar[bool] = True  # a batch consists of rows of the data, not of groups of rollouts
@@ -55,6 +56,7 @@ class SFTSettings(TaskSettings):
     help: ClassVar[str] = "fine-tune on chat, prompt/response or plain text"
     title: ClassVar[str] = "SFT"
     kind: ClassVar[str] = "sft"
+    data_format: ClassVar[str] = "sft"
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "accuracy")
     turns: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
@@ -68,6 +70,7 @@ class DistillSettings(TaskSettings):
     help: ClassVar[str] = "learn the distributions of a teacher"
     title: ClassVar[str] = "distillation"
     kind: ClassVar[str] = "distill"
+    data_format: ClassVar[str] = "sft"
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "accuracy")
     turns: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
@@ -119,6 +122,7 @@ class DPOSettings(TaskSettings):
     help: ClassVar[str] = "train on pairs of answers: DPO, IPO, hinge, SimPO, ORPO"
     title: ClassVar[str] = "DPO"
     kind: ClassVar[str] = "dpo"
+    data_format: ClassVar[str] = "pairs"
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     group_size: ClassVar[int] = 2
     has_reference: ClassVar[bool] = True
@@ -172,6 +176,7 @@ class KTOSettings(TaskSettings):
     help: ClassVar[str] = "train on single answers with a label, desirable or not: KTO"
     title: ClassVar[str] = "KTO"
     kind: ClassVar[str] = "kto"
+    data_format: ClassVar[str] = "labelled"
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "margin")
     has_reference: ClassVar[bool] = True
     beta: float = setting(0.1, above=0, about="Scale of the log-ratio.", fix="give a positive number")
@@ -200,6 +205,7 @@ class RewardModelSettings(TaskSettings):
     help: ClassVar[str] = "train a reward model on pairs of answers"
     title: ClassVar[str] = "a reward model"
     kind: ClassVar[str] = "reward"
+    data_format: ClassVar[str] = "rewards"
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     head: ClassVar[ModelHead] = "scalar"
     group_size: ClassVar[int] = 2

@@ -211,6 +211,7 @@ class PolicySettings(TaskSettings):
     help: ClassVar[str] = "update a policy on rollout files, or on its own responses"
     title: ClassVar[str] = "RL"
     kind: ClassVar[str] = "clip"
+    data_format: ClassVar[str] = "rollouts"
     eval_metrics: ClassVar[tuple[str, ...]] = ("reward", "pass@1", "pass@k", "response_length")
     in_rows: ClassVar[bool] = False
     weighs_tokens: ClassVar[bool] = True

@@ -15,26 +15,9 @@ from pathlib import Path
 from padfree.config import Config
 from padfree.config.hub import DATA_FILES, check_names
 from padfree.config.model_folder import check_model_folders
-from padfree.data.fields import Schema, check_mapping, resolve
-from padfree.data.formats import (
-    LABEL_SCHEMA,
-    PAIR_SCHEMA,
-    PROMPT_SCHEMA,
-    REWARD_SCHEMA,
-    ROLLOUT_SCHEMA,
-    SFT_SCHEMA,
-)
+from padfree.data.fields import check_mapping, resolve
+from padfree.data.formats import SCHEMAS
 from padfree.data.sources import open_sources
-
-SCHEMAS = {
-    "sft": SFT_SCHEMA,
-    "distill": SFT_SCHEMA,
-    "dpo": PAIR_SCHEMA,
-    "kto": LABEL_SCHEMA,
-    "reward": REWARD_SCHEMA,
-    "rl": ROLLOUT_SCHEMA,
-}
-"""The format of each command's data; a run that samples its responses reads prompts."""
 
 LARGE = 1 << 24
 """A JSON array is parsed as a whole: files of more bytes are left to the run."""
@@ -54,7 +37,7 @@ def check_columns(config: Config) -> None:
         return
     if any(path.suffix == ".json" and path.stat().st_size > LARGE for path in paths):
         return
-    schema: Schema = PROMPT_SCHEMA if config.rollout.source is not None else SCHEMAS[config.loss.command]
+    schema = SCHEMAS["prompts" if config.rollout.source is not None else config.loss.task.data_format]
     check_mapping(config.data.columns, schema)
     for source in open_sources(list(config.data.path)) if paths else ():
         first = source.first_row()

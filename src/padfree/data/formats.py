@@ -142,6 +142,16 @@ ROLLOUT_SCHEMA = Schema(
     preferred=("tokens", "token pair"),
 )
 
+SCHEMAS = {
+    "sft": SFT_SCHEMA,
+    "pairs": PAIR_SCHEMA,
+    "rewards": REWARD_SCHEMA,
+    "prompts": PROMPT_SCHEMA,
+    "labelled": LABEL_SCHEMA,
+    "rollouts": ROLLOUT_SCHEMA,
+}
+"""All schemas by name. `TaskSettings.data_format` is the name of the schema that a training command reads."""
+
 TITLES = {
     "messages": "messages",
     "pair": "prompt and response",
