@@ -131,7 +131,8 @@ def _largest(
     For an empty group they are -inf and -1. `groups`: the group of each value.
     """
     best, first = np.full(num_groups, -np.inf, np.float32), np.full(num_groups, -1)
-    np.maximum.at(best, groups, values)
+    with np.errstate(invalid="ignore"):  # NaN scores: some processors raise the flag that numpy warns about
+        np.maximum.at(best, groups, values)
     index = np.flatnonzero(values == best[groups])[::-1]
     first[groups[index]] = index  # the last assignment wins
     return best, first
