@@ -35,7 +35,8 @@ PER_ROW = (
     "entropies", "pull_logprobs", "pull_entropies",
 )  # fmt: skip
 """Pointer arguments with arbitrary alignment. Their alignment differs from step to step, like the number of tokens.
-Triton would specialise a kernel on multiples of 16 and compile it again for other values, so this is turned off.
+Triton would specialise a kernel on multiples of 16 and compile it again for other values, so this specialisation is
+turned off for them.
 """
 
 
