@@ -141,8 +141,8 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv in the shapes and dtypes of q, k and v.
 
-        `out` and `lse` are the results of the forward pass. They may belong to a larger softmax, of which k and v are
-        one block.
+        `out` and `lse` are the results of the forward pass. They may belong to a softmax over more keys, of which k and
+        v are one block.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""PyTorch's fused CPU attention, called once per piece: some consecutive queries of a segment, and the keys they see.
+"""PyTorch's fused CPU attention, called piece by piece. A piece is a range of a segment's queries and their keys.
 
     segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      The keys of a piece end at
                                                   0..100  x  0..100           q q .      its last query, and only its
@@ -6,10 +6,10 @@
                                                 200..300  x  0..300                      masked.
 
 The fused kernel processes 512 keys at a time and applies the mask afterwards, so that a causal segment of up to 512
-tokens costs as much as the whole square. With pieces, attention over segments of 64 to 512 tokens took 18 % less time.
-Pieces also support two cases that the kernel's own causal flag (aligned top-left) does not support: segments with fewer
-queries than keys, and windows. Keys outside the window are not read. Many short pieces of the same shape share one
-call, which halves the time for 32 segments of 16 tokens.
+tokens costs as much as one without a mask. With pieces instead of whole segments, attention over segments of 64 to 512
+tokens took 18 % less time. Pieces also support two cases that the kernel's own causal flag (aligned top-left) does not
+support: segments with fewer queries than keys, and windows. Keys outside the window are not read. Many short pieces of
+the same shape share one call, which halves the time for 32 segments of 16 tokens.
 
 Two more choices were measured on one core of an aarch64 server: bfloat16 is computed in float32, because the kernel in
 bfloat16 took 190 times as long; and the query heads that share a key head read it through a stride of 0, not a copy.
@@ -49,7 +49,7 @@ SHARED_PIECES of them.
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The shape of a piece, which determines its mask. Its first query is aligned with key `diagonal` of the piece.
+    """The shape of a piece, which determines its mask. The piece's first query is aligned with its key `diagonal`.
 
     If `diagonal` is None, every query sees all keys of the piece.
     """
@@ -241,7 +241,10 @@ class _PieceTensors:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Return n pieces of each tensor as [Hkv · n, group, length, ...]. The result is a view if n is 1."""
+        """Return the pieces that begin at the n `starts`, for each tensor as [Hkv · n, group, length, ...].
+
+        The result is a view if n is 1.
+        """
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
         index, n = _token_index(starts, length), len(starts)

@@ -87,7 +87,7 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
 
 
 class _MaskKey:
-    """Segments and mask parameters as a key of the cache. Two keys are equal if their values are equal."""
+    """The key of a mask in the cache: segments, mask parameters and device. Keys are compared by value."""
 
     __slots__ = ("device", "hash", "segments_k", "segments_q", "spec")
 
@@ -137,8 +137,8 @@ def block_table(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Classify the blocks of the mask, given that query t sees the keys `first[t] <= key < end[t]`.
 
-    Returns (partial, full), each [query blocks, key blocks]. In a partial block some pairs are visible; in a full block
-    all pairs are.
+    Returns (partial, full), each [query blocks, key blocks] with blocks of `BLOCK` queries and keys. In a partial block
+    some pairs are visible; in a full block all pairs are.
     """
     num_blocks = -(-num_keys // BLOCK)
     touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)

@@ -179,7 +179,8 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients dq, dk and dv for a block of keys k [Tk, Hkv, d] and values v [Tk, Hkv, dv].
 
-    `out` [Tq, H, dv] and `lse` [Tq, H] belong to the softmax over all blocks. The sum of dq over the blocks is exact.
+    `out` [Tq, H, dv] and `lse` [Tq, H] belong to the softmax over all blocks. The sum of dq over all blocks is the
+    exact gradient of q.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):
@@ -238,7 +239,7 @@ def _checked_spec(
         raise UserError(
             "q, k",
             f"have {q.shape[1]} query heads and {k.shape[1]} key heads",
-            "give q a multiple of the number of key heads",
+            "make the number of query heads a multiple of the number of key heads",
         )
     if not q.dtype == k.dtype == v.dtype:
         raise UserError(

@@ -104,9 +104,8 @@ def prepare_prefix_keys(
     """The keys that each node of a pack's prefix tree sees, on the device of `segments`.
 
     None if the samples share no prefix. `long_prefixes` holds the indices of at most `MOST_LONG_PREFIXES` nodes,
-    ascending.
-    If it is None, `choose_long_prefixes` chooses them. `paged` says whether to prepare pages for kernels that read
-    them. If it is None, pages are prepared if they save enough copies of keys.
+    ascending; if it is None, `choose_long_prefixes` chooses them. `paged` says whether to prepare pages for kernels
+    that read pages; if it is None, pages are prepared if they save enough copies of keys.
     """
     if segments.parents is None:
         return None

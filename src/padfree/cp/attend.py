@@ -105,7 +105,7 @@ def attend(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Communication:
-    """The bytes that are sent for one attention layer: `links[i, j]` is what rank i sends to rank j."""
+    """The bytes that are sent for one attention layer. Element (i, j) of an array is what rank i sends to rank j."""
 
     forward_links: Indices  # [world, world]
     backward_links: Indices  # [world, world]

@@ -82,9 +82,9 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
     # Short documents keep their order, so that those to which whole tiles add much cost are spread over the ranks. Long
-    # documents follow, the longest last. On the circle, short documents come after its tail, so the ranks that hold the
-    # tail, and read the most keys, get short documents too. The nodes of a prefix tree stay together, so that the ranks
-    # that hold a prefix also hold the nodes that read it.
+    # documents follow, the longest last. On the circle, short documents come after the longest one, so the ranks that
+    # hold its tail, and read the most keys, get short documents too. The nodes of a prefix tree stay together, so that
+    # the ranks that hold a prefix also hold the nodes that read it.
     together = _tree_lengths(segments)
     order = np.argsort(np.where(together >= 4 * TILE, together, 0), kind="stable")
     order = order[lengths[order] > 0]

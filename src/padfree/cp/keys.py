@@ -32,7 +32,7 @@ from padfree.segments import Segments
 class KeyPlan:
     """The keys that the pieces of one rank read, which ranks they come from, and how they are assembled."""
 
-    # the ranges of the pool, (starts, ends) in the pack: its own, then those from rank 0, rank 1, ...
+    # the ranges of the pool, (starts, ends) in the pack: the rank's own, then those received from rank 0, rank 1, ...
     pool: tuple[Indices, Indices]
     selection: Selection  # selects from own and received keys the keys of the pieces, piece by piece
     segments: Segments  # the segments of the selected keys, one per piece

@@ -49,7 +49,7 @@ def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -
     if num_tokens % world:
         raise UserError(
             "segments",
-            f"{num_tokens} tokens are not divisible by {world} context ranks",
+            f"the {num_tokens} tokens of the pack cannot be divided equally over {world} context ranks",
             f"pad the batch with padded_to_multiple({world})",
         )
     offsets = segments.offsets
@@ -92,7 +92,7 @@ def document_index(tokens: Indices, offsets: Indices) -> Indices:
 
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
-    """The first position, and the position after the last, of each piece of a rank inside its document."""
+    """For each piece of a rank, its first position in the document, and the position after its last."""
     origins = segments.offsets[:-1] - segments.first_positions
     origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin

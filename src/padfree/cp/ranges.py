@@ -157,9 +157,9 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """The stretches' occurrences that are followed by `layer` more: (token, index in the selection, length).
+        """The occurrences of stretches that are followed by `layer` more occurrences of the same stretch.
 
-        Each token appears at most once, in ascending order.
+        Returns arrays (token, index in the selection, length). Each token appears at most once, in ascending order.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

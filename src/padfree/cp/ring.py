@@ -94,7 +94,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """The ring step if the documents are nodes of a prefix tree; otherwise `_ring_step` computes it.
+    """The ring step if the documents are nodes of a prefix tree. None if this rank computes nothing in the step.
 
     The block is the one of the rank `distance` steps before this rank. `border` holds the start of each piece in the
     block.
@@ -193,10 +193,9 @@ def ring_forward(
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge two softmaxes over different keys: `out` and `lse` of all queries, with `part` and `part_lse` of some
-    queries.
+    """Merge the results `part` and `part_lse` for one block into `out` and `lse`, the results for earlier blocks.
 
-    `queries` are the indices of these queries; None means all. Returns the merged out and lse.
+    `queries` are the indices of the queries of `part`; None means all queries. Returns the merged out and lse.
     """
     old, old_lse = (out, lse) if queries is None else (out.index_select(0, queries), lse.index_select(0, queries))
     new_lse = torch.logaddexp(old_lse, part_lse)

@@ -6,7 +6,7 @@
 
 Segments are assigned longest first, each to the rank with the fewest tokens so far. If several ranks have the fewest,
 the segment goes to the one that already holds most of its tokens. The pad is not moved. A segment that is longer than a
-rank's share of T/world tokens raises an error, because the other ranks would have to wait for its rank.
+rank's share of T/world tokens raises an error, because the other ranks would have to wait for one rank.
 
 The number of bytes that a rank sends to move values with `width` numbers per token to whole segments and back:
 

@@ -122,7 +122,7 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
         raise UserError("device", "is not a device type", "choose auto, cpu or cuda", value=device)
     if not 0 < timeout <= LONGEST_TIMEOUT:
         raise UserError(
-            "timeout", f"{timeout} s is out of range", f"give more than 0 and at most {LONGEST_TIMEOUT:.0e}"
+            "timeout", f"{timeout} s is out of range", f"give more than 0 and at most {LONGEST_TIMEOUT:.0e} s"
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device", "is 'cuda', but torch sees no GPU", "choose cpu, or install a CUDA build of torch")
@@ -252,7 +252,7 @@ class Groups:
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """The group of the processes that differ from this one only in these dimensions of the mesh."""
+        """The group of the processes that differ from this one only in the given dimensions of the mesh."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:

@@ -1,8 +1,8 @@
 """Sizes of tiles and chunks of logits: pure arithmetic, no tensors.
 
-Let M be the number of labelled tokens, D the hidden size and V the vocabulary size. `score` computes its gradient for
-`width` columns of all tokens at a time: gradients of logits [M, width], so that the weight gradient of these columns is
-one matmul over all tokens.
+Let M be the number of labelled tokens, D the hidden size and V the vocabulary size. `score` computes gradients for
+`width` vocabulary columns at a time. The gradients of the logits of all tokens are then [M, width], and the weight
+gradient of these columns is one matmul over all tokens.
 
 `fused_loss` processes chunks of C tokens and keeps the logits of one chunk. Besides the returned gradients, it stores:
 

@@ -178,8 +178,7 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the divergences with respect to the student's raw logits, times `factor` [R], into `out`
-    [R, V].
+    """Write into `out` [R, V] the gradient of the divergences, times `factor` [R], in the student's raw logits.
 
     `out` may be the memory of the student's stored logits. `head` is the student's head.
     """

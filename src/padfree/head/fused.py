@@ -147,9 +147,7 @@ class _Terms:
         return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
 
     def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the loss as a scalar, and the log-probabilities and entropies of the labelled tokens, scattered to
-        [N].
-        """
+        """Return the scalar loss, and the scores of the labelled tokens scattered to all N tokens."""
         call = self.call
         loss = torch.cat(self.losses).sum()
         if call.poison is not None:

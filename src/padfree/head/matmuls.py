@@ -193,7 +193,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Whether the matrix rows of `written` end where a descriptor cannot end its writes: off a multiple of 16 bytes."""
+    """Whether a matrix row of `written` is not a multiple of 16 bytes, so that a descriptor cannot write its end."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

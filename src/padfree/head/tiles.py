@@ -89,9 +89,7 @@ class ScoringTask:
 
     @property
     def row_bytes(self) -> int:
-        """The memory in bytes per token while it is reduced: its sums, and the copy of its hidden state if there is
-        one.
-        """
+        """The memory in bytes that a token takes while it is reduced: its sums, and its hidden state if copied."""
         copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 

@@ -115,8 +115,8 @@ def _compiled(
             patches["post_grad_custom_pre_pass"] = InductorPass("after autograd", epilogues=epilogues)
             patches["post_grad_custom_post_pass"] = InductorPass("after inductor", epilogues=epilogues)
         if hidden is not None and hidden.is_cuda:
-            # Make the choice of reduction independent of the pack's length, because a guard on the length would cause
-            # recompilation.
+            # Let the compiler choose reductions without regard to the pack's length, because a guard on the length
+            # would cause recompilation.
             patches["triton.mix_order_reduction_non_strict_mode"] = True
             if _size(hidden.shape[1]) >= LONG_PACK:
                 patches["triton.mix_order_reduction_split_size"] = REDUCED_TOKENS

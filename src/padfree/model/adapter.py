@@ -237,7 +237,7 @@ called for every micro-batch.
 
 
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """The model's head, as an `LmHead` with the current weight. `UserError` if the `LmHead` gives other logits.
+    """The model's head as an `LmHead` with the current weight. Raises `UserError` if it gives other logits.
 
     The weight is the model's own parameter. Under FSDP2 it is a DTensor; inside `padfree.sharding.parallelize.inside`
     it is unsharded.

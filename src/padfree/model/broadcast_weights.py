@@ -102,7 +102,10 @@ def _no_load_report() -> Iterator[None]:
 def _unlike_config(
     files: Mapping[str, Path], config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> str | None:
-    """Describe the first tensor of the files that `save_pretrained` would not write so. None if there is none."""
+    """Describe the first difference between the tensors of the files and those that `save_pretrained` would write.
+
+    None if there is no difference.
+    """
     with torch.device("meta"):
         model = model_from_config(copy.deepcopy(config), dtype, trust_remote_code)
     tied = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - set(named_tensors(model))

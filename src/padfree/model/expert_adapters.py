@@ -136,10 +136,10 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, scale: float =
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """[S, in] tokens sorted by expert, [E, in, out] -> [S, out]. Expert e has the tokens from offsets[e - 1] to
-    offsets[e].
+    """Multiply tokens [S, in], sorted by expert, with the matrices [E, in, out] of their experts. Returns [S, out].
 
-    float64, and sizes that the grouped kernel does not take, are computed expert by expert.
+    Expert e has the tokens from offsets[e - 1] to offsets[e]. Inputs in float64, and sizes that the grouped kernel does
+    not support, are computed expert by expert.
     """
     step = ALIGNMENT // x.element_size()
     if x.dtype == torch.float64 or any(size % step for size in weight.shape[1:]):

@@ -132,7 +132,10 @@ def _described(part: dict[str, Any]) -> str:
 
 
 def _space_prefix(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether the tokenizer adds a space before a text. It may change the text otherwise only from spaces to U+2581."""
+    """Whether the tokenizer adds a space before a text.
+
+    Raises `UserError` if it changes the text in any other way than by replacing spaces with U+2581.
+    """
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     if steps == [replaces] and (pre_tokenizer is None or pre_tokenizer["type"] == "Split"):

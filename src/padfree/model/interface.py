@@ -62,7 +62,7 @@ def is_attached(config: PreTrainedConfig) -> bool:
 
 
 def need_attached(model: PreTrainedModel) -> None:
-    """Raise `UserError` if `attach` was not called on the model. Its own attention would mix the samples of a pack.
+    """Raise `UserError` if `attach` was not called on the model, whose own attention would mix the samples of a pack.
 
     The name of the attention implementation does not prove that `attach` was called, because users can set it directly.
     """
@@ -165,8 +165,7 @@ def attention(
 
 
 def mark_chunked_layers(model: PreTrainedModel) -> None:
-    """Store the chunk size in each attention layer that attends inside chunks of positions, as most layers of Llama 4
-    do.
+    """Store the chunk size in each layer that attends inside chunks of positions, as most layers of Llama 4 do.
 
     The config lists these layers by index. A layer must not read its own index while it runs, because the compiler
     would then compile every layer separately.

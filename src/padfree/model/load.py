@@ -176,7 +176,7 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Call `open_model` on every rank. If it fails on any rank, for example without files there, all ranks raise."""
+    """Call `open_model` on all ranks. If it fails on one, for example because files are missing, all ranks raise."""
     found, error = None, None
     try:
         found = open_model(source, init=init, trust_remote_code=trust_remote_code)

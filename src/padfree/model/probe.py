@@ -355,7 +355,7 @@ def _by_lengths(
 ) -> tuple[Tensor, None]:
     """A substitute for flash attention.
 
-    Attends inside the segments of the given lengths, or over the whole pack without them.
+    Attends inside the segments that `cu_seq_lens_q` describes, or over the whole pack if it is None.
     """
     del cu_seq_lens_k, max_length_q, max_length_k  # cu_seq_lens_q holds the same information
     lengths = torch.tensor([query.shape[2]]) if cu_seq_lens_q is None else torch.diff(cu_seq_lens_q)
