@@ -19,7 +19,7 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The number of keys that a query sees to the left of the key it is aligned with.
+    """The number of keys that a query sees to the left of its own key, with which it is aligned.
 
     Returns -1 if no segment is longer than the window, or without a window. The value -1 selects a faster kernel.
     """

@@ -68,7 +68,7 @@ def attend(
             raise UserError(
                 name,
                 f"has shape {tuple(tensor.shape)}, but this rank has {expected} tokens",
-                "give one element per token",
+                "give a tensor with one element per token in the first dimension",
             )
     if window is not None:
         need_whole("window", window, 1, "give 1 or more and causal=True, or window=None")

@@ -96,8 +96,8 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
     """The ring step if the documents are nodes of a prefix tree. None if this rank computes nothing in the step.
 
-    The block is the one of the rank `distance` steps before this rank. `border` holds the start of each piece in the
-    block.
+    The block belongs to the rank that is `distance` steps before this rank in the ring. `border` holds the start of
+    each piece in the block.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)

@@ -313,7 +313,7 @@ def check_expert_ranks(expert: int, shards: int) -> None:
         raise UserError(
             "parallel.expert",
             f"{expert} does not divide the {shards} processes that share one set of weights",
-            "give a divisor of this number",
+            "set it to a divisor of this number of processes",
         )
 
 

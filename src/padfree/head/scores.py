@@ -260,7 +260,9 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
         raise UserError("hidden", "is not supported", "give bfloat16, float32 or float64", value=hidden.dtype)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not len(weight):
         raise UserError(
-            "hidden, weight", f"have shapes {tuple(hidden.shape)} and {tuple(weight.shape)}", "give [N, D] and [V, D]"
+            "hidden, weight",
+            f"have shapes {tuple(hidden.shape)} and {tuple(weight.shape)}",
+            "give hidden [N, D] and weight [V, D]",
         )
     if labels.shape != hidden.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
         raise UserError(

@@ -91,7 +91,10 @@ def _router_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def merged_weight(experts: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The stacked `weight` plus the product of the adapters `a` [E, rank, in] and `b` [E, out, rank], in its dtype."""
+    """The stacked `weight` plus the scaled product of the adapters `a` [E, rank, in] and `b` [E, out, rank].
+
+    The result has the dtype of `weight`.
+    """
     a, b = a.to(weight.dtype), b.to(weight.dtype)
     left, right = (a.mT, b.mT) if experts.is_transposed else (b, a)
     return torch.baddbmm(weight, left, right, alpha=experts.lora_scale)

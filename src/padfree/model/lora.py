@@ -151,7 +151,10 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def needs_merging(model: nn.Module) -> bool:
-    """Whether servers must get merged weights, because they do not load `target_parameters` adapters reliably."""
+    """Whether sampling servers must get merged weights instead of adapters.
+
+    Servers do not reliably load adapters that are written as `target_parameters`.
+    """
     return any(config.target_parameters for config in getattr(model, "peft_config", {}).values())
 
 
@@ -275,7 +278,7 @@ def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
 
 
 def _weights_read_by(module: nn.Module) -> set[str]:
-    """The names of the submodules of a mixer whose `weight` the mixer's forward reads directly (`self.part.weight`)."""
+    """The names of the submodules whose `weight` a mixer's forward reads as `self.part.weight`, without a call."""
     if kind_of(module).name == "other":
         return set()
     return {

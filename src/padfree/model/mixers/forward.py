@@ -100,7 +100,10 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def choose_forwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of a model with mixers. Before the first batch on a device, it tests the fast forwards."""
+    """A forward pre-hook of a model with mixers, which tests the fast forwards before the first batch on a device.
+
+    A mixer that fails the test runs segment by segment.
+    """
     given = args[0] if args else kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
     if not isinstance(given, Tensor) or model.__dict__.get(CHOSEN_FOR) == given.device:
