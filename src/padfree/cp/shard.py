@@ -67,7 +67,7 @@ def shard(
         raise UserError(
             "group",
             f"this process is rank {group.rank()} of {group.size()} in the group, not {rank} of {world}",
-            "give the context group, and set rank and world to this process's rank in it and to its size",
+            "set rank and world to this process's rank in the context group and the size of this group",
         )
     if world == 1:
         context = AttnContext(
