@@ -223,10 +223,10 @@ def test_it_can_be_left_out_of_a_compiled_function() -> None:
         ({"q": torch.zeros(8, 3, 16)}, "have 3 query heads and 2 key heads"),
         ({"v": torch.zeros(8, 2, 16).double()}, "q, k, v: have different dtypes"),
         ({"segments_q": Segments.from_lengths([5, 2, 1])}, "3 and 2 segments"),
-        ({"segments_k": Segments.from_lengths([5, 2])}, "segments_k: has 7 tokens, but the tensor has 8"),
+        ({"segments_k": Segments.from_lengths([5, 2])}, "segments_k: has 7 tokens, but its tensor has 8"),
         (
             {"segments_q": Segments.from_lengths([5, 3], device="meta")},
-            "segments_q: is on meta, but q is on cpu; call .to",
+            "segments_q: is on meta, but q is on cpu; move it with .to",
         ),
         ({"sinks": torch.zeros(2)}, r"sinks: has shape \(2,\), but q has 4 heads"),
         ({"window": -1}, "window: -1"),

@@ -233,7 +233,8 @@ def test_planning_is_quick() -> None:
     [
         (
             (13, 4, "contiguous"),
-            r"segments: 13 tokens are not divisible by 4 context ranks; pad the batch with padded_to_multiple\(4\)",
+            r"segments: the 13 tokens of the pack cannot be divided equally over 4 context ranks; "
+            r"pad the batch with padded_to_multiple\(4\)",
         ),
         ((12, 0, "contiguous"), "world: 0; give 1 or more ranks"),
         ((12, 4, "striped"), "kind: 'striped' is unknown; choose one of contiguous, headtail, balanced"),

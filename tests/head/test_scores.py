@@ -282,7 +282,7 @@ def test_autocast_changes_nothing() -> None:
     [
         (
             {"hidden": torch.zeros(4, 5)},
-            r"hidden, weight: have shapes \(4, 5\) and \(10, 8\); give \[N, D\] and \[V, D\]",
+            r"hidden, weight: have shapes \(4, 5\) and \(10, 8\); give hidden \[N, D\] and weight \[V, D\]",
         ),
         (
             {"hidden": torch.zeros(4, 8, dtype=torch.float16)},

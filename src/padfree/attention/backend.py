@@ -10,9 +10,9 @@ Every backend supports gradients, lse, windows, MQA and GQA, and different segme
 applied outside the backends (`padfree.attention.sinks`). Other features differ between backends; `Capabilities` lists
 them.
 
-A backend with a raw backward accepts the `out` and `lse` of a larger softmax, of which k and v are only one block. Ring
-attention needs this. A backend without a raw backward is differentiated by autograd: its forward records a graph, and
-its `backward` method is never called.
+A backend with a raw backward also accepts the `out` and `lse` of a softmax over more keys, of which k and v are only
+one block; ring attention needs such a backend. A backend without a raw backward is differentiated by autograd: its
+forward records a graph, and its `backward` method is never called.
 
 Some backends read keys in pages of `PAGE_SIZE` tokens through a page table per segment, so that segments can share
 pages.
@@ -40,10 +40,10 @@ PAGE_SIZE = 128
 
 
 class Pages(NamedTuple):
-    """The page table of a call: the pages of keys that the queries of each of S segments see, in order."""
+    """The page table of an attention call with S segments: which pages of keys the queries of each segment see."""
 
-    table: Tensor  # [S, m] int32: the pages of each segment; entries after its last page are arbitrary
-    lengths: Tensor  # [S] int32: the number of keys of each segment. Its last query is aligned with its last key.
+    table: Tensor  # [S, m] int32: the pages of each segment, in order; entries after its last page are arbitrary
+    lengths: Tensor  # [S] int32: the number of keys of each segment; its last query is aligned with its last key
     longest: int
 
 
@@ -51,7 +51,7 @@ class Pages(NamedTuple):
 class AttentionNeeds:
     """The features that one attention call requires of its backend.
 
-    `compute_capability` is the compute capability of the CUDA device.
+    `compute_capability` is the compute capability of the CUDA device, or (0, 0) on other devices.
     """
 
     device: str
@@ -112,7 +112,7 @@ class AttentionBackend(Protocol):
         return True
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
-        """The reason why this backend cannot run the call on this machine. None if it can."""
+        """The reason why this backend cannot run a call with these needs on this machine. None if it can."""
         reason = self.capabilities.unsupported_reason(needs)
         if reason is None and not self.is_installed():
             return f"its package is not installed ({self.capabilities.package})"
@@ -141,8 +141,8 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv in the shapes and dtypes of q, k and v.
 
-        `out` and `lse` are the results of the forward pass. They may belong to a larger softmax, of which k and v are
-        one block.
+        `out` and `lse` are the results of the forward pass. They may belong to a softmax over more keys, of which k and
+        v are one block.
         """
         ...
 

@@ -3,9 +3,9 @@
     take    [n, ...] -> [m, ...]    a b c            ->  a a c b a        (index 0 0 2 1 0)
     sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in the order of the copies
 
-This is used if samples of a pack share prefixes, which form a prefix tree. The keys of a shared prefix are copied for
-every node below it, and a hidden state is copied for every sample in which it predicts a token. Each sum has a fixed
-order, so that the result is deterministic. The sum of an element without copies is 0.
+padfree copies elements if samples of a pack share prefixes, which form a prefix tree: the keys of a shared prefix are
+copied for every node below it, and a hidden state is copied for every sample in which it predicts a token. Each sum has
+a fixed order, so that the result is deterministic. The sum of an element without copies is 0.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from padfree.batch import Copies
 
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
-    """The `Copies` of a gather from `count` elements, on `device`.
+    """The `Copies` object, on `device`, that describes a gather of m copies from `count` elements.
 
-    Copy j is taken from element `index[j]`; `index` is [m].
+    Copy j is taken from element `index[j]`; the shape of `index` is [m].
     """
     return copies_to_device(device, index, *group_copies(index, count))
 

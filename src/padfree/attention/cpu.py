@@ -1,18 +1,18 @@
-"""PyTorch's fused CPU attention, called once per piece: some consecutive queries of a segment, and the keys they see.
+"""PyTorch's fused CPU attention, called piece by piece. A piece is a range of a segment's queries and their keys.
 
-    segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      A piece is one call. Its keys
-                                                  0..100  x  0..100           q q .      end at its last query, and
-                                                100..200  x  0..200           q q q      only its last square is
+    segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      The keys of a piece end at
+                                                  0..100  x  0..100           q q .      its last query, and only its
+                                                100..200  x  0..200           q q q      last square (100 x 100) is
                                                 200..300  x  0..300                      masked.
 
 The fused kernel processes 512 keys at a time and applies the mask afterwards, so that a causal segment of up to 512
-tokens costs as much as the whole square. With pieces, attention over segments of 64 to 512 tokens took 18 % less time.
-Pieces also support two cases that the kernel's own causal flag (aligned top-left) does not support: segments with fewer
-queries than keys, and windows. Keys outside the window are not read. Many short pieces of the same shape share one
-call, which halves the time for 32 segments of 16 tokens.
+tokens costs as much as one without a mask. With pieces instead of whole segments, attention over segments of 64 to 512
+tokens took 18 % less time. Pieces also support two cases that the kernel's own causal flag (aligned top-left) does not
+support: segments with fewer queries than keys, and windows. Keys outside the window are not read. Many short pieces of
+the same shape share one call, which halves the time for 32 segments of 16 tokens.
 
 Two more choices were measured on one core of an aarch64 server: bfloat16 is computed in float32, because the kernel in
-bfloat16 took 190 times as long; and a group of query heads reads its key head through a stride of 0, not a copy.
+bfloat16 took 190 times as long; and the query heads that share a key head read it through a stride of 0, not a copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SHARED_PIECES of them.
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The shape of a piece, which determines its mask. The piece's first query is aligned with key number `diagonal`.
+    """The shape of a piece, which determines its mask. The piece's first query is aligned with its key `diagonal`.
 
     If `diagonal` is None, every query sees all keys of the piece.
     """
@@ -93,7 +93,7 @@ def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[
     if not num_queries or not num_keys:
         return []
     if not spec.causal:
-        # a soft cap is computed by the reference, which stores the scores
+        # With a soft cap, the reference computes the piece and stores its scores, so long segments are cut.
         step = num_queries if spec.softcap is None else PIECE_QUERIES
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]
@@ -124,7 +124,8 @@ class FusedCPU(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
         q_, k_, v_ = (_widened(x, dtype, width) for x in (q, k, v))
-        # If all scores of a query are NaN or -inf, the kernel returns 0, as if the query saw no key.
+        # If all scores of a query are NaN or -inf, the kernel returns 0, as if the query saw no key. The reference
+        # returns NaN.
         if not all(torch.isfinite(x.sum()) for x in (q_, k_, v_)):
             return reference.BACKEND.forward(q, k, v, segments_q, segments_k, spec)
         out = q_.new_zeros(len(q), q.shape[1], width)
@@ -214,7 +215,7 @@ class FusedCPU(AttentionBackend):
 
 
 def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """Convert a tensor to what the kernel requires: this dtype, a contiguous last dimension, and the head size `width`.
+    """Convert a tensor to what the kernel requires: `dtype`, a contiguous last dimension, and the head size `width`.
 
     A smaller head is padded with zeros.
     """
@@ -240,7 +241,10 @@ class _PieceTensors:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Return n pieces of each tensor as [Hkv · n, group, length, ...]. The result is a view if n is 1."""
+        """Return the pieces that begin at the n `starts`, for each tensor as [Hkv · n, group, length, ...].
+
+        The result is a view if n is 1.
+        """
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
         index, n = _token_index(starts, length), len(starts)
@@ -269,9 +273,9 @@ def _token_index(starts: list[int], length: int) -> Tensor:
 
 
 def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
-    """For a plan with a soft cap, in which every call has one piece: (queries, keys, visible) of each call.
+    """Yield (queries, keys, visible) for each call of a plan with a soft cap, in which every call has one piece.
 
-    `visible` is the mask [queries, keys].
+    `queries` and `keys` are slices of the token axes, and `visible` is the mask [queries, keys].
     """
     for shape, (query,), (key,) in calls:
         yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)
@@ -282,9 +286,10 @@ def _visible(shape: _Shape, spec: AttentionSpec) -> Tensor:
 
 
 def _masking(shape: _Shape, spec: AttentionSpec, like: Tensor) -> tuple[bool, Tensor | None]:
-    """Return (causal flag, mask) for the kernel. If the kernel's own causal flag gives the right mask: (True, None).
+    """Return the kernel's arguments (causal flag, mask) for pieces of this shape.
 
-    Otherwise the flag is False. The mask is then an additive tensor [queries, keys], or None if every key is visible.
+    They are (True, None) if the kernel's own causal mask is the right one. Otherwise the flag is False, and the mask is
+    an additive tensor [queries, keys], or None if every query sees every key.
     """
     if shape.diagonal is None:
         return False, None

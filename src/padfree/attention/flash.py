@@ -2,7 +2,7 @@
 
 The kernels take [T, H, d] (T tokens, H heads of size d) with a contiguous last dimension. They return the log-sum-exp
 (lse) as [H, T]; padfree uses [T, H], a transposed view. A window is given as the number of keys to the left of a query.
-For queries that see no key, the two kernels return different values, which padfree replaces.
+For queries that see no key, the two kernels return different values, which padfree replaces by out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The number of keys that a query sees to the left of the key it is aligned with.
+    """The number of keys that a query sees to the left of its own key, with which it is aligned.
 
     Returns -1 if no segment is longer than the window, or without a window. The value -1 selects a faster kernel.
     """
@@ -31,7 +31,7 @@ def fill_blind_queries(
 ) -> tuple[Tensor, Tensor]:
     """Set out [Tq, H, dv] to 0 and lse [Tq, H] to -inf for the queries that see no key, and return both.
 
-    Almost always, every query sees a key. Then no kernel runs.
+    In the usual case that every query sees a key, no kernel runs.
     """
     blind = blind_queries(segments_q, segments_k, spec)
     if blind is None:
@@ -43,7 +43,7 @@ def fill_blind_queries(
 def lse_for_kernel(lse: Tensor, segments_q: Segments, segments_k: Segments) -> Tensor:
     """Transpose lse [Tq, H] to [H, Tq], and replace -inf by +inf.
 
-    Then exp(score - lse) is exp(-inf) = 0 for a query that sees no key.
+    With +inf, exp(score - lse) is exp(-inf) = 0 for a query that sees no key.
     """
     kernel_lse = lse.T.contiguous()
     if segments_q is segments_k or not (segments_q.lengths > segments_k.lengths).any():

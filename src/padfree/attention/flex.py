@@ -1,8 +1,8 @@
-"""The `flex` backend: PyTorch's flex attention on CUDA. Supports float32 and any head size, unlike flash kernels.
+"""The `flex` backend: PyTorch's flex attention on CUDA, with float32 and head sizes that the flash kernels lack.
 
-    queries  0 1 2 3 | 4 5 6 7        key blocks of one query block:  full: every pair is visible, no mask is read
-    keys     0 1 2 3 | 4 5 6 7                                        partial: the mask decides pair by pair
-                                                                      (none): skipped
+    queries  0 1 2 3 | 4 5 6 7        the mask in blocks of 128 x 128:  full: every pair is visible, no mask is read
+    keys     0 1 2 3 | 4 5 6 7                                          partial: the mask decides pair by pair
+                                                                        empty: skipped
 
 The keys that a query sees are one range (`spec.key_ranges`), so the mask is two comparisons. The host computes from the
 segment offsets which blocks are visible, so the mask [Tq queries, Tk keys] is never evaluated as a whole. The block
@@ -71,8 +71,8 @@ def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     # With fullgraph, a failed compilation raises an error; without compilation, flex attention would store the scores
-    # [H, Tq, Tk]. Flex attention is compiled for each head size and kind of mask, and twice more until lengths are
-    # dynamic. This exceeds PyTorch's default recompile limit.
+    # [H, Tq, Tk]. Flex attention is compiled for each head size and kind of mask, and twice more until the compiler
+    # treats lengths as dynamic. These compilations exceed PyTorch's default recompile limit.
     compiled = torch.compile(flex_attention, fullgraph=True)
     patched: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=64)(compiled)
     return patched
@@ -87,7 +87,7 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
 
 
 class _MaskKey:
-    """Segments and mask parameters as a key of the cache. Two keys are equal if their values are equal."""
+    """The key of a mask in the cache: segments, mask parameters and device. Keys are compared by value."""
 
     __slots__ = ("device", "hash", "segments_k", "segments_q", "spec")
 
@@ -137,8 +137,8 @@ def block_table(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Classify the blocks of the mask, given that query t sees the keys `first[t] <= key < end[t]`.
 
-    Returns (partial, full), each [query blocks, key blocks]. In a partial block some pairs are visible; in a full block
-    all pairs are.
+    Returns (partial, full), each [query blocks, key blocks] with blocks of `BLOCK` queries and keys. In a partial block
+    some pairs are visible; in a full block all pairs are.
     """
     num_blocks = -(-num_keys // BLOCK)
     touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
@@ -148,9 +148,9 @@ def block_table(
 
 
 def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """Count queries, as an array [query blocks, key blocks].
+    """Count the queries of each query block that reach each key block, as an array [query blocks, key blocks].
 
-    Element (i, j) is the number of queries t of query block i with `first[t] <= j < end[t]`.
+    Query t reaches the key blocks `first[t] <= j < end[t]`.
     """
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)

@@ -10,8 +10,9 @@ Query segment i sees only key segment i. The causal mask is aligned bottom-right
 with its last key. So a segment may hold only the last queries of a sample, and they see the same keys as in the whole
 sample. A query that sees no key has output 0, lse -inf and no gradient.
 
-`varlen_attention` is for models. `varlen_forward` and `varlen_backward` compute the same without autograd. k and v may
-then be one block of the keys, with `out` and `lse` of the softmax over all blocks, which is what ring attention needs.
+`varlen_attention` is for models. `varlen_forward` and `varlen_backward` compute the same without autograd. In
+`varlen_backward`, k and v may be one block of the keys, while `out` and `lse` belong to the softmax over all blocks;
+ring attention needs this.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients dq, dk and dv for a block of keys k [Tk, Hkv, d] and values v [Tk, Hkv, dv].
 
-    `out` [Tq, H, dv] and `lse` [Tq, H] belong to the softmax over all blocks. The sum of dq over the blocks is exact.
+    `out` [Tq, H, dv] and `lse` [Tq, H] belong to the softmax over all blocks. The sum of dq over all blocks is the
+    exact gradient of q.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):
@@ -187,7 +189,7 @@ def varlen_backward(
             raise UserError(
                 argument,
                 f"has the wrong shape {tuple(tensor.shape)}",
-                f"give shape {tuple(shape)}, as varlen_forward returns",
+                f"give the shape {tuple(shape)} of the result of varlen_forward",
             )
     if dout.dtype != q.dtype:
         raise UserError("dout", f"is {dout.dtype} but q is {q.dtype}", "cast dout to the dtype of q")
@@ -226,9 +228,7 @@ def _checked_spec(
         need_tensor(name, tensor)
     for name, given in (("segments_q", segments_q), ("segments_k", segments_k)):
         if not isinstance(given, Segments):
-            raise UserError(
-                name, f"got a {type(given).__name__}", "give Segments.from_lengths(...) or a batch's segments"
-            )
+            raise UserError(name, f"got a {type(given).__name__}", "give Segments.from_lengths(...) or batch.segments")
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
         raise UserError(
             "q, k, v",
@@ -239,7 +239,7 @@ def _checked_spec(
         raise UserError(
             "q, k",
             f"have {q.shape[1]} query heads and {k.shape[1]} key heads",
-            "give q a number of heads that is a multiple of the key heads",
+            "make the number of query heads a multiple of the number of key heads",
         )
     if not q.dtype == k.dtype == v.dtype:
         raise UserError(
@@ -255,12 +255,14 @@ def _checked_spec(
         if segments.num_tokens != tokens:
             raise UserError(
                 name,
-                f"has {segments.num_tokens} tokens, but the tensor has {tokens}",
-                "give segments whose lengths add up to the tensor's length",
+                f"has {segments.num_tokens} tokens, but its tensor has {tokens}",
+                "give segments whose lengths add up to the length of the tensor",
             )
         if segments.cu_seqlens.device != q.device:
             raise UserError(
-                name, f"is on {segments.cu_seqlens.device}, but q is on {q.device}", f"call .to({str(q.device)!r})"
+                name,
+                f"is on {segments.cu_seqlens.device}, but q is on {q.device}",
+                f"move it with .to({str(q.device)!r})",
             )
         assert segments.parents is None, "use prefix_attention for segments that are nodes"
     return AttentionSpec(

@@ -5,9 +5,9 @@
 
 The compiler sees an operator with known shapes, which calls the same kernels as `varlen_attention`. Everything that the
 kernels need to know about the batch is an argument and not global state, so that recomputation and a second model work
-correctly. The length of the longest segment is a tensor [] on the host. The compiler does not see its value, so it does
-not specialise code on lengths. Queries and keys have the same segments; packs that are split over context ranks use
-`padfree.cp`.
+correctly. The length of the longest segment is a scalar tensor on the host. The compiler does not see its value, so it
+does not specialise code on lengths. Queries and keys have the same segments; packs that are split over context ranks
+use `padfree.cp` instead.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _call(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
     )
     chosen = BACKENDS[name]
-    # Flash kernels read cu_seqlens on the device, so the offsets on the host stay empty. Only other backends need them.
+    # The offsets on the host stay empty for flash kernels, which read cu_seqlens on the device.
     offsets = np.zeros(0, np.int64)
     if chosen.capabilities.lengths_on_host:
         offsets = cu_seqlens.cpu().numpy().astype(np.int64)

@@ -5,13 +5,13 @@
 
 The samples form a prefix tree: here node p is a prefix that the nodes a and b continue, and the path of b is p, b. The
 last query of a node is aligned with the last key of its path: kernels call this a causal mask aligned bottom-right.
-Windows, soft caps and sinks therefore work unchanged, no results are merged, and the queries of a prefix are computed
-once. The cost is one copy of each key for every node below it, and a sum over the gradients of the copies.
+Windows, soft caps and sinks therefore work unchanged, no partial results have to be merged, and the queries of a prefix
+are computed once. The cost is one copy of each key for every node below it, and a sum over the gradients of the copies.
 
-In the backward pass, these copies are expensive if many nodes read one long node. Given the output and the log-sum-exp
-over all keys, the gradient of each subset of the keys is exact by itself. So a long node can be treated as a *long
-prefix*: it is left out of the paths below it, and one separate call without copies computes the gradients between it
-and the queries of all nodes below, which are adjacent in the pack.
+In the backward pass, these copies are expensive if many nodes read one long node. However, the gradient of any subset
+of the keys can be computed by itself, given the output and the log-sum-exp over all keys. So a long node can be treated
+as a *long prefix*, which is left out of the paths below it. One separate call then computes the gradients between the
+long prefix and the queries of all nodes below it. It needs no copies, because these queries are adjacent in the pack.
 
     keys          p p p | a a | b b b                   p is a long prefix
     long prefix   a a b b b   see   p p p               without a mask
@@ -22,8 +22,9 @@ Long prefixes are used only in layers without a window, and only if the kernel's
 In the forward pass, paged kernels share whole pages of a prefix. Only the partial page at a branch point is copied,
 once per child. Pages are used only in layers without a window.
 
-    nodes      p0 p1 p2 | a0 a1 | b0 b1 b2
-    pages      p0 p1   p2 p2   p2 a0   a1 a1   p2 b0   b1 b2           of 2, read as   0 1 | 0 2 3 | 0 4 5
+    nodes         p0 p1 p2 | a0 a1 | b0 b1 b2
+    pages of 2    0: p0 p1    1: p2 p2    2: p2 a0    3: a1 a1    4: p2 b0    5: b1 b2
+    page table    p: 0 1      a: 0 2 3    b: 0 4 5               pages 1 and 3 are filled up with their last token
 
 `prefix_attention` is a custom operator, so that a compiled layer stays one graph: everything it needs to know about the
 pack is in tensors, whose sizes may change from pack to pack. The backward pass makes the copies again, so that they are
@@ -102,9 +103,9 @@ def prepare_prefix_keys(
 ) -> PrefixKeys | None:
     """The keys that each node of a pack's prefix tree sees, on the device of `segments`.
 
-    None if the samples share nothing. `long_prefixes` are the indices of at most `MOST_LONG_PREFIXES` nodes, ascending.
-    If it is None, `choose_long_prefixes` chooses them. `paged` says whether to prepare pages for kernels that read
-    them. If it is None, pages are prepared if they save enough copies of keys.
+    None if the samples share no prefix. `long_prefixes` holds the indices of at most `MOST_LONG_PREFIXES` nodes,
+    ascending; if it is None, `choose_long_prefixes` chooses them. `paged` says whether to prepare pages for kernels
+    that read pages; if it is None, pages are prepared if they save enough copies of keys.
     """
     if segments.parents is None:
         return None
@@ -151,10 +152,10 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """Return a list of four arrays, and the length of the longest path.
+    """Return four arrays that describe the concatenated paths of all nodes, and the length of the longest path.
 
-    The arrays are cu_seqlens of the paths, and the three arrays of `Copies` for the tokens of the paths. These three
-    are empty if each token occurs once. Nodes in `without` are left out of the paths.
+    The arrays are cu_seqlens of the paths, and the three arrays of `Copies` for the tokens of the paths. The three
+    arrays are empty if each token occurs once. Nodes in `without` are left out of the paths.
     """
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))
@@ -184,7 +185,7 @@ def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
 
 
 def _array_starts(sizes: Sequence[int]) -> list[int]:
-    """The start index of each array in the concatenated tensor, and the end of the last array."""
+    """The start index of each array in the tensor of `_concatenated`, and the end of the last array."""
     return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
 
 
@@ -259,8 +260,7 @@ def _prepare_pack(
     chosen = BACKENDS[name]
 
     def segments(cu_seqlens: Tensor, longest: int) -> Segments:
-        # Flash kernels read cu_seqlens on the device, so the offsets on the host stay empty. Only other backends need
-        # them.
+        # The offsets on the host stay empty for flash kernels, which read cu_seqlens on the device.
         offsets = np.zeros(0, np.int64)
         if chosen.capabilities.lengths_on_host:
             offsets = cu_seqlens.cpu().numpy().astype(np.int64)

@@ -6,7 +6,7 @@ It computes in float32, or in float64 if its inputs are float64.
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
 
 A segment has Lq queries and Lk keys, H heads, and head sizes d (q, k) and dv (v). The backward takes `out` and `lse` as
-arguments; they may belong to a larger softmax of which these keys are one block. The gradients are computed from the
+arguments; they may belong to a softmax over more keys, of which k is one block. The gradients are computed from the
 probabilities p = exp(scores - lse) and from δ = Σ dout·out, so their sum over all blocks is exact.
 
 The reference runs on any device and stores the scores [H, Lq, Lk] of one segment at a time. Use it to check results,
@@ -114,7 +114,7 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients (dq, dk, dv) of one block of keys.
 
-    `out` [Lq, H, dv] and `lse` [Lq, H] may belong to a larger softmax, of which these keys are one block.
+    `out` [Lq, H, dv] and `lse` [Lq, H] may belong to a softmax over more keys, of which k is one block.
     """
     q_, k_, v_ = q.to(compute_dtype(q.dtype)), _per_query_head(k, q), _per_query_head(v, q)
     dout_, out_ = dout.to(q_.dtype), out.to(q_.dtype)
@@ -156,8 +156,7 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor, spec: AttentionSpec) -> Tenso
 
 
 def _probabilities(scores: Tensor, lse: Tensor, visible: Tensor) -> Tensor:
-    # If a query sees no key, lse is -inf and the difference is NaN. The probabilities of this query are 0 by
-    # definition.
+    # If a query sees no key, lse is -inf and scores - lse is NaN. Its probabilities are 0 by definition.
     return torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
 
 

@@ -28,9 +28,9 @@ BACKENDS: dict[str, AttentionBackend] = {
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Add your own attention backend to `BACKENDS`, after the others.
+    """Add your own attention backend at the end of `BACKENDS`.
 
-    `auto` chooses it for calls that no other backend supports.
+    `auto` chooses it for calls that no earlier backend supports.
     """
     if backend.name == "auto" or backend.name in BACKENDS:
         raise UserError(
@@ -52,9 +52,9 @@ def choose_backend(
 ) -> str:
     """The name of the fastest backend that supports the call.
 
-    If `requested` is not "auto", that backend is returned, or an error is raised if it does not support the call.
-    `head_dim` is the head size of q and k; `value_dim` is the head size of v, if different. `softcap` says whether
-    scores are soft-capped, and `raw_backward` whether `varlen_backward` will be called.
+    If `requested` names a backend, this name is returned, or an error is raised if the backend does not support the
+    call. `head_dim` is the head size of q and k; `value_dim` is the head size of v, if different. `softcap` says
+    whether scores are soft-capped, and `raw_backward` whether `varlen_backward` will be called.
     """
     if not isinstance(requested, str):
         raise UserError("backend", "is not a string", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
@@ -92,7 +92,7 @@ def _choose(
         raise UserError(
             "backend",
             f"'auto' found no backend for this call ({listed})",
-            "change the call, or set backend='reference'",
+            "change the call so that one of them supports it, or set backend='reference'",
         )
     if requested not in BACKENDS:
         raise UserError("backend", "is unknown", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)

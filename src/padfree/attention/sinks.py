@@ -2,9 +2,9 @@
 
     lse' = log(exp(lse) + exp(sink))          out' = out · exp(lse - lse')
 
-The kernels need no support for sinks: their backward with (out', lse') is correct for q, k and v, because p = exp(score
-- lse') is the probability of each key in the softmax with the sink. The gradient of the sink is -Σ exp(sink - lse') ·
-δ, summed over the queries, where δ = Σ dout·out' of each query.
+The kernels need no support for sinks: their backward with (out', lse') is correct for q, k and v, because
+exp(score - lse') is the probability of each key in the softmax with the sink. The gradient of the sink is
+-Σ exp(sink - lse') · δ, summed over the queries. For each query, δ is the dot product of dout and out'.
 """
 
 from __future__ import annotations

@@ -25,16 +25,16 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The parameters of an attention call: it computes the softmax of `softcap · tanh(scale · q·k / softcap)`.
+    """The parameters of an attention call, which computes the softmax of `softcap · tanh(scale · q·k / softcap)`.
 
-    The softmax is over the keys that a query sees. Without a softcap it is the softmax of `scale · q·k`.
+    The softmax is over the keys that a query sees. Without a softcap, it is the softmax of `scale · q·k`.
     """
 
     scale: float
     causal: bool = True
     window: int | None = None
-    """The maximum number of keys that a query sees, including its own (`sliding_window` in Hugging Face). It needs
-    `causal`.
+    """The maximum number of keys that a query sees, including its own (`sliding_window` in Hugging Face). A window is
+    allowed only if `causal` is True.
     """
     softcap: float | None = None
 
@@ -59,7 +59,7 @@ def key_ranges(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Two arrays [Tq], `first` and `end`: query t sees the keys `first[t] <= key < end[t]` of the key axis.
 
-    If the two are equal, the query sees no key.
+    If `first[t]` equals `end[t]`, query t sees no key.
     """
     lengths = segments_q.lengths
     starts, ends = (np.repeat(offsets, lengths) for offsets in (segments_k.offsets[:-1], segments_k.offsets[1:]))
@@ -75,7 +75,7 @@ def key_ranges(
 def blind_queries(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> NDArray[np.int64] | None:
     """The indices of the queries that see no key. None if every query sees a key.
 
-    If queries and keys have the same segments, the answer is None without any computation.
+    If `segments_q` and `segments_k` are the same object, None is returned without any computation.
     """
     if segments_q is segments_k:
         return None

@@ -1,14 +1,14 @@
 """Context parallelism by gathering keys: each rank holds some queries and receives all keys that they see.
 
-Nothing is merged afterwards, because one kernel call sees all keys of a query. A pack of T tokens is divided over
-`world` ranks, T/world tokens each. A rank holds pieces of documents. It receives from other ranks the keys and values
-that its pieces read (see `padfree.cp.keys`), arranges the received and its own keys in the order of its pieces, and
-calls the kernel once. If documents are short, most of them are whole on one rank and hardly anything is sent. If one
-document is as long as the pack, everything is sent, as in an all-gather. The gradients of keys are sent back the same
-way, in the dtype of the keys. They are summed in float32 in rank order, so that the sum is deterministic.
+A pack of T tokens is divided over `world` ranks, T/world tokens each. A rank holds pieces of documents. It receives
+from other ranks the keys and values that its pieces read (see `padfree.cp.keys`), arranges the received and its own
+keys in the order of its pieces, and calls the kernel once. No partial results have to be merged, because this call sees
+all keys of a query. If documents are short, most of them are whole on one rank and hardly anything is sent. If one
+document is as long as the pack, every key is sent to other ranks, as in an all-gather. The gradients of keys are sent
+back the same way, in the dtype of the keys. They are summed in float32 in rank order, so that the sum is deterministic.
 
-`local_attention` is the computation without the communication. It also runs in one process that simulates the ranks one
-after the other: `k_pool = k.index_select(0, prepare_keys(plan).pool_tokens)`.
+`local_attention` is the computation without the communication. With it, one process can simulate the ranks one after
+the other: `k_pool = k.index_select(0, prepare_keys(plan).pool_tokens)` selects a rank's keys from the k of the pack.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _SelectKeys(torch.autograd.Function):
-    """Select the K keys that the pieces read from a pool: [N, ...] -> [K, ...].
+    """Select from a pool of N keys the K keys that this rank's pieces read: [N, ...] -> [K, ...].
 
-    The pool is one tensor or given in two parts.
+    The pool is one tensor, or two tensors: own keys and received keys.
     """
 
     @staticmethod
@@ -105,7 +105,7 @@ class _SelectKeys(torch.autograd.Function):
 class _GatherKeys(torch.autograd.Function):
     """Exchange keys and values with the other ranks, and select those that this rank's pieces read.
 
-    This rank's keys and values, each [T/world, ...] -> the keys and values of its pieces, each [K, ...].
+    Takes this rank's keys and values, each [T/world, ...], and returns those that its pieces read, each [K, ...].
     """
 
     @staticmethod

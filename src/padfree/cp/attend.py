@@ -1,13 +1,13 @@
-"""Attention of this rank's queries to all their keys, which may be on other ranks.
+"""Attention of this rank's queries to all keys that they see, some of which may be on other ranks.
 
     world 1      q, k, v [T, ...]          the whole pack: one call of `varlen_attention`
-    world > 1    q, k, v [T/world, ...]    by the method of the context: allgather, ring or ulysses
+    world > 1    q, k, v [T/world, ...]    by the method `context.method`: allgather, ring or ulysses
 
 `communication_bytes` counts what each rank sends per layer:
 
     method       forward                                        backward
     allgather    keys and values that other ranks' pieces read  gradients of the keys and values it received
-    ring         a block of K and V, world - 1 times            the same again, and world float32 gradients of blocks
+    ring         a block of K and V, world - 1 times            the same, and a block's float32 gradient, world times
     ulysses      (world - 1)/world of q, k, v and the output    the same
 """
 
@@ -68,7 +68,7 @@ def attend(
             raise UserError(
                 name,
                 f"has shape {tuple(tensor.shape)}, but this rank has {expected} tokens",
-                "give one element per token",
+                "give a tensor with one element per token in the first dimension",
             )
     if window is not None:
         need_whole("window", window, 1, "give 1 or more and causal=True, or window=None")
@@ -105,7 +105,7 @@ def attend(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Communication:
-    """The bytes that are sent for one attention layer: `links[i, j]` is what rank i sends to rank j."""
+    """The bytes that are sent for one attention layer. Element (i, j) of an array is what rank i sends to rank j."""
 
     forward_links: Indices  # [world, world]
     backward_links: Indices  # [world, world]
@@ -135,7 +135,7 @@ def communication_bytes(
     element_size: int = 2,
     window: int | None = None,
 ) -> Communication:
-    """The bytes that ranks send to each other for one causal attention layer with this method, layout and window.
+    """The bytes that ranks send to each other for one causal attention layer with the given method and layout.
 
     `element_size` is the number of bytes per element of q, k and v. Index arrays are not counted, because they are
     never sent.

@@ -1,21 +1,23 @@
 """The pieces of the layout `balanced`: equal tokens and nearly equal cost on every rank. Pure index arithmetic.
 
-`layout` defines the words: a document is a segment, a piece is a range of it, and its work is its number of pairs.
+As in `padfree.cp.layout`, a document is a segment of the pack, a piece is a range of a document, and the work of a
+piece is its number of (query, key) pairs.
 
-Why `balanced` always exists: lay the documents on a circle and slide a window of T/2 tokens around it. The mean work
-over all windows is half of the total work, and the work is a continuous function of the window's location (linear
-between two document boundaries); so some window has exactly half of the work. It cuts the circle in at most two
-places. The window goes to one half of the ranks and the rest to the other half, and both are divided the same way
-until every rank has its own. The result has exactly equal tokens, work as equal as wanted, and at most
-S + 2 (world - 1) pieces, for documents of any lengths. A document as long as the pack becomes head-tail pairs, a
-shorter one uneven pieces, and short ones stay whole.
+A layout with equal tokens and equal work always exists. Lay the documents on a circle and slide a window of T/2 tokens
+around it. The mean work over all windows is half of the total work, and the work is a continuous function of the
+window's location (linear between two document boundaries); so some window has exactly half of the work. Its two ends
+cut the circle. The window goes to one half of the ranks and the rest of the circle to the other half. Both parts are
+divided in the same way until each rank has a part of its own. For S documents of any lengths, all ranks then have
+exactly equal tokens, work as equal as wanted, and at most S + 2 (world - 1) pieces in all. A document as long as the
+pack becomes head-tail pairs, a shorter long document becomes uneven pieces, and short documents stay whole.
 
-Work is not the only cost. For a piece [a, b) the a keys before it are gathered and their gradients are sent back;
-kernels compute whole tiles of queries against whole tiles of keys; and each tile of keys has a fixed cost, so that
-short documents are expensive. `tile_cost` counts all of this. Among the windows that give every rank at most
-1 + TOLERANCE of the mean work, the search takes the one whose more expensive side is cheapest: ranks that read many
-keys get less work, cuts are few and near the heads of documents, and the last cuts fall between tiles. The limit on
-work has priority: the rank that holds the head of a very long document reads the fewest keys and stays the cheapest.
+Work is not the only cost. For a piece [a, b), the a keys before it are gathered and their gradients are sent back.
+Kernels compute whole tiles of queries against whole tiles of keys. Each tile of keys also has a fixed cost, so that
+short documents are expensive. `tile_cost` counts all these costs. Among the windows that give every rank at most
+1 + TOLERANCE of the mean work, the search takes the window whose more expensive side is cheapest. As a result, ranks
+that read many keys get less work, cuts are few and near the heads of documents, and the last cuts fall between tiles.
+The limit on work has priority over equal costs, so the rank that holds the head of a very long document, which reads
+the fewest keys, stays the cheapest.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def causal_work(first: Indices, end: Indices) -> Indices:
 
 
 def tile_cost(first: Indices, end: Indices) -> Indices:
-    """Like `causal_work`, but in whole tiles, with query tiles starting at `first`; plus the fixed costs of keys."""
+    """The cost of each piece [first, end) in pairs: the pairs of whole tiles, and the fixed costs of keys.
+
+    Tiles of queries start at `first`.
+    """
     # bit shifts are several times as fast as divisions
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
@@ -69,13 +74,17 @@ def tile_cost(first: Indices, end: Indices) -> Indices:
 
 
 def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
-    """The starts of the pieces in the pack, ascending, and their owners."""
+    """Divide the documents of a pack over `world` ranks.
+
+    Returns the starts of the pieces in the pack, ascending, and the rank that owns each piece.
+    """
     offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
-    # Short documents keep their order, because whole tiles add different costs to them. Long documents follow, the
-    # longest last: the ranks that get the tail of the longest, and read the most keys, then get short documents too.
-    # The nodes of a tree stay together, so that the ranks that hold a prefix also hold the nodes that read it.
+    # Short documents keep their order, so that those to which whole tiles add much cost are spread over the ranks. Long
+    # documents follow, the longest last. On the circle, short documents come after the longest one, so the ranks that
+    # hold its tail, and read the most keys, get short documents too. The nodes of a prefix tree stay together, so that
+    # the ranks that hold a prefix also hold the nodes that read it.
     together = _tree_lengths(segments)
     order = np.argsort(np.where(together >= 4 * TILE, together, 0), kind="stable")
     order = order[lengths[order] > 0]
@@ -91,7 +100,7 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """[S] the number of tokens of each document; if documents are nodes, of all nodes of its prefix tree."""
+    """[S] the number of tokens of each document, or of its whole prefix tree if documents are nodes of such a tree."""
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
         return lengths
@@ -101,7 +110,7 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """Pieces of the pack, laid on circles; circle c is to be divided among `world[c]` ranks."""
+    """P pieces of the pack, laid on C circles. Circle c is to be divided among `world[c]` ranks."""
 
     start: Indices  # [P] index in the pack
     first: Indices  # [P] position in the document
@@ -144,7 +153,7 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
 
 
 class _WindowEnds(NamedTuple):
-    """Both ends of windows."""
+    """The two ends, begin and end, of N windows."""
 
     piece: Indices  # [2, N]
     first: Indices  # [2, N] start of the piece in its document
@@ -158,7 +167,7 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Searches, for each circle, the window with the lowest modelled cost per rank within the limits on work."""
+    """For each circle, searches for the window with the lowest modelled cost per rank within the limits on work."""
 
     def __init__(
         self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
@@ -190,7 +199,7 @@ class _Search:
         self.high = np.maximum(inside * most_work, self.target)
 
     def cost_of(self, first: Indices, end: Indices) -> Reals:
-        """The modelled cost of the parts that a cut makes."""
+        """The modelled cost of parts [first, end) of documents, which a cut has made."""
         if self.last:
             return tile_cost(first, end).astype(np.float64)
         # More cuts will follow, so the tiles are unknown. On average, whole tiles add half a tile of keys for every
@@ -204,8 +213,9 @@ class _Search:
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
         """The expected cost of the future cuts of parts with more work than one rank's share.
 
-        The work of [first, end) has its mean at 2/3 (end^3 - first^3) / (end^2 - first^2). The n ranks that share it
-        equally start there on average, minus half a rank's length; the start of the first rank is not a cut.
+        The work of [first, end) has its mean at position 2/3 (end^3 - first^3) / (end^2 - first^2). If n ranks share
+        the work equally, their parts start, on average, half a part before this mean. The start of the first part is
+        not a cut.
         """
         ends = end + first
         keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n (mean - first)
@@ -228,7 +238,7 @@ class _Search:
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """[2, windows] the cost per rank inside and outside each window, relative to the mean of the circle."""
+        """[2, N] the cost per rank inside and outside each of N windows, relative to the mean of its circle."""
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
         before, behind, whole = self.spent[piece], self.spent[piece + 1], self.whole_cost[circle]
@@ -243,7 +253,10 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """The cost of the more expensive side of each window; at least `REFUSED` if its work is out of range."""
+        """The score of each window: the relative cost of its more expensive side.
+
+        The score is at least `REFUSED` if the work of the window is outside the limits.
+        """
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
         miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
@@ -272,9 +285,13 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """For each circle in `which`, the best window with a cut between boundaries more than `least` tokens apart."""
-        # Halves are symmetric: a window that begins in the second half is the complement of one that begins in the
-        # first. So boundaries count modulo half the circle; in uneven circles they count as beginnings and as ends.
+        """For each circle in `which`, the best window with a cut between two boundaries of pieces, and its score.
+
+        Only boundaries that are more than `least` tokens apart are considered.
+        """
+        # If the window is half of the circle, a window that begins in the second half is the complement of one that
+        # begins in the first half, so boundaries count modulo half the circle. In other circles, each boundary counts
+        # as the beginning of a window and as the end of one.
         even = 2 * self.size == self.total
         turn = np.where(even, self.size, self.total)
         mine = which[self.circle].nonzero()[0]
@@ -286,9 +303,9 @@ class _Search:
         begin = (begin - self.base[circle]) % turn[circle]
         order = np.argsort(circle * self.total.max() + begin)
         begin, circle = begin[order], circle[order]
-        # Between two neighbouring boundaries the work is linear in the location, and apart from tiles the cost is too.
-        # The candidates are the locations where both sides cost the same, where the work reaches the target, and where
-        # it enters the tolerance.
+        # Between two neighbouring boundaries the work is linear in the location of the window, and so is the cost apart
+        # from the rounding to tiles. The candidates are the locations where both sides cost the same, where the work
+        # reaches the target, and where the work enters the tolerance.
         load = self.load(self.window_ends(begin, circle))
         wide = ((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]])).nonzero()[0]
         low, high = np.minimum(load[wide], load[wide + 1]), np.maximum(load[wide], load[wide + 1])
@@ -310,14 +327,14 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """These windows, and neighbouring windows that have whole tiles before or after a cut."""
+        """The given windows, and windows shifted by less than a tile so that a cut falls on the boundary of a tile."""
         piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
         moved = (begin + np.concatenate([step, step - QUERY_TILE])) % self.total[circle]
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
     def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
-        """Per circle the window with the lowest score, and this score."""
+        """For each circle, the beginning of the window with the lowest score, and this score."""
         lowest = np.full(len(self.base), np.inf)
         np.minimum.at(lowest, circle, score)
         chosen = (score == lowest[circle]).nonzero()[0]

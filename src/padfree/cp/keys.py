@@ -8,7 +8,7 @@ Causal attention of a piece [a, b) of a document reads the document's keys [0, b
 [a - W + 1, b). So a rank does not need the keys of the whole pack, only keys of the documents that it shares with other
 ranks. The layout determines which rank needs which keys, so every rank knows what to send without being asked. If
 samples share prefixes, documents are nodes of a prefix tree, and a piece first reads the keys of its node's ancestors.
-Its keys are then several ranges. A rank receives each key once, even if several of its pieces read it.
+The keys of a piece are then several ranges. A rank receives each key once, even if several of its pieces read it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from padfree.segments import Segments
 class KeyPlan:
     """The keys that the pieces of one rank read, which ranks they come from, and how they are assembled."""
 
-    # the ranges of the pool, (starts, ends) in the pack: its own, then those from rank 0, rank 1, ...
+    # the ranges of the pool, (starts, ends) in the pack: the rank's own, then those received from rank 0, rank 1, ...
     pool: tuple[Indices, Indices]
     selection: Selection  # selects from own and received keys the keys of the pieces, piece by piece
-    segments: Segments  # of these keys, one segment per piece
+    segments: Segments  # the segments of the selected keys, one per piece
     quiet: bool  # True if no rank needs keys of another rank, so that nothing is sent
     send: tuple[int, ...]  # [world] number of keys sent to each rank
     receive: tuple[int, ...]  # [world] number of keys received from each rank
     leaving: tuple[tuple[tuple[int, int], ...], ...]  # [world] own keys sent to each rank: ranges (start, length)
-    read_elsewhere: Tensor  # own keys that other ranks also read; these ranks send a part of the gradient
+    read_elsewhere: Tensor  # indices of own keys that other ranks also read, and send a part of the gradient for
     returning: tuple[Tensor, ...]  # [world] indices into `read_elsewhere` of the gradients received from each rank
 
     @property
@@ -108,7 +108,7 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
     """The keys that each piece reads, as ranges of the pack.
 
-    The ranges of its ancestors come first, if any, then its own.
+    The ranges of the ancestors of the piece's node come first, if any. The range in its own document follows.
     """
     every = np.arange(len(pieces.start))
     if not causal:
@@ -166,16 +166,16 @@ class _Needs(NamedTuple):
         return self.end - self.begin
 
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
-        """The needs selected by the mask `which`, sorted by the rank `sort` and then in pack order.
+        """The needs selected by the mask `which`, sorted by reader or owner (`sort`) and then in pack order.
 
-        Sender and receiver both use this order.
+        The sender and the receiver of keys both use this order.
         """
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """The index of each of these keys in the concatenation of all needed ranges."""
+        """The index of each key in the concatenation of all needed ranges. `keys` holds indices in the pack."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]
@@ -189,7 +189,7 @@ def _needs(pieces: Pieces, ranges: PathRanges) -> _Needs:
     num_tokens = int(pieces.offsets[-1])
     covered = (
         np.maximum.accumulate(end + readers * num_tokens)[:-1] - readers[1:] * num_tokens
-    )  # `covered` is negative for the first range of each reader
+    )  # end of the keys that earlier ranges of a reader cover; negative for its first range
     begin[1:] = np.clip(covered, begin[1:], end[1:])
     number, piece, begin, end = _cut(pieces, begin, end)
     reader, owner = readers[number], pieces.rank[piece]

@@ -1,21 +1,23 @@
 """The token ranges of a pack that each context rank holds: pure index arithmetic on the host.
 
     segments    5 3 5, pad 3          0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p              T = 16, world = 4
-    contiguous  rank 0 1 2 3          0 0 0 0 1   1 1 1   2 2 2 2 3   3 3 3
-    headtail    8 chunks of 2         0 0 1 1 2   2 3 3   3 3 2 2 1   1 0 0
-    balanced    equal cost as well    whole documents, and for some the head or the tail of one (`balanced_layout`)
+    contiguous  4 chunks of 4         0 0 0 0 1   1 1 1   2 2 2 2 3   3 3 3              the rank of each token
+    headtail    8 chunks of 2         0 0 1 1 2   2 3 3   3 3 2 2 1   1 0 0              the rank of each token
+    balanced    nearly equal costs    most documents are whole, some are divided over ranks (see `balanced_layout`)
 
 In this module a document is a segment. A range that crosses a segment boundary is cut there, so that every range is a
 *piece*: consecutive queries of one document. The query at position p of its document reads p + 1 keys, so a piece
 [a, b) of a document costs b(b+1)/2 - a(a+1)/2 pairs: its causal *work*. The pad counts as a document, because the
 kernels compute it too.
 
-If samples share prefixes, a document is a node of the prefix tree. Its first query reads the keys of the node's
-ancestors too: positions start at the number of these keys, and everything above holds with these positions.
+If samples share prefixes, a document is a node of the prefix tree. Its queries also read the keys of the node's
+ancestors. Positions in the document therefore start at the number of these keys, and the formula for the work holds
+with these positions.
 
-A rank holds its pieces in pack order. In `balanced`, however, pieces that read keys of other ranks come first, then the
-longest pieces: kernels process segments in order, and the last ones to start should be short. This also keeps received
-and own keys nearly in the order in which the kernel reads them. The pieces of a document are always adjacent.
+A rank holds its pieces in pack order. In `balanced`, however, pieces of divided documents come first, because they read
+keys of other ranks. Whole documents follow, the longest first, because kernels process segments in order and the last
+ones to start should be short. This order also keeps received and own keys nearly in the order in which the kernel reads
+them. The pieces of a document are always adjacent.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ Indices = NDArray[np.int64]
 
 
 def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -> Layout:
-    """The pieces of each of `world` ranks. Every rank holds exactly T / world tokens."""
+    """The layout of a pack of T tokens over `world` ranks. Every rank holds exactly T / world tokens."""
     if not isinstance(segments, Segments):
-        raise UserError("segments", f"got a {type(segments).__name__}", "give the segments of a batch, batch.segments")
+        raise UserError("segments", f"got a {type(segments).__name__}", "give batch.segments, the segments of a batch")
     num_tokens = segments.num_tokens
     if kind not in get_args(LayoutKind):
         raise UserError("kind", "is unknown", f"choose one of {', '.join(get_args(LayoutKind))}", value=kind)
@@ -47,7 +49,7 @@ def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -
     if num_tokens % world:
         raise UserError(
             "segments",
-            f"{num_tokens} tokens are not divisible by {world} context ranks",
+            f"the {num_tokens} tokens of the pack cannot be divided equally over {world} context ranks",
             f"pad the batch with padded_to_multiple({world})",
         )
     offsets = segments.offsets
@@ -85,12 +87,12 @@ def modelled_cost(layout: Layout, segments: Segments) -> Indices:
 
 
 def document_index(tokens: Indices, offsets: Indices) -> Indices:
-    """The index of the segment that contains each of these tokens of the pack."""
+    """The index of the segment that contains each token. `tokens` holds indices in the pack."""
     return np.searchsorted(offsets, tokens, side="right") - 1
 
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
-    """The first position, and the position after the last, of each piece of a rank inside its document."""
+    """For each piece of a rank, its first position in the document, and the position after its last."""
     origins = segments.offsets[:-1] - segments.first_positions
     origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin
@@ -138,7 +140,10 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Sort keys for pieces that are in pack order: by owner, then cut documents first, then by falling end position."""
+    """Sort keys for pieces in pack order: by owner, then pieces of divided documents first, then the latest ends first.
+
+    The end of a piece is here the end of its owner's last piece of the same document.
+    """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)
     cut[number[first > 0]] = 1

@@ -4,15 +4,14 @@
                                             summed   p q r s t u v w  ->  p+s q+t r+u v w
 
 A query piece reads the keys of its document from the start, so two pieces of one document on one rank read some keys
-twice, and the gradients of these keys must be added. The order of additions is fixed here, so that the sum is
-deterministic: the gradient of each token is copied from one of its occurrences in the selection, and the other
-occurrences are added in layers. A layer contains each token at most once. Usually there is one layer or none. If there
-are more, because many nodes read one prefix, all occurrences of each token are summed at once
-(`padfree.attention.copies`).
+twice, and the gradients of these keys must be added. The order of additions is fixed, so that the sum is deterministic:
+the gradient of each token is copied from one of its occurrences in the selection, and the other occurrences are added
+in layers. A layer contains each token at most once. Usually there is one layer or none. If there are more, because many
+nodes of a prefix tree read one prefix, all occurrences of each token are summed at once (`padfree.attention.copies`).
 
 There are few ranges (adjacent whole documents are one range), so slices and one concatenation move them at memory
-speed, and a selection of a single range is not copied at all. Even less of the gradients is moved: if they are in the
-order "received keys, then own keys" with few exceptions, only the exceptions are moved (`summed_apart`).
+speed, and a selection of a single range is not copied at all. Gradients are moved even less: if they are in the order
+"received keys, then own keys" with few exceptions, only the exceptions are moved (`summed_apart`).
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Selection:
         return torch.cat(slices) if slices else parts[0][:0]
 
     def summed(self, gradient: Tensor) -> Tensor:
-        """Sum the gradient of the selection [m, ...] to the gradient of the tensor [n, ...].
+        """Compute the gradient of the tensor [n, ...] from the gradient of the selection [m, ...].
 
         Every token must be selected at least once.
         """
@@ -155,12 +154,12 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     token, length = edges[:-1], np.diff(edges)
     held = (starts[:, None] <= token) & (token < ends[:, None])  # [ranges, stretches]
     later: Indices = np.cumsum(held[::-1], axis=0, dtype=np.int64)[::-1] - held
-    offset = np.cumsum(ends - starts) - ends  # from a token to its index in the selection
+    offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """Arrays (token, index in the selection, length) of the stretches that occur `layer` more times later on.
+        """The occurrences of stretches that are followed by `layer` more occurrences of the same stretch.
 
-        Each token appears at most once, in ascending order.
+        Returns arrays (token, index in the selection, length). Each token appears at most once, in ascending order.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

@@ -1,23 +1,23 @@
 """Ring context parallelism: keys and values are passed from rank to rank, and no rank ever holds all of them.
 
-    step     0          1          2          3           rank 1 of 4 computes with the keys of rank ...
-    block    1 (own)    0          3          2           ... while the next block is in flight
+    step     0          1          2          3
+    block    1 (own)    0          3          2           the rank that owns the keys which rank 1 of 4 computes with
 
-Each rank holds pieces of documents: T/world of the T tokens of a pack, its block. Two pieces of a document never
-overlap. So a query piece sees all of another rank's piece if that piece comes earlier in the document, and nothing of
-it otherwise. In step 0 a piece sees the earlier pieces of its document on its own rank, and itself causally. The pieces
-of a document are adjacent in a block, so the keys that a query piece sees of a block are one range. Queries that see
-nothing of a block are left out of its step, and a step that no query needs is skipped. If samples share prefixes,
-documents are nodes of a prefix tree, and a piece also sees the pieces of its node's ancestors entirely: it sees several
-ranges of a block, the range of its own node last.
+While a rank computes, the next block is in flight. Each rank holds pieces of documents: T/world of the T tokens of a
+pack, its block. Two pieces of a document never overlap. So a query piece sees all of another rank's piece if that piece
+comes earlier in the document, and nothing of it otherwise. In step 0 a piece sees the earlier pieces of its document on
+its own rank, and itself causally. The pieces of a document are adjacent in a block, so the keys that a query piece sees
+of a block are one range. Queries that see nothing of a block are left out of its step, and a step that no query needs
+is skipped. If samples share prefixes, documents are nodes of a prefix tree, and a piece also sees the pieces of its
+node's ancestors entirely: it sees several ranges of a block, the range of its own node last.
 
 Each block gives an output and the log-sum-exp lse of its scores. The outputs of two blocks are merged in float32:
 
     lse = logaddexp(lse_1, lse_2)        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
 In the backward pass the blocks go around once more. Given the output and lse over all blocks, the gradient of each
-block is exact by itself. The gradient of a block travels with the block, in float32. Each rank adds its contribution,
-and after `world` passes the gradient is back on the rank that owns the block.
+block can be computed by itself. The gradient of a block travels with the block, in float32. Each rank adds its
+contribution, and after `world` passes the gradient is back on the rank that owns the block.
 
 `ring_forward` and `ring_backward` take the ring as an argument. With `PlayedRing` one process can simulate the ranks of
 a group one after the other.
@@ -94,10 +94,10 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """The ring step if the documents are nodes of a prefix tree; otherwise `_ring_step` computes it.
+    """The ring step if the documents are nodes of a prefix tree. None if this rank computes nothing in the step.
 
-    The block is the one of the rank `distance` steps before this rank. `border` holds the start of each piece in the
-    block.
+    The block belongs to the rank that is `distance` steps before this rank in the ring. `border` holds the start of
+    each piece in the block.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -142,8 +142,9 @@ class RingLike(Protocol):
 class PlayedRing:
     """Simulates the ring for one rank of a group, without the process group.
 
-    Given the blocks of all ranks, it delivers them as a real ring would. Without blocks, it delivers zeros. Then
-    `posted` holds what the rank adds to the gradient of each block: element i belongs to the block of rank `rank - i`.
+    Given the blocks of all ranks, it delivers them as a real ring would. Without blocks, it delivers zeros. In that
+    case, `posted` holds what the rank adds to the gradient of each block: element i belongs to the block of rank
+    `rank - i`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:
@@ -192,10 +193,9 @@ def ring_forward(
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge two softmaxes over different keys: `out` and `lse` of all queries, with `part` and `part_lse` of some
-    queries.
+    """Merge the results `part` and `part_lse` for one block into `out` and `lse`, the results for earlier blocks.
 
-    `queries` are the indices of these queries; None means all. Returns the merged out and lse.
+    `queries` are the indices of the queries of `part`; None means all queries. Returns the merged out and lse.
     """
     old, old_lse = (out, lse) if queries is None else (out.index_select(0, queries), lse.index_select(0, queries))
     new_lse = torch.logaddexp(old_lse, part_lse)

@@ -67,7 +67,7 @@ def shard(
         raise UserError(
             "group",
             f"this process is rank {group.rank()} of {group.size()} in the group, not {rank} of {world}",
-            "give the context group, and rank and world of this group",
+            "set rank and world to this process's rank in the context group and the size of this group",
         )
     if world == 1:
         context = AttnContext(
@@ -111,8 +111,9 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
 
 
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
-    """The entries of the pack that belong to this rank: an entry is a token to score, predicted from a token on this
-    rank.
+    """The entries of the pack that belong to this rank.
+
+    An entry is a token to score. It belongs to the rank that holds the position which predicts the token.
     """
     assert batch.entries is not None
     positions, device = batch.entries.positions, batch.input_ids.device
@@ -170,7 +171,9 @@ def need_group(context: AttnContext) -> ProcessGroup:
     """The process group of a context with several ranks. Raises `UserError` if it is not set."""
     if context.group is None:
         raise UserError(
-            "group", f"is not set for {context.world} context ranks", "give shard() the context process group"
+            "group",
+            f"is not set for {context.world} context ranks",
+            "pass the process group of the context ranks to shard()",
         )
     group: ProcessGroup = context.group
     return group

@@ -2,11 +2,11 @@
 
     pack        0 0 0 0 0 | 1 1 1 | 2 2 2 2 | 3 3 | pad         T tokens over 2 ranks
     layout      rank 0: 0 0 0  2 2 2 2      rank 1: 0 0 1 1 1 3 3 p     as attention uses them, T/world each
-    here        rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment on one rank
+    moved       rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment on one rank
 
-Segments are assigned longest first, each to the rank with the fewest tokens so far. On a tie, it goes to the rank that
-already holds most of its tokens. The pad is not moved. A segment longer than a rank's share of T/world tokens would
-leave the other ranks waiting, so it raises an error.
+Segments are assigned longest first, each to the rank with the fewest tokens so far. If several ranks have the fewest,
+the segment goes to the one that already holds most of its tokens. The pad is not moved. A segment that is longer than a
+rank's share of T/world tokens raises an error, because the other ranks would have to wait for one rank.
 
 The number of bytes that a rank sends to move values with `width` numbers per token to whole segments and back:
 

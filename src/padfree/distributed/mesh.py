@@ -3,7 +3,7 @@
     8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
 
 One DeviceMesh contains all processes, with the dimensions `replicate`, `shard` and `context`: [2, 2, 2]. Every group
-spans some of these dimensions.
+spans some of these dimensions, which the last column lists.
 
     context    ranks that share one pack         0 1 | 2 3 | 4 5 | 6 7    context
     data       ranks with different samples      0 2 4 6 | 1 3 5 7        replicate, shard
@@ -11,8 +11,8 @@ spans some of these dimensions.
                weights                                                                     dimension, if it is > 1)
     loss       ranks that sum one loss           0 1 2 3 4 5 6 7          replicate, shard, context
 
-With `expert` 2, the same processes also form a mesh for the weights of experts. It divides the ranks of a replica, data
-and context together, into groups of neighbours: [replicate, fsdp, expert] = [2, 2, 2].
+With `expert` 2, the same processes also form a mesh for the weights of experts. It divides all ranks of a replica into
+groups of neighbours: [replicate, fsdp, expert] = [2, 2, 2].
 
     expert     ranks with different experts      0 1 | 2 3 | 4 5 | 6 7
     fsdp       ranks that shard the same         0 2 | 1 3 | 4 6 | 5 7
@@ -21,8 +21,8 @@ and context together, into groups of neighbours: [replicate, fsdp, expert] = [2,
 Code asks for a group by purpose: `mesh.context.group`, `mesh.data.rank`, `fully_shard(model, mesh=mesh.fsdp)`. Sharding
 rules ask by dimension: `mesh.over(shard=("shard",), replicate=("context",))`.
 Neighbouring ranks share a pack, because context parallelism communicates in every layer and neighbouring ranks are on
-the same machine. Weights are sharded over data and context together, so that the gradients of context ranks are summed
-too.
+the same machine. Weights are sharded over data and context ranks together, so that the gradients of context ranks are
+summed too.
 
 One process needs no launcher: without torchrun's environment `init_distributed` makes a group of one process, and all
 other code is the same.
@@ -89,17 +89,17 @@ class Mesh:
     loss: Axis
     fsdp: DeviceMesh
     contexts: Mapping[int, Axis] = field(default_factory=dict)
-    """By number of ranks: the group of this many ranks in which this process shares a pack. Empty if the plan does not
-    choose this number per pack; packs are then always shared by the group `context`."""
+    """For each number of ranks that the step plan may choose for a pack, the group of this many ranks that contains
+    this process. Empty if the group `context` shares every pack."""
     experts: DeviceMesh | None = None
-    """All processes, with the dimensions `fsdp` and `expert`, and `replicate` before them if there are replicas. The
-    weights of experts are divided over `expert`. None: experts are sharded like all other weights."""
+    """The mesh of all processes with the dimensions `fsdp` and `expert`, and `replicate` before them if there are
+    replicas. The weights of experts are divided over `expert`. None if experts are sharded like all other weights."""
     groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
         """The group of ranks that share a pack with this one.
 
-        `width` is the number of these ranks, if the plan chooses it for each pack, else None.
+        `width` is the number of these ranks if the step plan chooses it for each pack, else None.
         """
         return self.context if width is None else self.contexts[width]
 
@@ -122,7 +122,7 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
         raise UserError("device", "is not a device type", "choose auto, cpu or cuda", value=device)
     if not 0 < timeout <= LONGEST_TIMEOUT:
         raise UserError(
-            "timeout", f"{timeout} s is out of range", f"give more than 0 and at most {LONGEST_TIMEOUT:.0e}"
+            "timeout", f"{timeout} s is out of range", f"give more than 0 and at most {LONGEST_TIMEOUT:.0e} s"
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device", "is 'cuda', but torch sees no GPU", "choose cpu, or install a CUDA build of torch")
@@ -165,7 +165,10 @@ def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
         socket.getaddrinfo(host, None)
     except OSError as error:  # check the host name first, because the rendezvous store would retry until the timeout
         raise UserError(
-            "MASTER_ADDR", f"cannot be resolved on this host ({error.strerror})", "give the host of rank 0", value=host
+            "MASTER_ADDR",
+            f"cannot be resolved on this host ({error.strerror})",
+            "set it to the host name of rank 0",
+            value=host,
         ) from None
     try:
         yield
@@ -249,7 +252,7 @@ class Groups:
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """The group of the processes that differ from this one only in these dimensions of the mesh."""
+        """The group of the processes that differ from this one only in the given dimensions of the mesh."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
@@ -310,7 +313,7 @@ def check_expert_ranks(expert: int, shards: int) -> None:
         raise UserError(
             "parallel.expert",
             f"{expert} does not divide the {shards} processes that share one set of weights",
-            "give a divisor of this number",
+            "set it to a divisor of this number of processes",
         )
 
 
@@ -338,7 +341,7 @@ def make_mesh(
     if world % (context * replicate):
         raise UserError(
             "parallel.context",
-            f"{context} times parallel.replicate {replicate} does not divide {world} processes",
+            f"{context} times parallel.replicate {replicate} does not divide the number of processes ({world})",
             f"start a multiple of {context * replicate} processes, or lower one of the two settings",
         )
     check_expert_ranks(expert, world // replicate)

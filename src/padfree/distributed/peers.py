@@ -39,7 +39,7 @@ POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
 """Times in seconds, which the module docstring explains. A process increments its counter every POLL seconds. With very
 many ranks it does so less often (see `_Listener`).
 """
-_BLOCKS = itertools.count()  # number of blocks so far: part of the keys, because the store outlives a block
+_BLOCKS = itertools.count()  # numbers the blocks; the number is part of store keys, because the store outlives a block
 _LEFT = "left"  # the value that replaces the counter of a rank that has left the block normally
 
 _SIGNS_OF_LOSS = ("by peer", "timed out", "timeout", "broken pipe", "connection refused", "remote process", "aborted")
@@ -49,7 +49,7 @@ class PeerLostError(RuntimeError):
     """Raised if another process of the group exited, or did not respond within the timeout of the group."""
 
     searched = False
-    """Whether the lost ranks have already been searched for. If they were found, the message names them."""
+    """Whether the lost ranks have already been searched for. If the search found them, the message names them."""
 
 
 @contextmanager

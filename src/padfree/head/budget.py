@@ -1,8 +1,8 @@
 """Sizes of tiles and chunks of logits: pure arithmetic, no tensors.
 
-Let M be the number of labelled tokens, D the hidden size and V the vocabulary size. `score` computes its gradient for
-`width` columns of all tokens at a time: gradients of logits [M, width], so that the weight gradient of these columns is
-one matmul over all tokens.
+Let M be the number of labelled tokens, D the hidden size and V the vocabulary size. `score` computes gradients for
+`width` vocabulary columns at a time. The gradients of the logits of all tokens are then [M, width], and the weight
+gradient of these columns is one matmul over all tokens.
 
 `fused_loss` processes chunks of C tokens and keeps the logits of one chunk. Besides the returned gradients, it stores:
 
@@ -11,9 +11,9 @@ one matmul over all tokens.
 
 Each chunk reads and rewrites the sums, so larger chunks mean less memory traffic. Half of the sums fit into the memory
 of the bfloat16 gradient that is returned anyway; the other half needs extra memory. If the budget is too small for all
-sums, only the columns [0, kept) of the vocabulary are treated this way. The gradients of columns [kept, V) are computed
-as in `score` after all chunks: their logits are computed a second time, and their weight gradient is one matmul. For
-(M, D, V) = (16384, 4096, 151936), by budget:
+sums, only the columns [0, kept) of the vocabulary have sums. The gradients of columns [kept, V) are computed as in
+`score` after all chunks: their logits are computed a second time, and their weight gradient is one matmul. The plans
+for (M, D, V) = (16384, 4096, 151936) and two budgets are:
 
     4 GiB    C = 8192    kept = 151936    2 chunks, no logits computed twice
     1 GiB    C = 4096    kept =  86016    4 chunks, 43% of the logits computed twice
@@ -37,14 +37,14 @@ BUDGETS = {"speed": 4 * GIBIBYTE, "low": GIBIBYTE}
 TILE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 MAX_BLOCK = 4096
 
-# A matmul processes this many tokens at a time. It pads the number of tokens to a multiple of this.
+# A matmul processes this many tokens at a time, so it pads the number of tokens to a multiple of TILE_ROWS.
 TILE_ROWS = 128
 # The number of matmul operations that take as long as one byte of memory traffic. On an H200 this is 790e12 operations
 # per second / 4.3e12 bytes per second.
 OPERATIONS_PER_BYTE = 180
 # The extra memory traffic in bytes, besides the matmul, of a logit that is computed twice instead of kept. The logit is
 # written and read, and its gradient is written. If the matmul is fused with the elementwise work, only the gradient is
-# written. This is even less traffic than a kept logit causes.
+# written. The extra traffic is then negative, because a kept logit causes more.
 TWICE_BYTES = 10
 FUSED_TWICE_BYTES = -4
 
@@ -67,8 +67,8 @@ def budget_bytes(memory: Memory) -> int:
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
     """The budget in bytes, raised if it is too small to hold the sums of the gradient of the hidden states.
 
-    These are `num_rows` x `hidden` elements of `sum_bytes` each. With a smaller budget, tiles and chunks would be too
-    small to be fast.
+    These sums are `num_rows` x `hidden` elements of `sum_bytes` each. With a smaller budget, tiles and chunks would be
+    too small to be fast.
     """
     return max(budget, num_rows * hidden * sum_bytes)
 
@@ -138,9 +138,9 @@ def plan_fused(
 
     `num_rows` tokens with hidden size `hidden` are scored. `logit_bytes` is the size of a kept logit, and `row_bytes`
     all other bytes per token of a chunk. `sum_bytes` is the size of one element of a gradient while it is summed, and
-    `gradient_bytes` its size in the returned gradient. If these two are equal, the sums are the gradient. `twice_bytes`
-    is the extra memory traffic, besides the matmul, of a logit that is computed twice. If `keep_all` is True, no logit
-    is computed twice, and chunks are made smaller instead.
+    `gradient_bytes` its size in the returned gradient. If both sizes are equal, the sums are made in the returned
+    gradient itself. `twice_bytes` is the extra memory traffic, besides the matmul, of a logit that is computed twice.
+    If `keep_all` is True, no logit is computed twice, and chunks are made smaller instead.
     """
     own_sums = weight_gradient and sum_bytes != gradient_bytes
     fitting = vocabulary * gradient_bytes // sum_bytes // 64 * 64

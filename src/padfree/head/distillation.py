@@ -77,7 +77,7 @@ def distillation_loss(
     [N]: one weight per token; if None, all weights are 1. temperature divides the logits of both models. A higher
     temperature makes the gradients smaller; they are not rescaled.
 
-    memory: as for `fused_loss`; chunks are as large as it allows. The other arguments are the same as in `score`.
+    memory: as for `fused_loss`; chunks are as large as this budget allows. The other arguments are those of `score`.
     """
     student, teacher = (as_head(one, bias=None, softcap=None, logit_scale=1.0) for one in (head, teacher_head))
     settings = _settings(divergence, beta, top_k)
@@ -140,7 +140,7 @@ and under the teacher.
 def chunked_distillation(
     pair: _Pair, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: tuple[bool, bool, bool]
 ) -> tuple[TokenResults, Gradients]:
-    """The loop over chunks of tokens, without an autograd graph.
+    """Compute the divergences and the gradients in a loop over chunks of tokens, without an autograd graph.
 
     Returns the values of each labelled token, and the gradients with respect to hidden, weight and bias that `wanted`
     asks for.
@@ -276,7 +276,7 @@ def _settings(kind: DivergenceKind, beta: float, top_k: int | None) -> Divergenc
             beta,
             SMALLEST,
             1.0 - 2**-53,
-            "give a number above 0 and below 1; for the limits use a KL divergence",
+            "give a number above 0 and below 1, or use a KL divergence for the limits 0 and 1",
         )
     if top_k is not None:
         need_whole("top_k", top_k, 1, "give 1 or more tokens, or None for all")
@@ -290,14 +290,15 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
             raise UserError(
                 name,
                 f"is {tensor.dtype} on {tensor.device}, but hidden is {hidden.dtype} on {hidden.device}",
-                "give both one dtype and one device",
+                "use one dtype and one device for both",
             )
     rows, width = (teacher_hidden.shape, teacher.weight.shape[1:]) if teacher_hidden.ndim == 2 else ((), ())
     if rows != (len(hidden), *width):
         raise UserError(
             "teacher_hidden",
-            f"has shape {tuple(teacher_hidden.shape)} for {len(hidden)} tokens, weight {tuple(teacher.weight.shape)}",
-            "give shapes [N, E] and [V, E]",
+            f"has shape {tuple(teacher_hidden.shape)} for {len(hidden)} tokens and "
+            f"a weight {tuple(teacher.weight.shape)}",
+            "give teacher_hidden [N, E] and a weight [V, E] of the teacher",
         )
     if len(teacher.weight) != len(student.weight):
         raise UserError(
@@ -306,7 +307,9 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
             "give a teacher with the student's vocabulary",
         )
     if teacher.bias is not None and teacher.bias.dtype != hidden.dtype:
-        raise UserError("teacher bias", f"is {teacher.bias.dtype}, but hidden is {hidden.dtype}", "give both one dtype")
+        raise UserError(
+            "teacher bias", f"is {teacher.bias.dtype}, but hidden is {hidden.dtype}", "use one dtype for both"
+        )
     need_number("teacher softcap", teacher.softcap or 1.0, SMALLEST, LARGEST, "give a number above 0, or None")
 
 
@@ -320,6 +323,6 @@ def _weights_of_labelled(weights: Tensor | None, call: Call, hidden: Tensor) -> 
         raise UserError(
             "weights",
             f"has shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} tokens on {hidden.device}",
-            "give one number per token on this device",
+            "give one number per token on the device of hidden",
         )
     return picked(weights.detach().to(scale.dtype), call.index)

@@ -1,19 +1,19 @@
 """The divergence between a student's and a teacher's softmax for each token, and its gradient, in plain torch.
 
     student   s = softmax(x)  [R, V]        x and y are logits with bias, scale, cap and temperature applied, stored by
-    teacher   t = softmax(y)  [R, V]        `elementwise.reduce_tile` as x - peak of their block; R tokens
+    teacher   t = softmax(y)  [R, V]        `elementwise.reduce_tile` as x - peak of their block, for R tokens
 
     forward-kl   KL(t | s) = Σ t log(t/s)                        gradient  s_j − t_j
     reverse-kl   KL(s | t) = Σ s log(s/t)                                  s_j (log(s_j/t_j) − KL)
     jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s            (1−β) s_j (log(s_j/m_j) − KL(s | m))
 
 The sums are over the V entries of the vocabulary. With top-k, the k entries that are most probable under the teacher
-keep their probabilities, and all others are merged into one outcome, "the rest". The two distributions then have k + 1
-outcomes. Their divergence is 0 only if the two distributions agree, it never exceeds the divergence over all entries,
-and it accounts for probability that the student assigns to the rest.
+keep their probabilities, and all others are merged into one outcome, "the rest". The two merged distributions have
+k + 1 outcomes. Their divergence is 0 only if they agree, it never exceeds the divergence over all entries, and it
+accounts for probability that the student assigns to the rest.
 
-    teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         a token of the rest has the gradient s_j · c, with c
-    student   .4 .2 | .3 .1                    .4 .2 .4         the same for all of them
+    teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         an entry j of the rest has the gradient s_j · c, with
+    student   .4 .2 | .3 .1                    .4 .2 .4         the same c for all entries of the rest
 
 Entries that are exactly as probable as the k-th also keep their probabilities, so that the result does not depend on
 the order of the vocabulary. Therefore a threshold on the logit decides which entries belong to the rest.
@@ -39,7 +39,7 @@ class Divergence:
 
     kind: DivergenceKind
     beta: float  # the teacher's share in the mixture of jsd
-    top_k: int | None  # None: all tokens
+    top_k: int | None  # None: all entries
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -178,8 +178,7 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the divergences with respect to the student's raw logits, times `factor` [R], into `out`
-    [R, V].
+    """Write into `out` [R, V] the gradient of the divergences, times `factor` [R], in the student's raw logits.
 
     `out` may be the memory of the student's stored logits. `head` is the student's head.
     """

@@ -10,7 +10,7 @@ maximum:
     peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
 
 If the gradient is computed later from the same logits, the logits are stored as x − peak. In bfloat16 training they are
-stored as float16: values that carry probability are near 0, so this is more precise than bfloat16 logits of equal size.
+stored as float16: values that carry probability are near 0, where float16 is more precise than bfloat16.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Elementwise(Protocol):
 class LogitMatmuls(Protocol):
     """The interface of a matmul with the elementwise work on its result.
 
-    `tiles.TiledMatmuls` and the module `matmuls` implement it.
+    `tiles.TiledMatmuls` and the module `matmuls` implement this interface.
     """
 
     def reduce_rows(
@@ -289,7 +289,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """Multiply the contiguous tensor `values` by `factor`, a tensor [], in place."""
+    """Multiply the contiguous tensor `values` by `factor`, a scalar tensor, in place."""
     values.mul_(factor)
 
 

@@ -1,10 +1,10 @@
 """The reference implementation: all logits at once, in plain torch, differentiated by autograd.
 
     hidden [M, D], weight [V, D] -> logits [M, V] -> log-probability of the label [M], entropy [M]
-    the same of two models                        -> divergence [M] between them
+    hidden and weight of two models               -> divergence [M] between their distributions
 
-There are M labelled tokens, the hidden size is D and the vocabulary has V entries. Everything else in this folder
-computes the same numbers without storing [M, V].
+There are M labelled tokens, the hidden size is D and the vocabulary has V entries. The other implementations in this
+folder compute the same numbers without storing [M, V].
 """
 
 from __future__ import annotations

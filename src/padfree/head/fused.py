@@ -4,10 +4,10 @@
                                                  ->  token_loss  ->  its gradient w.r.t. logprobs and entropy [C]
                                   gradient of the logits, in the same memory  ->  gradients of hidden and weight
 
-A chunk has C tokens, and V is the size of the vocabulary. This works for losses in which each token's term depends only
-on its own log-probability and entropy: SFT and every policy loss with a ratio per token. The gradient with respect to a
-token's logits is known as soon as its logits are known, so the logits need not be computed again as in `score`. A loss
-over whole sequences (GSPO) must use `score`.
+A chunk has C tokens, and V is the size of the vocabulary. `fused_loss` is for losses in which each token's term depends
+only on its own log-probability and entropy: SFT and every policy loss with a ratio per token. The gradient with respect
+to a token's logits is known as soon as its logits are known, so the logits need not be computed again as in `score`. A
+loss over whole sequences (GSPO) must use `score`.
 
 The gradients are ready when `fused_loss` returns. `backward()` returns them, multiplied by the incoming gradient of the
 loss. The product is exact if this factor is a power of two. Any other factor rounds a bfloat16 gradient a second time,
@@ -147,9 +147,7 @@ class _Terms:
         return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
 
     def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the loss as a scalar, and the log-probabilities and entropies of the labelled tokens, scattered to
-        [N].
-        """
+        """Return the scalar loss, and the scores of the labelled tokens scattered to all N tokens."""
         call = self.call
         loss = torch.cat(self.losses).sum()
         if call.poison is not None:
@@ -198,9 +196,9 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
-    """Return the gradients that forward stored in `ctx`, multiplied by `grad_loss` [].
+    """Return the gradients that forward stored in `ctx`, multiplied by the scalar `grad_loss`.
 
-    `name` is the public function, for error messages.
+    `name` is the name of the public function, for error messages.
     """
     if ctx.gradients is None:
         raise RuntimeError(f"{name}: backward was called a second time; set retain_graph=True in the first call")

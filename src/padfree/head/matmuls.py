@@ -57,7 +57,7 @@ OTHER = MatmulConfiguration(stages=4, parts=2)
 def choose(head: BlockedHead) -> MatmulConfiguration:
     """The configuration for this head that was fastest on an H200.
 
-    A head with a bias or a soft cap needs a smaller one.
+    For a head with a bias or a soft cap, it reduces each tile in two parts.
     """
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
@@ -183,7 +183,7 @@ def gradient_columns(
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
     """The configuration, with one stage less if `written` must be written element by element.
 
-    These writes need shared memory, which would otherwise be used up by the stages.
+    Such writes need shared memory, which the stages would otherwise use up.
     """
     return (
         configuration
@@ -193,7 +193,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Whether the matrix rows of `written` do not end at a multiple of 16 bytes, as a descriptor needs."""
+    """Whether a matrix row of `written` is not a multiple of 16 bytes, so that a descriptor cannot write its end."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

@@ -13,7 +13,7 @@ needs only three matmuls.
 
     logits = cap(logit_scale · (hidden @ weight.T + bias)) / temperature        cap(y) = softcap · tanh(y / softcap)
 
-Log-probabilities and entropy are float32, computed from float32 logits, even if hidden and weight are bfloat16 . They
+Log-probabilities and entropy are float32, computed from float32 logits, even if hidden and weight are bfloat16. They
 are float64 if hidden and weight are float64.
 """
 
@@ -69,7 +69,7 @@ def score(
     hidden [N, D] holds the hidden states of N tokens. weight: the weight [V, D] of the head, or the whole head of a
     model, `lm_head_of(model)`, which has its own bias, softcap and logit_scale. hidden, weight and bias [V] have one
     dtype: bfloat16, float32 or float64 (autocast has no effect here). labels [N] are integers, -100 for tokens that are
-    not scored. These tokens take no part in any matmul, have scores of exactly 0 and get exactly zero gradient.
+    not scored. Such tokens take no part in any matmul, have scores of exactly 0 and get exactly zero gradient.
     temperature: one number, or one per token [N]; it gets no gradient.
 
     num_labels: the number of labelled tokens, if the host knows it. Without it, the host must synchronise with the GPU.
@@ -96,9 +96,9 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """Return an `LmHead`.
+    """Return `weight` if it is already an `LmHead`, else an `LmHead` of all four arguments.
 
-    `weight` is already an `LmHead`, or the weight alone; then the other arguments complete the head.
+    An `LmHead` has its own bias, softcap and logit_scale, so these arguments must then have their defaults.
     """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
@@ -260,7 +260,9 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
         raise UserError("hidden", "is not supported", "give bfloat16, float32 or float64", value=hidden.dtype)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not len(weight):
         raise UserError(
-            "hidden, weight", f"have shapes {tuple(hidden.shape)} and {tuple(weight.shape)}", "give [N, D] and [V, D]"
+            "hidden, weight",
+            f"have shapes {tuple(hidden.shape)} and {tuple(weight.shape)}",
+            "give hidden [N, D] and weight [V, D]",
         )
     if labels.shape != hidden.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
         raise UserError(
@@ -276,7 +278,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
         )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
-            raise UserError(name, f"is {tensor.dtype}, but hidden is {hidden.dtype}", "give both one dtype")
+            raise UserError(name, f"is {tensor.dtype}, but hidden is {hidden.dtype}", "use one dtype for both")
     for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
             raise UserError(
@@ -299,8 +301,9 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
     if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
         raise UserError(
             "temperature",
-            f"has shape {tuple(temperature.shape)}, requires_grad={temperature.requires_grad} for {len(hidden)} tokens",
-            "give one number, or one per token that requires no gradient",
+            f"has shape {tuple(temperature.shape)} and requires_grad={temperature.requires_grad} "
+            f"for {len(hidden)} tokens",
+            "give one number, or a tensor with one number per token that requires no gradient",
         )
     if temperature.device.type == "cpu" and not (temperature > 0).all():
         raise UserError("temperature", f"is {temperature.min().item()} for a token", "give numbers above 0")
@@ -321,7 +324,7 @@ def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | N
     if not 0 <= num_labels <= len(labels) or (labels.device.type == "cpu" and int(count) != num_labels):
         raise UserError(
             "num_labels",
-            f"{num_labels} is wrong for these {len(labels)} labels",
+            f"{num_labels} is not the number of labelled tokens among these {len(labels)} tokens",
             f"give the number of labels other than {IGNORE}",
         )
     poison = torch.where(count == num_labels, 0.0, float("nan"))

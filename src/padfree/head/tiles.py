@@ -89,9 +89,7 @@ class ScoringTask:
 
     @property
     def row_bytes(self) -> int:
-        """The memory in bytes per token while it is reduced: its sums, and the copy of its hidden state if there is
-        one.
-        """
+        """The memory in bytes that a token takes while it is reduced: its sums, and its hidden state if copied."""
         copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
@@ -168,10 +166,10 @@ class TiledMatmuls:
 
 
 def tiled_softmax(task: ScoringTask) -> Softmax:
-    """The softmax of each labelled token. All tiles of logits are computed and discarded."""
+    """The softmax of each labelled token. Each tile of logits is computed, reduced and discarded."""
     num_rows = task.num_rows
     matmuls = task.matmuls(num_rows)
-    # Process as many tokens at once as have sums of at most half of the budget. Usually these are all tokens.
+    # The sums of the tokens that are processed at once take at most half of the budget. Usually all tokens fit.
     at_once = max(1, task.budget // 2 // task.row_bytes)
     softmaxes = []
     for start, end in list(parts_of(num_rows, at_once)) or [(0, 0)]:
@@ -195,8 +193,8 @@ def tiled_gradients(
 ) -> None:
     """Compute the gradients through the vocabulary columns [first_column, V), whose logits are computed again.
 
-    These columns of `grad_weight` [V, D] and `grad_bias` [V] are written. `grad_hidden` [M, D] is overwritten if
-    `first_column` is 0; otherwise the gradient is added to it.
+    The columns [first_column, V) of `grad_weight` [V, D] and `grad_bias` [V] are written. `grad_hidden` [M, D] is
+    overwritten if `first_column` is 0; otherwise the gradient is added to it.
     """
     head, num_rows = task.head, task.num_rows
     hidden = task.hidden_rows(0, num_rows)

@@ -35,7 +35,8 @@ PER_ROW = (
     "entropies", "pull_logprobs", "pull_entropies",
 )  # fmt: skip
 """Pointer arguments with arbitrary alignment. Their alignment differs from step to step, like the number of tokens.
-Triton would specialise a kernel on multiples of 16 and compile it again for other values, so this is turned off.
+Triton would specialise a kernel on multiples of 16 and compile it again for other values, so this specialisation is
+turned off for them.
 """
 
 
@@ -120,7 +121,7 @@ def _raw_logits_kernel(
     scale = tl.load(inverse_temperature + row)
     logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     log_p = (logits - tl.load(peaks + row)) - tl.load(log_totals + row)
-    # Multiply the upstream gradients by the factor between raw logits and logits, once per token.
+    # Apart from the slope of the cap, d logit / d raw logit is the same factor for all logits of a token.
     pull_logprob = tl.load(pull_logprobs + row) * (scale * logit_scale)
     entropy = 0.0
     pull_entropy = 0.0

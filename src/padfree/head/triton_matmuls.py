@@ -121,7 +121,7 @@ def _gradient_part(
 ):  # fmt: skip
     """Write the gradient with respect to the raw logits [ROWS, BLOCK] of a part of a tile into `out`.
 
-    Column 0 of `out` is column `first_column` of the vocabulary. `first` is the part's first column, relative to it.
+    Column 0 of `out` is column `first_column` of the vocabulary. `first` is the first column of the part in `out`.
     """
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < num_rows
@@ -142,7 +142,7 @@ def _gradient_part(
     peak = tl.load(peaks + row, mask=row_inside, other=0.0)
     log_total = tl.load(log_totals + row, mask=row_inside, other=0.0)
     log_p = (logits - peak[:, None]) - log_total[:, None]
-    # Multiply the upstream gradients by the factor between raw logits and logits, once per token.
+    # Apart from the slope of the cap, d logit / d raw logit is the same factor for all logits of a token.
     pull_logprob = tl.load(pull_logprobs + row, mask=row_inside, other=0.0) * (scale * logit_scale)
     pull_entropy = pull_logprob
     entropy = pull_logprob
@@ -192,9 +192,9 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the matmul loop: multiply the next part of the hidden dimension D for this tile, or the first part
-    for the next tile.
+    """One step of the matmul loop: multiply the next part of D for the current tile, or the first for the next tile.
 
+    D is the hidden dimension.
     Returns the new loop state: the raw logits so far, the step, and the current tile.
     """
     step = tl.where(step == steps - 1, 0, step + 1)

@@ -29,13 +29,13 @@ from padfree.layers.recompute import Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
 """The fraction of layers, counted from the first layer, that save only their input if `kept` is "host". The link to the
-host has no time to copy more of these layers. The backward pass reaches them last, when nearly all gradients are
-already in memory.
+host has no time to copy other activations of these layers. The backward pass reaches these layers last, when memory
+already holds nearly all gradients.
 """
 
 LONG_PACK = 8192
-"""If a pack has at least this many tokens, the compiler reduces norms over `REDUCED_TOKENS` tokens at a time, twice its
-default.
+"""If a pack has at least this many tokens, the compiler reduces norms over `REDUCED_TOKENS` tokens at a time, which is
+twice the compiler's default.
 """
 
 REDUCED_TOKENS = 32
@@ -115,8 +115,8 @@ def _compiled(
             patches["post_grad_custom_pre_pass"] = InductorPass("after autograd", epilogues=epilogues)
             patches["post_grad_custom_post_pass"] = InductorPass("after inductor", epilogues=epilogues)
         if hidden is not None and hidden.is_cuda:
-            # Make the choice of reduction independent of the pack's length, because a guard on the length would cause
-            # recompilation.
+            # Let the compiler choose reductions without regard to the pack's length, because a guard on the length
+            # would cause recompilation.
             patches["triton.mix_order_reduction_non_strict_mode"] = True
             if _size(hidden.shape[1]) >= LONG_PACK:
                 patches["triton.mix_order_reduction_split_size"] = REDUCED_TOKENS
@@ -156,9 +156,9 @@ def _size(size: Any) -> int:
 
 
 def _operators_pay(hidden: Tensor | None) -> bool:
-    """Whether the custom operators save more time on the GPU than it costs to launch them.
+    """Whether the custom operators save more time on the GPU than their launches cost on the host.
 
-    The kernels of the compiler are faster to launch than custom operators.
+    The host takes longer to launch a custom operator than a kernel that the compiler has generated.
     """
     return hidden is not None and hidden.is_cuda and _size(hidden.shape[2]) >= WIDE_ROW
 

@@ -61,9 +61,9 @@ class ActivationOffload:
         self.streams: tuple[Any, Any] | None = None  # one stream for copies to the host, one for copies to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """Return a function that calls layer `number`.
+        """Return a function that calls layer `number` through `call`.
 
-        If it is one of the first layers, its saved tensors are offloaded.
+        If the layer is one of the first layers, the tensors that it saves are offloaded.
         """
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ class ActivationOffload:
         return called
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]], *, to_host: bool) -> Any:
-        """Copy (target, source) pairs on a copy stream, after the work queued so far.
+        """Copy (target, source) pairs on a copy stream, which first waits for the work queued on the current stream.
 
         Returns an event for the end of the copy.
         """

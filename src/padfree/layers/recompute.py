@@ -41,7 +41,7 @@ SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
-    """Make each layer that is not compiled discard its activations and recompute them in backward."""
+    """Make layers that are not compiled discard activations in forward and recompute them in backward."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_matmuls)

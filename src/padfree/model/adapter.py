@@ -1,7 +1,7 @@
 """Attach padfree's attention to a stock Hugging Face (HF) model.
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
-    hidden = model(**local_batch.model_inputs())        a pack of samples end to end; attention stays inside each sample
+    output = model(**local_batch.model_inputs())        a pack of samples end to end; attention stays inside each sample
 
 `attach` sets the model's attention implementation through transformers' own interface, and adds a forward pre-hook that
 checks the arguments. It replaces no class, method or weight, and `model.set_attn_implementation("sdpa")` undoes it.
@@ -172,13 +172,13 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
     assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
     for module in {model, base_of(model)}:
         if check_inputs not in module._forward_pre_hooks.values():
-            # Run this hook before the others, because they may pass the context of mixers as the attention mask.
+            # Run this hook before the hooks that `install` registers, which may pass the context as the attention mask.
             module.register_forward_pre_hook(check_inputs, with_kwargs=True, prepend=True)
     return model
 
 
 def _probed(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that the probe runs: the model itself. If its head gives no output per token, it is the base model."""
+    """The module that the probe runs: the model, or its base model if the head of the model gives no token outputs."""
     return base_of(model) if model.get_output_embeddings() is None else model  # type: ignore[no-untyped-call]
 
 
@@ -208,7 +208,7 @@ def unsupported(config: PreTrainedConfig) -> str | None:
     """Describe a feature in the config that padfree does not support. None if there is none."""
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if parts:
-        return f"it consists of several models ({', '.join(parts)}): use its language model instead"
+        return f"it consists of several models ({', '.join(parts)}), and only its language model can be packed"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
@@ -237,7 +237,7 @@ called for every micro-batch.
 
 
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """The model's head, as an `LmHead` with the current weight. Raises `UserError` if it does not reproduce the logits.
+    """The model's head as an `LmHead` with the current weight. Raises `UserError` if it gives other logits.
 
     The weight is the model's own parameter. Under FSDP2 it is a DTensor; inside `padfree.sharding.parallelize.inside`
     it is unsharded.

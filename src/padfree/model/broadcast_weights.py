@@ -1,7 +1,7 @@
 """Weights that rank 0 takes from transformers, on the CPU, and broadcasts tensor by tensor.
 
 initialised            random weights from a seed, as transformers would draw them
-through_transformers   files whose tensors transformers renames or merges on loading (experts stored one by one)
+through_transformers   weights from files whose tensors transformers renames or merges (experts stored one by one)
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ def _no_load_report() -> Iterator[None]:
 def _unlike_config(
     files: Mapping[str, Path], config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> str | None:
-    """A description of the first tensor that differs from what `save_pretrained` would write; None if none does."""
+    """Describe the first difference between the tensors of the files and those that `save_pretrained` would write.
+
+    None if there is no difference.
+    """
     with torch.device("meta"):
         model = model_from_config(copy.deepcopy(config), dtype, trust_remote_code)
     tied = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - set(named_tensors(model))

@@ -16,8 +16,8 @@ The adapters follow transformers' experts interface (`use_experts_implementation
 have a gate, biases or transposed weights. `_experts_forward` computes what transformers' `grouped_mm` computes, plus
 the adapters. It is set on the module itself, so that no choice of `experts_implementation` can leave the adapters out.
 
-A router is more than a linear layer: its forward reads its weight [E, D] and chooses experts. With an adapter, this
-forward reads W + scale * B A, which is small. The adapter therefore has no dropout.
+A router is more than a linear layer: its forward reads its weight W [E, D] and chooses experts. With an adapter, the
+forward reads the small matrix W + scale * B A in place of W. The adapter has no dropout, because it gets no inputs.
 
     gate.weight                   [E, D]          frozen
     gate.lora_A.default.weight    [rank, D]       trained
@@ -35,7 +35,7 @@ from torch.nn import functional
 from transformers.integrations.moe import _grouped_mm
 
 ALIGNMENT = 16
-"""Bytes that the strides of `torch.nn.functional.grouped_mm` are multiples of."""
+"""The strides of the arguments of `torch.nn.functional.grouped_mm` must be multiples of this many bytes."""
 
 
 class ExpertMatrices(nn.Module):
@@ -61,7 +61,7 @@ def has_expert_adapters(module: nn.Module) -> bool:
 
 
 def adapt_experts(experts: Any, names: tuple[str, ...], *, rank: int, scale: float, dropout: float) -> None:
-    """Add adapters to these weights of a module of experts. They are on the meta device."""
+    """Add adapters to the weights `names` of a module of experts. The adapters are on the meta device."""
     read, written = (1, 2) if experts.is_transposed else (2, 1)
     weights = {name: getattr(experts, name) for name in names}
     experts.lora_A = ExpertMatrices({name: (len(each), rank, each.shape[read]) for name, each in weights.items()})
@@ -71,7 +71,7 @@ def adapt_experts(experts: Any, names: tuple[str, ...], *, rank: int, scale: flo
 
 
 def adapt_router(router: Any, *, adapter: str, rank: int, scale: float) -> None:
-    """Add an adapter to the weight of a router. It is on the meta device and has the names of PEFT's layers."""
+    """Add an adapter to the weight of a router, on the meta device. Its parameters are named as in PEFT's layers."""
     num_experts, width = router.weight.shape
     router.lora_A = nn.ModuleDict({adapter: nn.Linear(width, rank, bias=False, device="meta")})
     router.lora_B = nn.ModuleDict({adapter: nn.Linear(rank, num_experts, bias=False, device="meta")})
@@ -91,7 +91,10 @@ def _router_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def merged_weight(experts: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The whole stacked `weight` with the adapters `a` [E, rank, in], `b` [E, out, rank] in the dtype of `weight`."""
+    """The stacked `weight` plus the scaled product of the adapters `a` [E, rank, in] and `b` [E, out, rank].
+
+    The result has the dtype of `weight`.
+    """
     a, b = a.to(weight.dtype), b.to(weight.dtype)
     left, right = (a.mT, b.mT) if experts.is_transposed else (b, a)
     return torch.baddbmm(weight, left, right, alpha=experts.lora_scale)
@@ -136,10 +139,10 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, scale: float =
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """[S, in] tokens sorted by expert, [E, in, out] -> [S, out]. Expert e has the tokens from offsets[e - 1] to
-    offsets[e].
+    """Multiply tokens [S, in], sorted by expert, with the matrices [E, in, out] of their experts. Returns [S, out].
 
-    float64, and sizes that the grouped kernel does not take, are computed expert by expert.
+    Expert e has the tokens from offsets[e - 1] to offsets[e]. Inputs in float64, and sizes that the grouped kernel does
+    not support, are computed expert by expert.
     """
     step = ALIGNMENT // x.element_size()
     if x.dtype == torch.float64 or any(size % step for size in weight.shape[1:]):

@@ -156,7 +156,7 @@ def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) ->
         lora_A  [E, rank, in]  -> [E * rank, in]
         lora_B  [E, out, rank] -> [out, rank * E]
 
-    PEFT puts one wrapper around the experts for each of their adapted weights, the first weight innermost.
+    PEFT wraps the module of experts once for each adapted weight. The wrapper of the first weight is the innermost.
     """
     tensors: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():

@@ -10,7 +10,8 @@ of the format undo:
     Gemma 3  norm weights are stored as 1 + weight
     Llama 3  RoPE scaling is stored as a tensor: `rope_freqs.weight` divides the frequencies of plain RoPE
 
-A config that llama.cpp would compute differently is refused: another activation, another sliding-window pattern, YaRN.
+A config that llama.cpp would compute differently is refused, for example one with another activation, another
+sliding-window pattern or YaRN.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ARCHITECTURES = {
 """GGUF's architecture for each `model_type`."""
 
 GEMMA3_PERIOD, GEMMA3_SLIDING_THETA = 6, 10_000.0
-"""llama.cpp's constants: every sixth layer of Gemma 3 has full attention; the RoPE base of the other layers."""
+"""llama.cpp's constants for Gemma 3: every sixth layer has full attention, and the other layers have this RoPE base."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,10 @@ class _GgufRope:
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: Any, path: Path, *, chat_template: str | None = None) -> None:
-    """Write `path`, which must not exist. `chat_template`: None takes the tokenizer's own."""
+    """Write a model and its tokenizer to the file `path`, which must not exist.
+
+    If `chat_template` is None, the tokenizer's own chat template is written.
+    """
     from gguf import GGUFWriter
 
     if path.exists():
@@ -87,7 +91,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: Any, path: Path, *, chat_templ
 
 
 def _checked_rope(model: PreTrainedModel) -> _GgufRope:
-    """Refuse a config that llama.cpp would compute differently."""
+    """The RoPE of the model. Raises `UserError` for a config that llama.cpp would compute differently."""
     config: Any = model.config
     gemma = config.model_type == "gemma3_text"
     activation = config.hidden_activation if gemma else config.hidden_act
@@ -133,7 +137,7 @@ def _rope_of(model: PreTrainedModel, parameters: Any) -> _GgufRope:
 
 def _refused(config: Any, fact: str) -> UserError:
     return UserError(
-        "MODEL", f"{config.model_type} with {fact} has no form in a GGUF file", "export the model folder instead"
+        "MODEL", f"a GGUF file cannot describe {config.model_type} with {fact}", "export the model folder instead"
     )
 
 
@@ -244,7 +248,7 @@ def _named_tensors(model: PreTrainedModel, rope: _GgufRope) -> Iterator[tuple[st
 
 
 def _neighbours(tensor: Tensor, heads: int) -> Tensor:
-    """Interleave the two halves of the rows of each head: 0 1 2 3 -> 0 2 1 3. [heads * head_dim, ...] -> the same."""
+    """Interleave the two halves of the rows of each head, 0 1 2 3 -> 0 2 1 3, in a tensor [heads * head_dim, ...]."""
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 

@@ -45,21 +45,24 @@ class GgufVocabulary:
 
 
 def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
-    """`size`: rows of the embedding. Rows without a token get the name `[PAD7]`."""
+    """The vocabulary of a tokenizer, for a model whose embedding has `size` rows.
+
+    A row without a token, such as row 7, gets the name `[PAD7]`.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if backend is None else json.loads(backend.to_str())
     model = state.get("model", {})
     if model.get("type") != "BPE":
-        raise _refused(f"{type(tokenizer).__name__} is not a BPE tokenizer of the tokenizers library")
+        raise _refused(f"its class {type(tokenizer).__name__} is not a BPE tokenizer of the tokenizers library")
     added = {entry["content"]: entry for entry in state["added_tokens"]}
     names = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(names) >= size:
-        raise _refused(f"has {max(names) + 1} tokens, but the model has {size}")
+        raise _refused(f"it has {max(names) + 1} tokens, but the model has {size}")
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     normalizer = state["normalizer"]
     if not model["byte_fallback"]:
         if normalizer is not None and normalizer["type"] != "NFC":
-            raise _refused(f"its normalizer ({normalizer['type']}) has no counterpart")
+            raise _refused(f"its normalizer ({normalizer['type']}) has no counterpart in llama.cpp")
         tokens, types = _tokens(names, added, size)
         return GgufVocabulary(
             model="gpt2",
@@ -129,7 +132,10 @@ def _described(part: dict[str, Any]) -> str:
 
 
 def _space_prefix(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether a text gets a leading space. Spaces must become U+2581, and nothing else may happen to the text."""
+    """Whether the tokenizer adds a space before a text.
+
+    Raises `UserError` if it changes the text in any other way than by replacing spaces with U+2581.
+    """
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     if steps == [replaces] and (pre_tokenizer is None or pre_tokenizer["type"] == "Split"):

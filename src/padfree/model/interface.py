@@ -62,7 +62,7 @@ def is_attached(config: PreTrainedConfig) -> bool:
 
 
 def need_attached(model: PreTrainedModel) -> None:
-    """Raise `UserError` if `attach` was not called on the model. Its own attention would mix the samples of a pack.
+    """Raise `UserError` if `attach` was not called on the model, whose own attention would mix the samples of a pack.
 
     The name of the attention implementation does not prove that `attach` was called, because users can set it directly.
     """
@@ -125,9 +125,7 @@ def attention(
         if content is not None and argument not in UNRELATED_ARGUMENTS:
             raise UserError(argument, f"reached {name}, but padfree does not support it", "remove it from the call")
     if query.shape[0] != 1:
-        raise UserError(
-            "input_ids", f"has a batch size of {query.shape[0]}", "pack the samples into one with padfree.pack"
-        )
+        raise UserError("input_ids", f"has a batch size of {query.shape[0]}", "pack the samples with padfree.pack")
     if key.shape[2] != query.shape[2]:
         raise UserError(
             "past_key_values",
@@ -167,11 +165,10 @@ def attention(
 
 
 def mark_chunked_layers(model: PreTrainedModel) -> None:
-    """Store the chunk size in each attention layer that attends inside chunks of positions, as most layers of Llama 4
-    do.
+    """Store the chunk size in each layer that attends inside chunks of positions, as most layers of Llama 4 do.
 
-    The config lists these layers by index. But if a layer read its own index while it runs, every layer would be
-    compiled separately.
+    The config lists these layers by index. A layer must not read its own index while it runs, because the compiler
+    would then compile every layer separately.
     """
     for module in model.modules():
         config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -192,7 +189,8 @@ def chunk_of(module: nn.Module) -> int | None:
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
     """A context for the same pack in which samples are cut into segments of at most `chunk` tokens.
 
-    Each sample starts a new chunk, because its positions start at 0. `name` is the layer, for error messages.
+    Each sample starts a new chunk, because its positions start at 0. `name` is the name of the layer's class, for error
+    messages.
     """
     if context.layout is not None:
         raise UserError(
@@ -316,7 +314,7 @@ def check_positions(limit: int | None, longest: int) -> None:
         raise UserError(
             "rope_parameters",
             f"a sample of more than {limit} tokens changes the rotary frequencies of the whole pack, and the longest "
-            f"has {longest}",
+            f"sample has {longest} tokens",
             f"use samples and padding of at most {limit} tokens",
         )
 

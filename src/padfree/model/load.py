@@ -1,7 +1,7 @@
 """Load a model from a Hugging Face folder. Each rank reads only its part of the weights.
 
     config.json      -> the model on the meta device: names, shapes and ties, no memory
-    shard(model)     -> the caller's transformations there (attach, adapters, checkpointing, compile, FSDP2)
+    shard(model)     -> the caller's transformations of this model (attach, adapters, checkpointing, compile, FSDP2)
     to_empty(device) -> memory for this rank's part
     *.safetensors    -> this rank's part of every tensor, cast to the parameter's dtype
 
@@ -16,7 +16,7 @@ The tensors are filled from one of three sources:
   each tensor. The values do not depend on the number of ranks.
 
 Tied parameters stay one object under two names after `to_empty`. Buffers that are not in the files (rotary frequencies)
-come from transformers' own `_init_weights`. It runs twice, with these buffers filled with 0 and with 1 beforehand. If a
+come from transformers' own `_init_weights`, which runs twice: first with these buffers filled with 0, then with 1. If a
 buffer differs between the two runs, the model's code does not restore it, and loading raises an error.
 
 Adapters added by `shard` (`padfree.model.lora`) are initialised from `seed`; the adapted tensors keep their names. If
@@ -73,7 +73,7 @@ def load_model(
     `source`: a folder, a Hub id, or a config (file or object). A config gives random weights, and so does
     `init="random"`. `shard` is called with the model on the meta device. With `offload`, the parameters stay on the
     CPU, as FSDP2's offloading requires, and only the buffers go to `device`. A scalar head that is not in the files is
-    initialised from `seed` with the standard deviation `spread` (None: the config's).
+    initialised from `seed` with the standard deviation `spread` (None: that of the config).
     """
     config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
     wrapper = None
@@ -160,7 +160,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """For every parameter that is tied to an earlier one: (module, attribute) of this and of the earlier parameter."""
+    """For every tied parameter: its (module, attribute), and those of the earlier parameter that it is tied to."""
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for module in model.modules():
@@ -176,7 +176,7 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """`open_model` on every rank. If it fails on one machine, for example because of missing files, all ranks raise."""
+    """Call `open_model` on all ranks. If it fails on one, for example because files are missing, all ranks raise."""
     found, error = None, None
     try:
         found = open_model(source, init=init, trust_remote_code=trust_remote_code)
@@ -190,7 +190,7 @@ def opened_together(
 def names_match(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: bool = False) -> bool:
     """Whether the files hold all tensors of the model under the model's own names.
 
-    With `fresh`, the scalar head, which is new, need not be in the files.
+    If `fresh` is True, the model has a new scalar head, which need not be in the files.
     """
     if get_model_conversion_mapping(model, add_legacy=False):
         return False

@@ -17,17 +17,17 @@ they are named as targets:
 - embeddings and the head, because the losses read the head's weight directly, without the adapter;
 - linear layers of a mixer whose forward reads their weight directly (Mamba's time step).
 
-"all-linear" leaves experts that transformers keeps in one tensor, and routers that are more than a linear layer, frozen
-as well. They get adapters (`padfree.model.expert_adapters`) if they are named. A longer name selects layers, or one of
-the experts' weights:
+Experts that transformers keeps in one tensor, and routers that are more than a linear layer, also stay frozen with
+"all-linear". They get adapters (`padfree.model.expert_adapters`) if they are named as targets. A longer name selects
+some of the modules, or one of the weights of experts:
 
     lora.targets = ["all-linear", "experts"]
     lora.targets = ["all-linear", "experts", "mlp.gate"]             also the routers of Qwen3-MoE
     lora.targets = ["q_proj", "v_proj", "experts.down_proj"]
 
-`peft_config` of the model is what PEFT needs to load the adapters. In some mixtures of experts, PEFT takes every layer
-with the name of an expert's projection (`gate_proj`) for experts, also in the shared expert. Such layers are written as
-`target_parameters`, which PEFT takes literally.
+The attribute `peft_config` of the model holds what PEFT needs to load the adapters. In some mixtures of experts, PEFT
+takes every layer that is named like a projection of an expert (`gate_proj`) for experts, even in the shared expert.
+Such layers are written as `target_parameters`, which PEFT takes literally.
 
 A scalar head (`padfree.model.scalar_head`) has no adapter: it is new, and its own weight is trained.
 """
@@ -151,7 +151,10 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def needs_merging(model: nn.Module) -> bool:
-    """Whether servers get merged weights: they do not load adapters in `target_parameters` format reliably."""
+    """Whether sampling servers must get merged weights instead of adapters.
+
+    Servers do not reliably load adapters that are written as `target_parameters`.
+    """
     return any(config.target_parameters for config in getattr(model, "peft_config", {}).values())
 
 
@@ -231,8 +234,8 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str],
         if ALL_LINEAR in targets and not chosen:
             raise UserError(
                 "lora.targets",
-                f"{list(targets)} names layers besides {ALL_LINEAR!r}, which includes them",
-                f"give either {ALL_LINEAR!r} or names; only experts and routers can be added to {ALL_LINEAR!r}",
+                f"{list(targets)} names layers besides {ALL_LINEAR!r}, which already includes them",
+                f"give either {ALL_LINEAR!r} or names, because only experts and routers can be added to {ALL_LINEAR!r}",
             )
         layers.update(name for name in found if name in fit)
     return sorted(layers), sorted(weights)
@@ -243,7 +246,10 @@ def _ends_with(name: str, ending: str) -> bool:
 
 
 def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 1) -> list[str]:
-    """The shortest ends, of at least `least` parts, that select exactly these names out of `everything`: `q_proj`."""
+    """The shortest endings of names, such as `q_proj`, that select exactly `names` out of `everything`.
+
+    An ending has at least `least` parts, which are separated by dots.
+    """
     chosen, counts = dict[str, int](), dict[str, int]()
     for found, every in ((chosen, names), (counts, everything)):
         for name in every:
@@ -260,7 +266,7 @@ def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 
 
 
 def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
-    """Whether PEFT would replace target modules by experts, because experts had modules of these names in old files."""
+    """Whether PEFT would take target modules for experts, because experts in old files had modules of such names."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     trial = copy.deepcopy(config)
@@ -272,7 +278,7 @@ def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
 
 
 def _weights_read_by(module: nn.Module) -> set[str]:
-    """The names of the submodules of a mixer whose `weight` the mixer's forward reads directly (`self.part.weight`)."""
+    """The names of the submodules whose `weight` a mixer's forward reads as `self.part.weight`, without a call."""
     if kind_of(module).name == "other":
         return set()
     return {

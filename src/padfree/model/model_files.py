@@ -3,7 +3,7 @@
     folder                 config.json, model.safetensors
     or, in shards          config.json, model.safetensors.index.json, model-00001-of-00002.safetensors, ...
     a config file          no weights: the model gets random weights
-    a Hub id               downloaded, then a folder
+    a Hub id               the folder is downloaded
 
 Missing weights are an error. Random weights must be requested explicitly (`init="random"`, or a config file). The
 headers of the files are checked before any tensor is read.

@@ -1,6 +1,6 @@
 """Find tensors of a model that hold NaN or infinity.
 
-    weights   w0 w1 w2 ...      minimum and maximum of each tensor on its device, without copies; NaN if it has a NaN
+    weights   w0 w1 w2 ...      minimum and maximum of each tensor on its device, without copies; both propagate NaN
               -> [n] flags      one synchronisation for all tensors of a device
 
 A finite loss does not prove finite weights: an attention kernel can return 0 for a query whose scores are NaN, and a
@@ -45,5 +45,5 @@ def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] 
 
 
 def nonfinite_weight(model: nn.Module) -> str | None:
-    """The name in HF files of the first tensor whose part on this rank is not finite; None if all are."""
+    """The name in HF files of the first tensor with a non-finite value in this rank's part. None if all are finite."""
     return nonfinite_tensor(named_tensors(model), {clean_name(name) for name, _ in model.named_parameters()})

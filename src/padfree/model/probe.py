@@ -179,7 +179,7 @@ def _refusal(reason: str) -> Verdict:
 
 
 def _module_classes(model: nn.Module) -> set[str]:
-    """Names of the module classes of an architecture, without adapters and torch's own classes except convolutions."""
+    """Names of a model's module classes, without adapters and without torch's own classes other than convolutions."""
     classes = {type(module) for module in model.modules()}
     convolution = nn.modules.conv._ConvNd
     return {
@@ -355,7 +355,7 @@ def _by_lengths(
 ) -> tuple[Tensor, None]:
     """A substitute for flash attention.
 
-    Attends inside the segments of the given lengths, or over the whole pack without them.
+    Attends inside the segments that `cu_seq_lens_q` describes, or over the whole pack if it is None.
     """
     del cu_seq_lens_k, max_length_q, max_length_k  # cu_seq_lens_q holds the same information
     lengths = torch.tensor([query.shape[2]]) if cu_seq_lens_q is None else torch.diff(cu_seq_lens_q)
@@ -424,4 +424,4 @@ def _difference(name: str, actual: Tensor, expected: Tensor) -> str | None:
     difference, size = float((actual - expected).abs().max()), float(expected.abs().max())
     if difference <= TOLERANCE * max(size, 0.1):  # False for NaN
         return None
-    return f"{name} differ by {difference:.1e} of {size:.1e}"
+    return f"{name} differ by up to {difference:.1e} at a largest value of {size:.1e}"

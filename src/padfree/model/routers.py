@@ -3,7 +3,7 @@
     router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        as in transformers
 
 There are T tokens, E experts and k chosen experts per token. A router is a sibling module of `experts` with one weight
-vector per expert. A forward hook records its calls while a `RouterRecorder` is on. This works in compiled and
+vector per expert. A forward hook records its calls while a `RouterRecorder` is on. The hook also works in compiled and
 recomputed layers.
 """
 

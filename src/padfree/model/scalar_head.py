@@ -67,7 +67,7 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
 
 
 def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
-    """The files of a causal language model without its head, which `model` replaces with another head."""
+    """The `files` without the tensors of a language-model head that `model` does not have."""
     own = set(named_tensors(model))
     return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}
 

@@ -1,7 +1,7 @@
 """Make a config of the same architecture whose model is small enough to run in milliseconds.
 
-    Gemma3 27B   62 layers: 5 sliding, 1 full, 5 sliding ...  window 1024  hidden 5376, 32 heads on 16, vocabulary 262k
-    shrunken      2 layers:   sliding, full                   window    4  hidden   64,  4 heads on  2, vocabulary   64
+    Gemma3 27B   62 layers: 5 sliding, 1 full, 5 sliding ...  window 1024  hidden 5376, heads 32 (keys 16), vocab 262k
+    shrunken      2 layers:   sliding, full                   window    4  hidden   64, heads  4 (keys  2), vocab   64
 
 Sizes are replaced. Everything else (activations, norms, scaling factors, soft caps, rotary types) is kept, because it
 decides whether an architecture can be packed. Lists with one entry per layer keep the first layer of each kind. Windows

@@ -4,9 +4,8 @@
     experts.gate_up_proj    [E, 2 I, D]
     experts.down_proj       [E, D, I]
 
-These are the modules that transformers computes through its `ExpertsInterface`. Every parameter, biases included, has
-one entry per expert in dimension 0. Experts that are a list of modules, or that a model computes in another way, are
-not found.
+transformers computes such modules through its `ExpertsInterface`. Every parameter, biases included, has one entry per
+expert in dimension 0. Experts that are a list of modules, or that a model computes in another way, are not found.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ def _is_stacked(module: nn.Module) -> bool:
 
 
 def undivided(model: nn.Module, expert: int, shards: int) -> str | None:
-    """Why the experts of this model cannot be divided over `expert` ranks; None if they can.
+    """The reason why the experts of this model cannot be divided over `expert` ranks. None if they can.
 
-    `shards`: the number of ranks over which FSDP2 shards each of the `expert` parts.
+    `shards` is the number of ranks over which FSDP2 shards each of the `expert` parts.
     """
     name, found = type(model).__name__, stacked_experts(model)
     if not found:

@@ -4,8 +4,9 @@
     trained     the causal language model of text_config    model.layers.0..., lm_head
     export      the folder's own class and config           the trained weights; all other weights are unchanged
 
-On rank 0, transformers loads the whole folder, so that tensors have the names in transformers' classes and not those in
-the files. During training only the language model is in memory. An export reads the other parts from the folder again.
+On rank 0, transformers loads the whole folder, so that tensors have the names of transformers' classes, which can
+differ from those in the files. During training only the language model is in memory. An export reads the other parts
+from the folder again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Matmuls with epilogues on Hopper, made with `quack-kernels` (Python that compiles its kernels on first use).
 
 The epilogue of a tile runs while another warp group computes the next tile (`pingpong`), so that the epilogue's memory
-traffic costs little time. For each epilogue, the tile size below was the fastest of 18 candidates (5 for the add). It
-was measured on a warmed-up H200, for an input of [14918, 2560] and 9,728 output columns.
+traffic costs little time. For each epilogue, the tile size below was the fastest of 18 candidates (5 for the add),
+measured on a warmed-up H200 for an input of [14918, 2560] and 9,728 output columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quack.epilogue.frontend import gemm_epilogue
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-# quack-kernels caches compiled kernels on disk. This makes the cache depend on the source code of this folder.
+# quack-kernels caches compiled kernels on disk. The cache must depend on the source code of this folder.
 EXTRA_SOURCE_DIRS.append(Path(__file__).parent)
 
 WIDE_TILE = GemmConfig(tile_m=128, tile_n=256, pingpong=False, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)
@@ -37,8 +37,8 @@ def swiglu(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, act: Tensor) -> None:
 def swiglu_backward(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
     """Write the gradients of gate and up into `dgate` and `dup`, given dact = a·b.
 
-    `dgate` and `dup` may be the tensors gate and up themselves, because each tile is read before it is written, and no
-    other tile reads it.
+    `dgate` and `dup` may be the tensors gate and up themselves, because the elements of a tile are read before they are
+    written, and no other tile reads them.
     """
     _run(_swiglu_backward, BACKWARD_TILE, a, b, gate, {"D": dgate, "dup": dup}, up=up)
 

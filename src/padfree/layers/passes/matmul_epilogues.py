@@ -93,7 +93,7 @@ def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
-    """Write dgate and dup over gate and up, if these are computed in this graph and not read again.
+    """Write dgate and dup over gate and up, if gate and up are computed in this graph and not read again.
 
     Changes the graph in place and returns the number of changes.
     """

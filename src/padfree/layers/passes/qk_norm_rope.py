@@ -4,8 +4,8 @@ Before autograd, `qk_norm_rope_pass`, for heads [1, T, H, d] and angles [1, T, d
 
     RMSNorm -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin     becomes   qk_norm_rope -> transpose
 
-This is done only if the intermediate results have no other user. A QK-norm without this rotation is left to the
-compiler. T is the number of tokens, H the number of heads, d the head size, and t the normalised heads.
+The replacement is made only if the intermediate results have no other user. A QK-norm without RoPE after it is left to
+the compiler. T is the number of tokens, H the number of heads, d the head size, and t the normalised heads.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ Before autograd, `rms_norm_pass`:
     x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
     a + b -> the same, and a + b has another user                                          becomes   add_rms_norm
 
-This applies to hidden states [1, T, D] whose normalised values are the input of a matmul, so that the values must be
-written to memory anyway. A norm whose result is only added to another tensor is left to the compiler, which fuses it
-with the add.
+These replacements apply to hidden states [1, T, D] whose normalised values are the input of a matmul, so that the
+values must be written to memory anyway. A norm whose result is only added to another tensor is left to the compiler,
+which fuses the norm with the add.
 
 After autograd, `rms_norm_backward_pass` folds the adds around rms_norm_backward into it, if they have no other user:
 
@@ -90,9 +90,9 @@ def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
 
 
 def _match_weight(x: fx.Node, scaled: fx.Node, eps: float) -> RMSNorm | None:
-    """Match the multiplication of the normalised x by the weight.
+    """Match the multiplication of the normalised x by the weight, and return the RMSNorm. None if there is no match.
 
-    Rounding to the dtype of x may come before or after it.
+    The result may be rounded to the dtype of x before or after this multiplication.
     """
     (second,) = scaled.users
     rounded_first = is_call(second, "to")

@@ -1,7 +1,7 @@
 """Find the modules of a model that mix tokens without attention, by experiment.
 
     a layer     norm -> mixer -> (+) -> norm -> MLP -> (+)
-    call        mixer(x) and mixer(x with token 3 changed)        if the output of another token differs, it mixes
+    calls       mixer(x) and mixer(x with token 3 changed)        do the outputs of other tokens differ?
 
 A small copy of the model (see `padfree.model.probe`) runs once, and the call of every module is recorded. A module
 below a layer is a mixer if a changed token changes the outputs of other tokens, and if none of its submodules calls
@@ -197,7 +197,7 @@ def _has_context(call: _MixerCall) -> bool:
 def _read_token_arguments(module: nn.Module, call: _MixerCall, hidden: str) -> Iterator[str]:
     """The parameters of forward, besides `hidden`, that hold one value per token and affect the result.
 
-    Modules also get many arguments that they do not use.
+    The effect is tested, because modules also get many arguments that they do not use.
     """
     output = _first_tensor(call.output)
     assert output is not None

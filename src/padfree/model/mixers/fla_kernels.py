@@ -27,8 +27,8 @@ from padfree.segments import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")
-"""On Hopper, versions of flash-linear-attention from the first of these up to, but excluding, the second have no Triton
-backward.
+"""On Hopper, flash-linear-attention cannot compute gradients with versions of Triton from the first of these up to, but
+excluding, the second.
 """
 
 

@@ -1,7 +1,7 @@
 """The forward of mixers on packs.
 
     layer                    mixer(hidden [1, T, D], attn_context=..., ...)
-    packed_forward           move whole segments to one rank each              padfree.cp over context ranks
+    packed_forward           move each segment as a whole to one rank          padfree.cp, if ranks share the pack
                              run the module's own forward on each segment      padfree.model.mixers.by_segment
                              or on all segments at once                        padfree.model.mixers.varlen_kernel
                              move the results back
@@ -60,7 +60,7 @@ def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | Non
     """Replace the forward of the modules that `mixers` describe by `packed_forward`. Returns the number of modules.
 
     May be called again for the same model. `order` is for the probe (see `MixerState`). If `fast` is True, all segments
-    are processed at once, if a test on the device of the first batch finds this correct.
+    are processed at once, provided that a test on the device of the first batch passes.
     """
     by_class = {mixer.class_name: mixer for mixer in mixers}
     handing = {mixer.handed_by for mixer in mixers}
@@ -100,7 +100,10 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def choose_forwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of a model with mixers. Before the first batch on a device, it tests the fast forwards."""
+    """A forward pre-hook of a model with mixers, which tests the fast forwards before the first batch on a device.
+
+    A mixer that fails the test runs segment by segment.
+    """
     given = args[0] if args else kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
     if not isinstance(given, Tensor) or model.__dict__.get(CHOSEN_FOR) == given.device:
@@ -183,7 +186,7 @@ def _check(module: nn.Module, arguments: dict[str, Any], context: AttnContext) -
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _moved(fast: VarlenKernel, module: nn.Module, state: MixerState, hidden: Tensor, context: AttnContext) -> Any:
-    """Run the fast forward if context ranks share a pack: on the whole segments that this rank receives."""
+    """Run the fast forward for a pack that context ranks share, on the whole segments that this rank receives."""
     states, lengths = to_whole_segments(hidden.squeeze(0), context)
     assert context.plan is not None
     segments = context.plan.prepared(

@@ -1,9 +1,9 @@
 """Mamba-2: Granite 4, Bamba, Nemotron-H, Falcon-H1, Zamba2.
 
-    S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t       S is [N, P] per head, A a
-    scalar
+    S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t
 
-N is the state size and P the head size. A short convolution on x, B and C comes before the recurrence.
+Each head has a state S [N, P] and a scalar A. N is the state size and P the head size. A short convolution on x, B and
+C comes before the recurrence.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> 
 def reference_forward(module_class: type[nn.Module]) -> Function | None:
     """The forward of a class with transformers' plain PyTorch functions instead of kernels.
 
-    None if it calls no kernels.
+    None if the forward calls no kernels.
     """
     if not isinstance(inspect.unwrap(module_class.forward), FunctionType):
         return None
