@@ -1,8 +1,7 @@
 """Packed attention compared with alternatives.
 
-    model     CPU    forward and backward of a 4-layer Qwen3 on a pack: padfree, HF's own packing (`sdpa`, a dense [T,
-    T]
-                     mask from restarting position_ids), and a padded batch
+    model     CPU    forward and backward of a 4-layer Qwen3 on a pack: padfree, HF's own packing (`sdpa` with a dense
+                     [T, T] mask from restarting position_ids), and a padded batch
     kernels   CUDA   padfree's backends on packs compared with padded batches; TFLOP/s count the causal work of real
                      tokens: 4·H·d·Σn²/2 forward, 3.5 times that forward and backward; errors relative to float32
     wrapper   CUDA   the overhead of `varlen_attention` over calling the same kernel directly
@@ -91,7 +90,7 @@ def installed(name: str) -> str:
 
 
 def table(rows: list[Row]) -> None:
-    """Print aligned columns. A line of the table can lack some of them."""
+    """Print the rows as aligned columns. A row may lack some of the columns."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_cell(row.get(name, "")) for name in names] for row in rows]
     widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
@@ -127,7 +126,7 @@ def length_mixes() -> dict[str, list[int]]:
 
 
 def long_packs(total: int) -> dict[str, list[int]]:
-    """The same three length mixes, each filling one pack of `total` tokens."""
+    """Three mixes of lengths, similar to `length_mixes`, each filling one pack of `total` tokens."""
     rng = np.random.default_rng(0)
     return {
         "log-normal": log_normal(rng, total, 1024),

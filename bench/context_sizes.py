@@ -1,14 +1,17 @@
-"""Context ranks chosen per pack compared with a fixed number: how long ranks wait for each other.
+"""How long ranks wait for each other if the number of context ranks is chosen for each pack, or is fixed.
 
-lengths    log-normal: median 2,500, sigma 1.3, cut at 131,072, and one sample of 131,072 tokens
-cost       FLOPs of an 8B model, from its sizes; the cost of a pack is divided among the ranks that share it
-balance    Σ over micro-batches of the slowest rank, over the mean of the ranks; 1 is perfect
-time       of the step, relative to the best in the table
-longest    tokens of the longest sample that the ranks can hold; `over`: the number of longer samples, which a run
-           would refuse; here each gets a pack of its own, as if memory were unlimited
+The script plans steps and does not run them. Terms:
 
-PYTHONPATH=src python bench/context_sizes.py
-PYTHONPATH=src python bench/context_sizes.py --ranks 64 --max-tokens 16384 --samples 512 --seeds 4
+    lengths    log-normal: median 2,500, sigma 1.3, cut at 131,072, and one sample of 131,072 tokens
+    cost       FLOPs of an 8B model, from its sizes; the cost of a pack is divided among the ranks that share it
+    balance    the cost of the slowest rank, summed over micro-batches, divided by the mean over ranks; 1 is perfect
+    time       time of the step, relative to the best in the table
+    longest    tokens of the longest sample that the ranks can hold
+    over       the number of longer samples, which a run would refuse; here each gets a pack of its own, as if memory
+               were unlimited
+
+    PYTHONPATH=src python bench/context_sizes.py
+    PYTHONPATH=src python bench/context_sizes.py --ranks 64 --max-tokens 16384 --samples 512 --seeds 4
 """
 
 from __future__ import annotations

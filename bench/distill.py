@@ -10,7 +10,7 @@ that turn an [N, V] gradient into gradients of hidden states and weight. Columns
     GiB             the peak of allocated memory, minus the inputs and the returned gradients
     errors          relative distance ‖x − exact‖ / ‖exact‖ of the gradients from float64, for fewer tokens
 
-The run fails if padfree's error exceeds that of full logits in the same dtype, or if it exceeds its memory budget.
+The run fails if padfree's error exceeds that of full logits in the same dtype, or if padfree exceeds its memory budget.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Inputs:
         )
 
     def first(self, num_rows: int, dtype: torch.dtype) -> Inputs:
-        """Only the first tokens, in another dtype."""
+        """These inputs with only the first `num_rows` tokens, in `dtype`."""
         return Inputs(
             hidden=self.hidden[:num_rows].detach().to(dtype, copy=True).requires_grad_(),
             weight=self.weight.detach().to(dtype, copy=True).requires_grad_(),
@@ -92,7 +92,7 @@ class Method:
     kind: Kind
     loss: Loss
     ours: bool = False
-    exact: bool = True  # the same loss as full logits
+    exact: bool = True  # whether the loss equals the loss from full logits
 
 
 @dataclass(kw_only=True)
@@ -139,7 +139,7 @@ def ours(inputs: Inputs, *, kind: Kind, top_k: int | None = None) -> Tensor:
 
 
 def liger_methods() -> list[Method]:
-    """Liger's fused linear JSD, if it is installed. It averages over tokens; multiplied by N to get the sum."""
+    """Liger's fused linear JSD, if it is installed. Its mean over tokens is multiplied by N to get the sum."""
     if not importlib.util.find_spec("liger_kernel"):
         return []
     from liger_kernel.transformers import LigerFusedLinearJSD

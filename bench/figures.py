@@ -1,4 +1,4 @@
-"""Write the tables of measured figures: docs/experiments/figures.md, and the one in the README.
+"""Write the two tables of measured figures: docs/experiments/figures.md, and the table in the README.
 
 docs/experiments/figures.toml has every figure once, with its machine, versions, commit, date, command and page:
 
@@ -34,11 +34,11 @@ NUMBER = re.compile(r"(?<![\w.,])\d")  # not the 4 of fa4
 @dataclass(frozen=True)
 class Figure:
     name: str
-    value: str  # as its page has it
+    value: str  # digit by digit as on its page
     unit: str
     hardware: str
     versions: str
-    commit: str  # that was measured, or "recorded in" the commit that wrote it down
+    commit: str  # the commit that was measured, or "recorded in" and the commit that wrote the figure down
     date: datetime.date  # of that commit
     command: str
     page: str  # a file of docs/experiments
@@ -75,8 +75,9 @@ def figures_page(content: dict[str, Any]) -> str:
     lines = [
         "# Current figures",
         "",
-        "Generated from `figures.toml` by `python bench/figures.py`. The commit is the one that was measured or,",
-        "where that was not noted, the one that recorded the figure. The date is the date of that commit.",
+        "`python bench/figures.py` generates this page from `figures.toml`. The column commit has the commit that was",
+        'measured. If this commit is not known, the column says "recorded in" and names the commit that added the',
+        "figure to the documentation. The date is the date of the commit in this column.",
     ]
     for (hardware, versions), group in groups.items():
         body = [
@@ -96,7 +97,7 @@ def figures_page(content: dict[str, Any]) -> str:
 
 
 def readme_table(content: dict[str, Any]) -> str:
-    """What stands between the markers of the README."""
+    """The table of figures between the markers of the README, with the line below it."""
     figures = content["figures"]
     body = []
     for line in content["readme"]:
@@ -110,7 +111,8 @@ def readme_table(content: dict[str, Any]) -> str:
         body.append((line["what"], line["result"].format_map(figures), hardware, links))
     sources = (
         "[Current figures](docs/experiments/figures.md) has the versions, commits and commands. "
-        "[Experiments](docs/experiments/index.md) has the predictions,\nand what did not work."
+        "[Experiments](docs/experiments/index.md)\n"
+        "describes each measurement, its prediction and decision, and attempts that did not work."
     )
     return "\n".join([*table(("what", "result", "on", "experiment"), *body), "", sources]) + "\n"
 

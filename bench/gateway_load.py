@@ -1,12 +1,12 @@
-"""The gateway for agents under load: the same run with and without an attack, each in its own process.
+"""The gateway (the server for agents) under load: the same run with and without an attack, each in its own process.
 
     python bench/gateway_load.py                      2,000 idle connections, 50 slow peers, 10,000 malformed requests
     python bench/gateway_load.py --steps 5 --idle 300 --slow 10 --malformed 1000
 
 The environment is a program that makes two HTTP calls per episode. The attack comes from a third process, on the
-loopback address only, and is bounded in connections, requests and time. Half of its requests use the key of an episode.
-The benchmark compares the number of steps, whether all training metrics are equal, seconds per step, and the peak
-resident memory. In both runs the attacker's process keeps one core busy; without an attack it sends nothing.
+loopback address only, and is bounded in connections, requests and time. Half of the attacker's requests use the secret
+of an episode. The benchmark compares the number of steps, whether all training metrics are equal, seconds per step, and
+the peak resident memory. In both runs the attacker's process keeps one core busy; without an attack it sends nothing.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ and the two that turn an [N, V] gradient into gradients of hidden states and wei
     errors          relative distance ‖x − exact‖ / ‖exact‖ of log-probabilities and gradients from float64, for fewer
                     tokens and a proportionally smaller memory budget, so that chunks are as in the timed run
 
-The run fails if padfree's error exceeds that of full logits in the same dtype, or if it exceeds its memory budget.
+The run fails if padfree's error exceeds that of full logits in the same dtype, or if padfree exceeds its memory budget.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def time_extras(
     floor: float,
     results: dict[str, Result],
 ) -> list[Result]:
-    """Only half of the tokens labelled, which should take half the time; and scores without gradients."""
+    """Time half of the tokens labelled, which should take half the time; and scores without gradients."""
     hidden, weight, labels = inputs
     half = labels.masked_fill(torch.arange(len(labels), device=labels.device) % 2 == 1, -100)
     number = int((half != -100).sum())

@@ -9,11 +9,11 @@ For both shapes of `bench/head.py`, all tokens at once, on a Hopper GPU. Printed
     from stored        the gradient from stored logits, in place, for a few program sizes
     merge              merging the sums of all blocks
 
-and for each configuration of `padfree.head.matmuls`:
+Lines for each configuration of `padfree.head.matmuls`:
 
     reduce, kept       sums with entropy, storing up to 2^31 logits as float16
     reduce             sums with entropy only
-    gradient           the gradient of as many logits
+    gradient           the gradient of the same number of logits
 
 If a configuration cannot be compiled or launched, the error is printed and the next one is tried.
 """

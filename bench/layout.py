@@ -1,13 +1,14 @@
 """Context-parallel layouts: balance of work, number of pieces, keys read and sent.
 
-    balance    the most causal work of a rank over the mean; every rank has the same number of tokens
-    cost       the same for the modelled cost, which counts whole tiles and the cost of reading keys
-    total      the modelled cost of all ranks over that of the pack on one rank
-    pieces     pieces of all ranks; at least S, the number of documents
-    keys       keys read by all ranks over the tokens of the pack: 1 if no document is cut
-    most keys  the same for the rank that reads the most, over its own tokens
-    sent       K and V tokens that `allgather` sends, over those of gathering the whole pack on every rank
-    layout ms  make_layout, minimum of several calls; plan ms: the rest of `shard` on the host, for one rank
+    balance    largest causal work of a rank divided by the mean; every rank has the same number of tokens
+    cost       largest modelled cost of a rank divided by the mean; counts whole tiles and the cost of reading keys
+    total      modelled cost of all ranks divided by the modelled cost of the pack on one rank
+    pieces     number of pieces on all ranks; at least S, the number of documents
+    keys       keys read by all ranks divided by the tokens of the pack: 1 if no document is cut
+    most keys  keys of the rank that reads the most, divided by its own tokens
+    sent       K and V tokens that `allgather` sends, relative to gathering the whole pack on every rank
+    layout ms  time of make_layout, the minimum of several calls
+    plan ms    time of the rest of `shard` on the host, for one rank
 
 The packs: many short documents; log-normal lengths (median 490, sigma 1, cut at 8192); one document of 16k and short
 ones; GSM8K's questions with model-written solutions, with lengths in words, digits and punctuation (skipped without the

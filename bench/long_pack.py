@@ -2,8 +2,8 @@
 
     pack         one sample of 1,048,576 tokens, 8 context ranks of 131,072 each, Qwen3-8B's shape, bfloat16
     simulated    only the rank with the most work runs; data from other ranks is replaced by data of the right size
-    attention    its queries to all earlier keys, forward and backward, for `allgather` and `ring`; checked against
-                 float64 at a few positions
+    attention    the rank's queries to all earlier keys, forward and backward, for `allgather` and `ring`; checked
+                 against float64 at a few positions
     layers       one and two whole decoder layers of a stock model through padfree, each recomputed for backward
                  (checkpointing `full`, the only one that fits); the difference is the time of a layer
     head         the fused loss of the rank's tokens over the whole vocabulary
@@ -68,7 +68,7 @@ Row = dict[str, Any]
 
 
 class PlayedGroup:
-    """A substitute for a process group, with what `shard` needs, for a single simulated rank."""
+    """A substitute for a process group, with the methods that `shard` needs, for a single simulated rank."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
@@ -246,7 +246,7 @@ class _Forgetful:
 
 
 def checked(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, scale: float) -> float:
-    """The largest error of some queries, including the first and last of the rank, relative to the largest output."""
+    """The largest error over some queries, including the rank's first and last, relative to the largest output."""
     groups = q.shape[1] // k.shape[1]
     worst = 0.0
     for place in np.linspace(0, len(plan.own) - 1, CHECKED).astype(int).tolist():

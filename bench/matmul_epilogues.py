@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python bench/matmul_epilogues.py [--tiles]
 
-For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Times the tiles that `padfree.layers.ops.quack_matmul_epilogues`
-uses; with `--tiles` all tiles of `quack-kernels`. A GPU lowers its clock after a second of work, so the alternatives
-take turns of `TURN` seconds and run at the same clock. Times are medians of the turns.
+Hidden states are [T, D] = [14918, 2560] and the MLP has F = 9,728 columns, in bfloat16. The script times the tile
+shapes that `padfree.layers.ops.quack_matmul_epilogues` uses; with `--tiles`, all tile shapes of `quack-kernels`. A GPU
+lowers its clock after a second of work, so the alternatives take turns of `TURN` seconds and run at the same clock.
+Times are medians of the turns.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def comparisons(*, every_tile: bool) -> dict[str, Ways]:
     out = torch.empty_like(x)
 
     def tiles(chosen: str, run: Callable[[], None]) -> Ways:
-        """`run` with the module's tile of this name, and with the other tiles."""
+        """Calls of `run` with the module's tile of the name `chosen`, and with the other tiles."""
         return {
             label(tile, "chosen" if tile == getattr(kernels, chosen) else ""): with_tile(chosen, tile, run)
             for tile in (TILES if every_tile else [getattr(kernels, chosen)])

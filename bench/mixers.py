@@ -1,12 +1,13 @@
-"""A gradient step of a hybrid model with the sizes and layer types of Qwen3.5-4B, three alternatives in one run.
+"""Gradients of a hybrid model with the sizes and layer types of Qwen3.5-4B, computed in three ways in one run.
 
     padfree, fast                       flash-linear-attention and the convolution get the segment boundaries
     transformers                        its own packing, with flash-linear-attention if it is installed
     padfree, one sample at a time       the mixer's plain PyTorch code on each segment: the definition of correct
 
-transformers passes `cu_seq_lens_q` to the recurrence but nothing to the convolution, whose taps then reach into the
-previous sample. Without flash-linear-attention it passes nothing to either. Its attention is `sdpa` with a mask from
-position ids; `--more` adds variable-length attention with the same lengths.
+transformers passes the sample boundaries (`cu_seq_lens_q`) to the recurrence but not to the convolution, whose taps
+then reach into the previous sample. Without flash-linear-attention, neither the recurrence nor the convolution gets the
+boundaries. The attention of transformers is `sdpa` with a mask from position ids; `--more` adds a variant with
+variable-length attention.
 
     PYTHONPATH=src python bench/mixers.py --device cuda
     PYTHONPATH=src python bench/mixers.py --device cpu
@@ -79,7 +80,8 @@ def main() -> None:
         report |= {"ways": rows, "times as fast": show_ratios(rows, FAST)}
     assert_same_losses(rows)
     slow = next(row for row in rows if row["way"] == SLOW)
-    # In bfloat16 they differ by rounding, which grows with the layers; tests compare both with float32.
+    # In bfloat16 the two gradients differ by rounding, which grows with the number of layers; tests compare both with
+    # float32.
     assert dtype != torch.float32 or slow["apart"] < 1e-4, "the two alternatives of padfree differ"
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
@@ -103,7 +105,7 @@ def stock(model: Any, setting: Setting) -> Gradients:
 
 
 def varlen(model: Any, setting: Setting) -> Gradients:
-    """The same with PyTorch's variable-length attention instead of a mask."""
+    """transformers as in `stock`, with PyTorch's variable-length attention instead of a mask."""
     AttentionInterface.register("bench_varlen", partial(public_attention, built_in))
     AttentionMaskInterface.register("bench_varlen", lambda *args, **kwargs: None)
     model.set_attn_implementation("bench_varlen")

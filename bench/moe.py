@@ -1,11 +1,11 @@
-"""A gradient step of a mixture of experts with the sizes of Qwen3-30B-A3B, padfree and transformers in one run.
+"""Gradients of a mixture of experts with the sizes of Qwen3-30B-A3B, with padfree and with transformers in one run.
 
     transformers      packed by position ids (`sdpa`), experts with its `grouped_mm`
     padfree           the same experts in compiled layers, fused head
     floor             only the grouped matmuls of the experts, forward and backward, on tokens sorted by expert
 
-The floor routes tokens evenly at random. The share is the time of the floor over that of padfree's step; the rest is
-attention, router, sorting, norms and the head.
+In the floor, tokens are routed at random to all experts equally. The printed share is the time of the floor divided by
+the time of padfree's step; the rest of the step is attention, router, sorting, norms and the head.
 
     PYTHONPATH=src python bench/moe.py --device cuda
     PYTHONPATH=src python bench/moe.py --device cpu

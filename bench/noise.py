@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/noise.py [--slots 250] [--vocabulary 49152] [--repeats 5]
 
-Both are timed in one run and must give the same tokens. Logits are normal with the given standard deviation.
+Both methods are timed in one run and must give the same tokens. Logits are normal with the given standard deviation.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python bench/packing.py [--quick] [--gsm8k ../shared/data/gsm8k] [--json results.json]
 
-All numbers are measured in one run, and every timed result is checked: each sample once, no bin, part or micro-batch
-above its capacity, no more bins than best-fit decreasing. The alternatives:
+All numbers are measured in one run. The script checks every timed result: each sample occurs once, no bin, part or
+micro-batch exceeds its capacity, and there are no more bins than with best-fit decreasing. The alternatives are:
 
     TRL       `trl.pack_dataset(strategy="bfd")`, on one-byte tokens, so that copying them costs little
     BFD, FFD  best-fit and first-fit decreasing, one sample at a time
@@ -205,7 +205,7 @@ def lists_to_tensors(
 
 
 def trl_pack(lengths: Lengths, batch_size: int) -> tuple[float, int]:
-    """(seconds, bins) of TRL's packing of a data set of one-byte tokens, without the time to build the data set."""
+    """Seconds and number of bins of TRL's packing of one-byte tokens, without the time to build the data set."""
     import datasets
     from trl import pack_dataset
 
@@ -221,7 +221,7 @@ def trl_pack(lengths: Lengths, batch_size: int) -> tuple[float, int]:
 
 
 def peak_memory(function: Callable[[], T]) -> tuple[int, T]:
-    """(peak resident memory minus that before the call, in bytes; the result)."""
+    """The growth of the peak resident memory during the call, in bytes, and the result of the call."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -321,7 +321,7 @@ def bench_balance(report: Report, data: str, lengths: Lengths, k: int, sizes: Si
 
 
 def bench_caps(report: Report, sizes: Sizes) -> None:
-    """Random draws with a cap slightly above the mean: how many times each method exceeds it."""
+    """For random inputs with a cap slightly above the mean, count how often each method exceeds the cap."""
     for count, k, slack in ((256, 16, 1.0002), (128, 16, 1.003)):
         refused = exceeded = kk_exceeded = 0
         for draw in range(sizes.draws):
@@ -392,7 +392,7 @@ def random_samples(num_tokens: int) -> list[Sample]:
 
 
 def pack_memory(num_tokens: int) -> float:
-    """Peak memory of `pack` beyond its input, over the bytes of its output."""
+    """Peak memory of `pack` beyond its input, divided by the size of its output."""
     samples = random_samples(num_tokens)
     peak, batches = peak_memory(lambda: pack(samples, max_tokens=PACK))
     output = sum(int(getattr(batch, name).nbytes) for batch in batches for name in batch.TOKEN_FIELDS)

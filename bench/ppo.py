@@ -86,7 +86,7 @@ def quarters(lines: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def picture(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """An SVG with two panels: the rewards of both runs, and the value loss of PPO."""
+    """An SVG with two plots: the rewards of both runs, and the value loss of PPO."""
     rewards = {name: [line["reward"] for line in lines] for name, lines in found.items()}
     losses = {"ppo": [line["critic/loss"] for line in found["ppo"]]}
     second = LEFT + WIDTH + 60
@@ -100,7 +100,7 @@ def picture(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def panel(left: float, title: str, curves: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """One line per curve, values by step, with its name at its end. The axis starts at 0."""
+    """A plot of curves (values by step), each with its name at its end. The value axis starts at 0."""
     highest = 1.05 * max(max(values) for values in curves.values()) or 1.0
     yield f'<text x="{left}" y="{TOP - 10}">{title}</text>'
     yield f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbbbbb"/>'

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/rms_norm.py
 
-For some shapes in bfloat16 on a GPU. The floor of each line is its bytes at 4.3 TB/s:
+The kernels run for some shapes in bfloat16 on a GPU. The floor of each line is the time to move its bytes at 4.3 TB/s:
 
     forward            x -> y, rstd
     forward, add       a, b -> y, a + b, rstd
@@ -11,8 +11,9 @@ For some shapes in bfloat16 on a GPU. The floor of each line is its bytes at 4.3
     its backward       dy, x, rstd, cos, sin -> dx, dweight
 
 `compiled` is torch.compile of the same function in plain torch, for a fixed shape. If a configuration cannot be
-compiled or launched, the error is printed and the next one is tried. All configurations are timed for the first line of
-a kind, and the best three for the others. First, the results of every configuration are compared with plain torch.
+compiled or launched, the script prints the error and tries the next one. It first compares the results of every
+configuration with plain torch. It times all configurations for the first shape of each kernel, and only the three best
+of them for the other shapes.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def attempt(name: str, call: Callable[[], float]) -> float | None:
 
 
 def fits(width: int, configuration: LaunchConfiguration) -> bool:
-    """Whether the values per thread fit into its registers."""
+    """Whether the values that a thread holds fit into its registers."""
     return width <= 48 * 32 * configuration.warps // configuration.rows
 
 

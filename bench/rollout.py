@@ -1,4 +1,4 @@
-"""In-process rollouts: a random model learns a task only from rewards; and the speed of sampling.
+"""In-process rollouts: whether a random model learns a task from rewards alone, and the speed of sampling.
 
     PYTHONPATH=src python bench/rollout.py [--seeds 0 1 2] [--steps 40] [--json rollout.json]
     PYTHONPATH=src python bench/rollout.py --shape 0.6b --device cuda [--json sampling.json]      see bench/sampling.py

@@ -1,10 +1,10 @@
-"""Tokens per second of the in-process sampler and of HF `generate`, side by side, for `bench/rollout.py --shape`.
+"""Tokens per second of the in-process sampler and of HF `generate` in one run, for `bench/rollout.py --shape`.
 
     equal lengths     256 responses of 256 tokens, 8 per prompt          padfree, and HF generate (sampling, batch 256)
     random lengths    1,024 responses, log-normal with mean 256, at most 2,048 tokens; 256 slots        padfree
 
-Weights are random, no token ends a response, and `max_new_tokens` of each response is its length. Kernels are compiled
-and graphs captured before timing. The profiler shows the parts of a decode step.
+Weights are random, and no token ends a response, so each response has `max_new_tokens` tokens. Kernels are compiled and
+graphs are captured before timing. Then a profiler measures the parts of a decode step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Fine-tune a small model on GSM8K: packed with padfree and padded with plain transformers, same samples and seed.
+"""Fine-tune a small model on GSM8K twice: packed with padfree, and padded with plain transformers.
 
     PYTHONPATH=src python bench/sft.py [--steps 8] [--samples 64] [--gsm8k ../shared/data/gsm8k] [--json sft.json]
 
-A random Qwen3 and a BPE tokenizer trained on the data, float32, AdamW; questions are prompts, answers are trained. Both
-use the same global batches in the same order. The run fails if the losses of a step differ by more than 1e-5.
+The model is a Qwen3 with random weights in float32, trained with AdamW; the BPE tokenizer is trained on the data.
+Questions are prompts, answers are trained. Both variants use the same seed and the same global batches in the same
+order. The script fails if their losses in a step differ by more than 1e-5.
 """
 
 from __future__ import annotations

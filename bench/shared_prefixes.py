@@ -1,19 +1,20 @@
-"""The gain of sharing prefixes: an update and a scoring pass of the same samples, with and without, in one run.
+"""The gain of shared prefixes: an update and a scoring pass of the same samples, with and without sharing, in one run.
 
-    python bench/shared_prefixes.py                                   a small model on the CPU python
-    bench/shared_prefixes.py --device cuda                     the 4B shape, G = 16, bf16, compiled python
-    bench/shared_prefixes.py --device cuda --lengths 4096,1024 --groups 8        for these lengths of prompt and
-    response python bench/shared_prefixes.py --gsm8k /path/to/gsm8k            groups of 4 solutions per question, as
-    bytes python bench/shared_prefixes.py --calculator FOLDER               the same as episodes with a calculator, and
-    trees python bench/shared_prefixes.py --device cuda --attention         one layer: keys gathered, and prefix
-    attention python bench/shared_prefixes.py --device cuda --context 8         ranks of a pack of 128k tokens,
-    simulated in turn
+    python bench/shared_prefixes.py [OPTIONS]
 
-ρ = G (P + R) / (P + G R) is the factor by which fewer tokens are computed. `gain` is the time without sharing over the
-time with sharing. Updates overlap as in a run. On a GPU the model has float32 weights and computes in bfloat16, as in
-the recipes. `work` is the factor by which fewer FLOPs are computed; it is smaller than ρ, because responses still
-attend to their whole prompt and the head scores as many tokens as before. `head` is the time of copying entries, head
-and loss, forward and backward, for all packs.
+    without options                              a small model on the CPU
+    --device cuda                                the 4B shape, G = 16, bf16, compiled
+    --device cuda --lengths 4096,1024 --groups 8 only these lengths of prompt and response, and 8 groups
+    --gsm8k /path/to/gsm8k                       groups of 4 solutions to a question; one byte is one token
+    --calculator FOLDER                          these solutions as episodes with a calculator, and as trees
+    --device cuda --attention                    attention of one layer: keys copied, and a separate call for the prefix
+    --device cuda --context 8                    context ranks of a pack of 128k tokens, simulated one after the other
+
+A group has G responses of R tokens to a prompt of P tokens. ρ = G (P + R) / (P + G R) is the number of tokens without
+sharing divided by the number with sharing. `gain` is the same ratio for time, and `work` for FLOPs. `work` is smaller
+than ρ, because responses still attend to their whole prompt and the head scores as many tokens as without sharing.
+`head` is the time of copying entries, head and loss, forward and backward, for all packs. Updates overlap as in a run.
+On a GPU the model has float32 weights and computes in bfloat16, as in the recipes.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens
 def compare(
     engine: Engine, samples: list[Sample], repeats: int, *, first: list[Sample] | None = None
 ) -> dict[str, float]:
-    """Compare with and without sharing. `first`: samples with similar packs, for the warm-up; default: `samples`."""
+    """Compare times with and without sharing. The warm-up uses `first` (default: `samples`)."""
     first = samples if first is None else first
     device, found = engine.mesh.device, {}
     shares: dict[str, SharePrefixes] = {"without": False, "with": "auto"}
@@ -225,7 +226,7 @@ async def probed(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sample]:
-    """The solutions as episodes with a calculator: one turn up to each question, and one to the end."""
+    """The solutions as episodes: a turn up to each request to the calculator, and a last turn to the end."""
     samples = []
     for number, line in enumerate((folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]):
         row = json.loads(line)
@@ -303,7 +304,7 @@ def both_passes(attend: Callable[[], torch.Tensor], dout: torch.Tensor) -> None:
 
 
 def compare_attention(device: torch.device, lengths: Sequence[Lengths], size: int, repeats: int) -> None:
-    """One layer's attention, forward and forward plus backward: the prompt's keys gathered, and prefix attention."""
+    """Time one layer's attention, forward and in total, with the prompt's keys copied and with prefix attention."""
     heads, key_heads, dim = (32, 8, 128) if device.type == "cuda" else (8, 4, 32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for prompt, response in lengths:

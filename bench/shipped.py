@@ -1,7 +1,7 @@
-"""How close a command comes to the speed of the engine, on the same global batches: a run, then only the engine.
+"""The speed of a command relative to the speed of the training engine alone on the same global batches.
 
     run       `padfree sft` or `padfree rl` with a recipe: tokens/s after the first steps, compilations, memory
-    engine    the same batches and settings: consecutive updates, nothing else
+    engine    then, with the same batches and settings, consecutive updates and nothing else
 
     PYTHONPATH=src python bench/shipped.py sft model.path=my-model 'data.path=["train.jsonl"]' --steps 60
 

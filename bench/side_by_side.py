@@ -1,8 +1,8 @@
 """Compare several ways to compute the gradients of a model with random weights, for `bench/mixers.py` and
 `bench/moe.py`.
 
-Each way builds the model from the same seed and computes the gradients of one batch. Printed are its time, its loss,
-and the relative distance of the first layer's gradients from those of the first way.
+Each way builds the model from the same seed and computes the gradients of one batch. The script prints for each way its
+time, its loss, and the relative distance between its gradients of the first layer and those of the first way.
 """
 
 from __future__ import annotations

@@ -5,19 +5,21 @@
       public    the best combination of public libraries: packing, Liger's kernels, variable-length attention (built-in,
                 fa4), with and without activation checkpointing, layers compiled one by one
       padfree   SFT, and the clipped policy loss with log-probabilities and entropy
-    update      padfree's whole update (float32 master weights, clipping, AdamW), device idle time, host
-    synchronisations head        the head's time if 60% of the tokens are prompts, relative to all tokens compile
-    the number of graphs compiled over steps of different lengths
+    update      padfree's whole update (float32 master weights, clipping, AdamW), the idle time of the device, and how
+                many times the host waits for the device
+    head        the time of the head if 60% of the tokens are prompts, relative to its time if all tokens are trained
+    compile     the number of graphs that are compiled over steps of different lengths
 
     PYTHONPATH=src python bench/step.py --device cuda --shape 4b --json step.json
     PYTHONPATH=src python bench/step.py --device cpu
 
 Model FLOPs are 6·P·T for all parameters (a tied embedding counts once, as the head) and 6·L·H·d·Σn² for causal
-attention, forward and backward; recomputation is not counted. They are also given relative to the speed of a large
-matmul. GiB is the peak memory minus the weights; for an update it includes the optimizer's moments.
+attention, forward and backward; recomputation is not counted. TFLOP/s are also printed relative to a large matmul. GiB
+is the peak memory minus the weights; for an update it includes the optimizer's moments.
 
-A GPU under load for seconds reaches its power limit and lowers its clock. Each way therefore starts after a rest of
-`REST` seconds and is timed over a few consecutive steps without synchronisation. On the CPU, times are medians.
+A GPU that is under load for seconds reaches its power limit and lowers its clock. Each way of computing a step
+therefore starts after a rest of `REST` seconds and is timed over a few consecutive steps without synchronisation. On
+the CPU, times are medians.
 """
 
 from __future__ import annotations

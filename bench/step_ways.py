@@ -99,7 +99,7 @@ def make_model(setting: Setting, attention: str) -> Any:
 
 @contextmanager
 def fresh() -> Any:
-    """Context manager: undo patches and free memory of a way afterwards."""
+    """Context manager for one way: afterwards undo the patches of other libraries and free the memory."""
     kept = dict(vars(modeling_qwen3))
     try:
         yield
@@ -249,7 +249,7 @@ def built_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: f
 def padfree_gradients(
     setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none", attention: str = "auto"
 ) -> Gradients:
-    """The gradients of a step with weights in the compute dtype, as for the others: no master weights, no optimizer."""
+    """padfree's gradients of a step, with weights in the compute dtype and no optimizer, as in the other ways."""
     model = make_model(setting, "sdpa")
     steps = transformations(setting.mesh, attention=attention, compile=compile, checkpointing=checkpointing)  # type: ignore[arg-type]
     parallelize(model, steps)

@@ -6,7 +6,7 @@
     median_on             device on a GPU, else host                                   median
     quickest              host      one call                                           minimum, and the call's result
     mean_in_a_row         host      consecutive calls, synchronised at the end         mean
-    median_of_turns       host      the same for some seconds, functions in turns      median of each function
+    median_of_turns       host      consecutive calls for some seconds, in turns       median of each function
     launch_seconds        host      calls without synchronisation                      mean
     Stopwatch             host      one or more `with` blocks                          sum
     DeviceSpan            device    a `with` block                                     its time

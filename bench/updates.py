@@ -11,7 +11,7 @@ from padfree.train.engine import Engine, PendingStep, StepReport
 
 
 def make_updates(engine: Engine, steps: Sequence[list[Sample]]) -> StepReport:
-    """Run the updates. Returns the report of the last one."""
+    """Run one update for each list of samples. Returns the report of the last update."""
     earlier: PendingStep | None = None
     following = engine.prepare(steps[0])
     for number in range(len(steps)):

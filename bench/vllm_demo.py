@@ -1,4 +1,4 @@
-"""RL on the demo's task with the in-process sampler and with a vLLM server: the same steps, both reward curves.
+"""RL on the demo's task with the in-process sampler and with a vLLM server, and the reward curves of both.
 
     python bench/vllm_demo.py --python .venv-vllm/bin/python [--steps 20] [--seeds 0 1] [--output curves.json]
         [--folder kept]
