@@ -128,7 +128,7 @@ def test_what_a_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a,old", r"--hosts: padfree on old is 0.0.9, here it is .*; install the same version on all"),
         (
             "a,changed",
-            r"--hosts: padfree on changed is .* with other files, here it is .*; install the same version on all",
+            r"--hosts: padfree on changed is .* with different source files, here it is .*; install the same version",
         ),
         ("a,torch", r"--hosts: torch is 1.0 on torch and .* on a; install the same"),
         (

@@ -25,8 +25,8 @@ OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/f
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:
     """Return the kind of a path that is a FIFO, socket or device; None for files, folders and missing paths.
 
-    `once`: the caller reads the path only once. The path of an open file descriptor of this process, such as
-    `/dev/stdin`, is then accepted too (None).
+    `once`: whether the caller reads the path only once. If so, the function also returns None for an open file
+    descriptor of this process, such as `/dev/stdin`.
     """
     if once and OPEN_ALREADY.fullmatch(str(path)):
         return None
