@@ -14,7 +14,7 @@ critic and eval, or the `folder` of run. Functions (a reward, an environment, a 
 defined at the top level of a module or of a notebook.
 
 Each call runs in this process and returns when the run has ended. Without `progress=True` it prints nothing to stdout.
-It restores signal handlers and random state, and leaves no process group behind. Ctrl-C, or the interrupt of a
+The call restores signal handlers and random state, and leaves no process group behind. Ctrl-C, or the interrupt of a
 notebook, ends the run after the current step with a checkpoint; the same call then resumes it. A mistake raises
 `padfree.UserError`. Any other exception either comes from `on_step` or `on_note`, or is a bug in padfree; in the latter
 case its message says so. Under torchrun, every process makes the same call.

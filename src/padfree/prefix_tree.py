@@ -55,7 +55,7 @@ def check_parents(parents: NDArray[Any], count: int) -> Indices:
             raise UserError(
                 "parents",
                 f"{parent} cannot be the parent of node {node}",
-                "sort nodes in preorder, each parent before its children",
+                "sort the nodes in preorder, with each parent before its children",
             )
         path.append(node)
     return array

@@ -73,7 +73,7 @@ class Segments:
         offsets = np.zeros(len(array) + 1, dtype=np.int64)
         np.cumsum(array, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise UserError("lengths", f"{offsets[-1]} tokens exceed int32 cu_seqlens", "split the pack")
+            raise UserError("lengths", f"{offsets[-1]} tokens are too many for cu_seqlens in int32", "split the pack")
         return Segments(
             cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(device=device, non_blocking=True),
             offsets=offsets,

@@ -158,7 +158,7 @@ def test_a_failure_stops_the_others_and_is_the_exit_code(
     printed = capsys.readouterr()
     assert "stays: was told stop\n" in printed.out
     assert "fails: no luck\n" in printed.err
-    assert "padfree launch: fails: it ended with exit code 7; the other hosts are stopped\n" in printed.err
+    assert "padfree launch: fails: the command ended with exit code 7; the other hosts are stopped\n" in printed.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -274,7 +274,7 @@ def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
     if counts[most] != counts[fewest]:
         raise UserError(
             "--processes",
-            f"{most} has {counts[most]} GPUs and {fewest} {counts[fewest]}",
+            f"{most} has {counts[most]} GPUs, but {fewest} has {counts[fewest]}",
             f"give the number of processes per host, as in --processes {counts[fewest]}",
         )
     return counts[fewest]
@@ -283,7 +283,7 @@ def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
 def supervise(connections: Sequence[HostConnection], events: Events) -> int:
     """Wait until the command has ended on all hosts, and return the exit code.
 
-    It is the code of the first host that failed, or 128 plus the number of the signal that stopped this process.
+    The exit code is that of the first host that failed, or 128 plus the number of the signal that stopped this process.
     """
     running = {connection.host for connection in connections}
     code, deadline, stopped = 0, float("inf"), False

@@ -67,7 +67,7 @@ def run(settings: argparse.Namespace) -> int:
     if config.loss.command != settings.command:
         raise UserError(
             "loss.kind",
-            f"is not a loss of padfree {settings.command}",
+            f"does not belong to padfree {settings.command}",
             f"use padfree {config.loss.command}",
             value=config.loss.kind,
         )

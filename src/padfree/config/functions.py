@@ -104,8 +104,8 @@ class UserFunction:
     def _check_function(self, path: str, function: Callable[..., Any]) -> None:
         """Raise a `UserError` if `function`, imported from `path`, cannot be used.
 
-        It must be neither a class nor a function of the standard library. It must be a coroutine function or a plain
-        one, as the setting requires, and must accept the arguments that padfree passes.
+        The function must be neither a class nor a function of the standard library. It must be a coroutine function or
+        a plain function, as the setting requires, and must accept the arguments that padfree passes.
         """
         wanted = f"({', '.join(self.arguments)})"
         home = str(getattr(function, "__module__", None)).partition(".")[0]

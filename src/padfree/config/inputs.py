@@ -47,7 +47,7 @@ def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
         try:
             entries = sorted(os.listdir(path))
         except OSError as error:
-            raise UserError(setting, f"{path} cannot be read ({error.strerror})", "make it readable") from None
+            raise UserError(setting, f"{path} cannot be read ({error.strerror})", "make the folder readable") from None
         for entry in entries:
             if (kind := special_kind(os.path.join(path, entry))) is not None:
-                raise UserError(setting, f"{os.path.join(path, entry)} is {kind}, not a file", "remove it")
+                raise UserError(setting, f"{os.path.join(path, entry)} is {kind}, not a file", "move it away")

@@ -3,8 +3,9 @@
     [loss]                   [loss.clip]        [loss.gspo]
     kind = "clip"            high = 0.28        low = 1e-4
 
-Each kind of loss and each correction has a table of its own, defined in `policy_settings` or `loss_settings`. Here,
-`LossConfig.settings()` returns `PolicySettings(objective=ClipSettings(high=0.28), ...)`; `[loss.gspo]` is ignored.
+Each kind of loss and each correction has a table of its own, defined in `policy_settings` or `loss_settings`. In
+this example, `LossConfig.settings()` returns `PolicySettings(objective=ClipSettings(high=0.28), ...)` and ignores
+`[loss.gspo]`.
 """
 
 from __future__ import annotations

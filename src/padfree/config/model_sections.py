@@ -136,7 +136,7 @@ class TeacherConfig:
 
     path: str | None = setting(
         None,
-        about="Folder or Hub id of the teacher; every token of the run's tokenizer must have the same id in its tokenizer.",
+        about="Folder or Hub id of the teacher; all tokens of the run's tokenizer must have the same ids in it.",
         filled=NAMED,
         resume=STAYS,
     )

@@ -55,8 +55,8 @@ class ClipSettings(Objective):
 class GSPOSettings(Objective):
     """Clipped sequence ratio (GSPO). The default bounds are those of the paper.
 
-    They are much tighter than for PPO, because the log-ratio is averaged over the tokens of a sequence. This mean
-    varies far less than the log-ratio of a single token.
+    The bounds are much tighter than those of PPO, because the log-ratio is averaged over the tokens of a sequence. This
+    mean varies far less than the log-ratio of a single token.
     """
 
     kind: ClassVar[str] = "gspo"

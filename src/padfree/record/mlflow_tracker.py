@@ -158,6 +158,6 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _valid_name(name: str) -> str:
-    """Return the name as MLflow accepts it: `source//data/a+b/loss` -> `source/data/a_b/loss`."""
+    """Return a metric name in the form that MLflow accepts: `source//data/a+b/loss` -> `source/data/a_b/loss`."""
     parts = (part for part in re.sub(r"[^\w.\- :/]", "_", name).split("/") if part not in ("", ".", ".."))
     return "/".join(parts)[:LONGEST_NAME]

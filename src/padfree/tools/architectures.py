@@ -120,7 +120,7 @@ def try_architecture(model_type: str) -> Architecture:
 
 
 def _too_long(*_: Any) -> None:
-    raise UserError("model", f"not decided within {PATIENCE} s", "raise PATIENCE")
+    raise UserError("model", f"was not built and prepared within {PATIENCE} s", "raise PATIENCE")
 
 
 def _short(text: str) -> str:

@@ -142,7 +142,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
         ("", "the module has no 'mine'; correct the name"),
         ("raise OSError('no')", "importing own_losses_.* raised OSError: no; correct the module"),
         ("class mine: pass", r"is a class; write a function with the arguments \(tokens\), and give its path"),
-        ("def mine(): pass", r"cannot be called with \(tokens\): .*; accept this argument"),
+        ("def mine(): pass", r"cannot be called with \(tokens\): .*; let the function accept this argument"),
         ("async def mine(tokens): pass", "is async or a generator; use a plain function that returns a tensor"),
         ("from os import system as mine", "a function of posix in the standard library"),
     ],

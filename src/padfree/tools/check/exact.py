@@ -62,7 +62,7 @@ def make_float64(model: PreTrainedModel) -> None:
 def float64_bytes(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
     """Return the estimated memory in bytes that the float64 reference needs in addition to the float32 model.
 
-    It consists of weights, gradients, and the activations of the longest sample.
+    The reference needs memory for weights, gradients, and the activations of the longest sample.
     """
     sizes, longest = ModelSizes.of(model.config), max(len(sample) for sample in samples)
     weights = sum(tensor.numel() for tensor in named_tensors(model).values()) * (4 + 8 + 8)

@@ -68,7 +68,8 @@ class Variation:
 
 
 def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
-    """Return the variations to check: other micro-batches, another order, shared prefixes, context parallelism.
+    """Return the variations of the layout to check: other micro-batches, another order of samples, shared prefixes, and
+    other context methods.
 
     `context`: number of context ranks.
     """
@@ -150,7 +151,7 @@ class PackedPath:
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
         """Return log-probabilities [n] of all tokens of each sample, trained or not, on every rank.
 
-        They are 0 for the first token.
+        The log-probability of the first token of a sample is 0.
         """
         return self.scorer.logprobs(_all_scored(samples))
 

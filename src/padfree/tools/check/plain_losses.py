@@ -137,7 +137,7 @@ def plain_loss(
 def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLoss, padded: bool) -> list[Tensor]:
     """Return the model's output for each sample.
 
-    It is logits [n, V] or, with a scalar head, values [n]; for the loss "reward" it is the reward [1].
+    The output is logits [n, V] or, with a scalar head, values [n]. For the loss "reward", it is the reward [1].
     """
     calls = [list(samples)] if padded else [[sample] for sample in samples]
     found: list[Tensor] = []
@@ -161,7 +161,7 @@ def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLos
 
 
 def _end(sample: Sample, pad_token: int | None) -> int:
-    """Return the index of the last token of a sample that is not the padding token."""
+    """Return the index of the last token of a sample, not counting padding tokens at its end."""
     real = [index for index, token in enumerate(sample.tokens.tolist()) if token != pad_token]
     return real[-1] if real else 0
 

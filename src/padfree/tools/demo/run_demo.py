@@ -1,4 +1,4 @@
-"""`padfree demo`: its options, and the loop over its stages."""
+"""The command `padfree demo`: its options, and the loop over its stages."""
 
 from __future__ import annotations
 

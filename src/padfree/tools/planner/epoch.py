@@ -83,7 +83,7 @@ class EpochPlan:
     def slot_tokens(self) -> Lengths:
         """Flat array with the number of tokens that each micro-batch computes.
 
-        It has one entry for each micro-batch of each data rank in each planned step.
+        There is one entry for each micro-batch of each data rank in each planned step.
         """
         return np.concatenate([plan.computed_tokens.ravel() for plan in self.plans])
 

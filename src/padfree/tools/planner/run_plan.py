@@ -71,7 +71,7 @@ class RunPlan:
     def context_imbalance(self) -> float:
         """The cost of the slowest context rank divided by the mean cost, with the layout of this plan.
 
-        It is 1 for one context rank.
+        The result is 1 for a single context rank.
         """
         return next((each.mean for each in self.balances if each.kind == self.layout), 1.0)
 
@@ -285,8 +285,8 @@ def make_plan(
 def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """Return the largest number of tokens that one device holds in a micro-batch.
 
-    It is the device's part of the largest pack. This pack has the maximum number of tokens, or the tokens of the
-    largest step if they are fewer, but at least the tokens of the longest sample.
+    The result is the device's part of the largest pack. This pack has the maximum number of tokens, or the tokens of
+    the largest step if they are fewer, but at least the tokens of the longest sample.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

@@ -69,7 +69,7 @@ class Links:
     def of(inside: str | None, between: str | None, gpu: str | None) -> Links:
         """Return the links that are given by name or as a number of GB/s.
 
-        The defaults are the NVLink generation of the GPU, and InfiniBand NDR.
+        By default, a host has the NVLink generation of the GPU inside, and InfiniBand NDR to other hosts.
         """
         default = next((link for name, link in LINK_OF.items() if name.lower() in (gpu or "").lower()), "nvlink4")
         return Links(
@@ -112,7 +112,7 @@ class StepTime:
         return self.even + self.waiting + self.fixed + self.weights + self.context
 
     def losses(self) -> dict[str, float]:
-        """Return the seconds by which a step exceeds evenly divided compute, by cause (a text for the output)."""
+        """Return the seconds by which a step exceeds evenly divided compute, by cause. A cause is a text."""
         return {
             f"ranks wait for the slowest rank ({self.micro_batches:.1f} micro-batches per rank)": self.waiting,
             "the fixed cost of each micro-batch and step dominates": self.fixed,

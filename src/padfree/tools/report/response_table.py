@@ -68,7 +68,7 @@ def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
 def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return ascending indices of the lines to show: at most `most` of `count`.
 
-    They form blocks of consecutive lines, which include the first and the last block of the file.
+    The lines form blocks of consecutive lines, and include the first and the last block of the file.
     """
     if count <= most:
         return np.arange(count)

@@ -5,8 +5,7 @@
     none                    starting                     ended before its first step
     start                   running                      killed
     stop                    stopped by a signal          stopped by a signal
-    nonfinite, failed       stopped or failed, with      stopped or failed, with
-                            the reason                   the reason
+    nonfinite, failed       the reason of the failure    the reason of the failure
     end                     writing its model            finished
 
 The lock is a file lock of the operating system. To test it, a shared lock is taken for a moment; nothing is written. If

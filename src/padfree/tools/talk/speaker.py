@@ -125,7 +125,7 @@ class Speaker:
     def prompt(self, text: str, *, system: str | None = None) -> list[int]:
         """Return the token ids of a chat with one user message, or of the plain text if there is no chat template."""
         if self.chat_tokenizer.chat is None:
-            need(system is None, "--system", system, "remove it: a plain prompt has no system message")
+            need(system is None, "--system", system, "remove --system: a plain prompt has no system message")
             return self.chat_tokenizer.encode_prompt(check_encodable(text, "prompt"), begun=False)
         return self.chat_tokenizer.encode_prompt(self.render(messages_of(text, system)), begun=True)
 

@@ -4,8 +4,8 @@
     pieces of text          Gr     -    ü    ße        a piece ends at the end of a character; joined, they are the text
 
 A decoder shows incomplete characters as U+FFFD. If the text ends with U+FFFD, the stream waits for the next token. To
-keep the cost per token constant, only the ids since the last but one piece are decoded again. The
-earlier of these ids give the decoder context, because some decoders remove a space at the beginning of a text.
+keep the cost per token constant, only the ids of the last piece and the new ids are decoded. The last piece
+gives the decoder context, because some decoders remove a space at the beginning of a text.
 """
 
 from __future__ import annotations
