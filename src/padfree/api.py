@@ -9,12 +9,12 @@
     run.metrics[-1]["loss"], run.steps, run.model       # the last loss, the number of steps, the exported folder
 
 The keywords are the sections of a recipe, with the same names and values. `recipe=` names a recipe that the keywords
-change. A section may be given as its main setting alone: the `path` of model, data, reference, teacher, critic and
-eval, and the `folder` of run. Functions (a reward, an environment, a loss) may be passed directly if they are defined
-at the top level of a module or of a notebook.
+change. Instead of a section, the value of its main setting may be given: the `path` of model, data, reference, teacher,
+critic and eval, or the `folder` of run. Functions (a reward, an environment, a loss) may be passed directly if they are
+defined at the top level of a module or of a notebook.
 
 Each call runs in this process and returns when the run has ended. Without `progress=True` it prints nothing to stdout.
-It restores signal handlers and random state, and leaves no process group behind. Ctrl-C, or the interrupt of a
+The call restores signal handlers and random state, and leaves no process group behind. Ctrl-C, or the interrupt of a
 notebook, ends the run after the current step with a checkpoint; the same call then resumes it. A mistake raises
 `padfree.UserError`. Any other exception either comes from `on_step` or `on_note`, or is a bug in padfree; in the latter
 case its message says so. Under torchrun, every process makes the same call.
@@ -52,7 +52,7 @@ MAIN_SETTING = {
     "eval": "path",
     "run": "folder",
 }
-"""By section: the setting that gets the value if a section is given as a single value instead of a dictionary."""
+"""For each section, the setting that gets the value if the section is given as one value instead of a dictionary."""
 
 OF_CALLER = "_padfree_of_caller"
 """The attribute that marks an exception raised by a function that the user passed."""
@@ -99,7 +99,7 @@ class TrainedRun:
 class TrainCall:
     """A function such as `padfree.sft` or `padfree.rl`: calling it trains a model by one task and returns the run.
 
-    It is a class so that the calls of all tasks share one signature; `command` is the name of the task.
+    The class lets the functions of all tasks share one signature. `command` is the name of the task.
     """
 
     def __init__(self, command: str) -> None:

@@ -2,7 +2,8 @@
 
     [1, 0]   np.array([1, 0])   torch.tensor([1.0, 0.0], dtype=torch.bfloat16, device="cuda")
 
-numpy has no bfloat16 and rejects tensors that are on a device or require gradients; these functions accept them.
+numpy has no bfloat16 and rejects tensors that are on a device or require gradients; the functions of this module accept
+them.
 Nothing is rounded: if a function needs integers, other numbers raise `UserError`.
 
 The module also holds index arithmetic on ranges and `splitmix64`, which every shuffled order and sampling key uses.
@@ -27,7 +28,7 @@ def host_array(values: Any, name: str) -> NDArray[Any]:
         return np.asarray(values)
     except (TypeError, ValueError):
         raise UserError(
-            name, f"got a {type(values).__name__} that numpy cannot convert", "give a flat list of numbers"
+            name, f"is a {type(values).__name__} that numpy cannot convert", "give a flat list of numbers"
         ) from None
 
 
@@ -59,7 +60,7 @@ def need_whole(name: str, value: Any, least: int, cure: str) -> None:
 
 
 def need_number(name: str, value: Any, low: float, high: float, cure: str) -> None:
-    """Raise `UserError` unless `value` is a number from `low` to `high`. NaN also raises it.
+    """Raise `UserError` unless `value` is a number from `low` to `high`. NaN is refused, too.
 
     `cure` is the fix in the message.
     """
@@ -103,7 +104,7 @@ def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
 def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.float32]:
     """Convert `values` to an array of one finite number per token of a sample.
 
-    `field` and `name` are for error messages.
+    `field` and `name`: names of the array and of the sample in error messages.
     """
     with np.errstate(over="ignore"):  # values that overflow float32 become inf, which raises an error below
         array = number_array(values, f"{field} of {name}").astype(np.float32, copy=False)
@@ -137,9 +138,10 @@ SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def splitmix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output of the random number generator splitmix64 for each of these states.
+    """Return the output of the random number generator splitmix64 for each of these states.
 
-    It is implemented here and not taken from a library, so that a library update cannot change shuffled orders.
+    The generator is implemented here and not taken from a library, so that a library update cannot change shuffled
+    orders.
     """
     increment, first, second = (np.uint64(number) for number in SPLITMIX64)
     values = states + increment

@@ -3,28 +3,28 @@
     sample                 tokens[n]      5 4 3 2 1        one document or one rollout
     packed   input_ids     [T]            5 4 3 2 1 | 7 8 9 | 0 0 0
              position_ids  [T]            0 1 2 3 4 | 0 1 2 | 0 1 2
-             labels        [T]            4 3 2 1 - | 8 9 - | - - -        (- is -100: not scored)
+             labels        [T]            4 3 2 1 - | 8 9 - | - - -        (- is -100: no loss)
              sample_index  [T]            0 0 0 0 0 | 1 1 1 | 2 2 2
              cu_seqlens    [S+1]          0          5       8      11     S = B + 1: the pad is its own last segment
 
 Letters: T tokens of one micro-batch, B samples, S segments (S = B, or B + 1 with a pad), n tokens of one sample.
 
-Position t predicts token t + 1 of its sample. When the batch is made, every value that belongs to a token moves to the
+Position t predicts token t + 1 of its sample. When a batch is made, every value that belongs to a token is moved to the
 position that predicts the token (`at_predictions`): `labels[t]`, `weights[t]` and `rollout.advantages[t]` all describe
 the token that position t predicts. From then on every per-token quantity is local, and splitting the token axis over
-devices is only a permutation. `at_tokens` is the inverse.
+devices is only a permutation. `at_tokens` is the inverse of `at_predictions`.
 
 Samples may share prefixes (`Entries`). The pack then holds the nodes of a prefix tree, with each shared token stored
-once, and values that belong to predictions have their own axis: [E], one entry for each (sample, position) that has a
-label, sample by sample.
+once, and values that belong to predictions have an axis of their own, [E]: it has one entry for each labelled position
+of each sample, sample by sample.
 
     pack     input_ids     [T]            p p p | a a | b b b          two samples, p p p a a and p p p b b b
              position_ids  [T]            0 1 2 | 3 4 | 3 4 5
-    entries  labels        [E]            a a | b b b                  the trained tokens: here the responses
+    entries  labels        [E]            a a | b b b                  the trained tokens, here the responses
              positions     [E]            2 3 | 2 5 6                  index of the hidden state that predicts each
 
-A sample is in `padfree.sample`, the segments of a token axis are in `padfree.segments`. Host arrays are numpy, device
-arrays are torch.
+`padfree.sample` defines a sample, and `padfree.segments` the segments of a token axis. Arrays on the host are numpy
+arrays, arrays on the device torch tensors.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def at_tokens(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
-    """The rollout arrays, shifted like the labels: element t describes the token that position t predicts."""
+    """The rollout arrays of a pack, shifted like the labels: element t describes the token that position t predicts."""
 
     logprobs: Tensor | None = None  # [T] float32
     ref_logprobs: Tensor | None = None  # [T]
@@ -89,13 +89,13 @@ class Rollout:
     old_logprobs: Tensor | None = None  # [T]
 
     def map(self, function: Any) -> Rollout:
-        """The same fields with `function` applied to each tensor that is present."""
+        """Return the same fields with `function` applied to each tensor that is present."""
         return Rollout(**{f: None if (v := getattr(self, f)) is None else function(v) for f in TOKEN_ARRAYS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleInfo:
-    """What the host keeps about a packed sample. `index` is its index in the list that was packed."""
+    """Facts about a packed sample that stay on the host. `index` is its index in the list that was packed."""
 
     index: int
     length: int
@@ -114,25 +114,26 @@ class Copies:
     elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
     """
 
-    index: Tensor  # [m] int64, the element that each copy is taken from
+    index: Tensor  # [m] int64, the element of which each entry is a copy
     copy_index: Tensor  # [m] int64, the indices of the copies, grouped by element
     offsets: Tensor  # [n + 1] int64, where the group of each element begins in `copy_index`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """For samples that share prefixes: which hidden state of the pack predicts which token of which sample. Host only.
+    """For samples that share prefixes: which hidden state of the pack predicts which token of which sample.
 
-    There is one entry for each scored token of each sample, sample by sample. E is the number of entries.
+    There is one entry for each scored token of each sample, sample by sample. E is the number of entries. The arrays
+    stay on the host.
     """
 
     positions: NDArray[np.int64]  # [E] index in the pack of the position that predicts the token
-    tokens: NDArray[np.int64]  # [E] index of the predicted token in the samples laid end to end
+    tokens: NDArray[np.int64]  # [E] index of the predicted token in the concatenated samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
-    """Samples laid end to end on one token axis, ready for the device. Made by `padfree.pack`.
+    """Samples concatenated along one token axis, ready for the device. Made by `padfree.pack`.
 
     If `entries` is set, samples share prefixes, and labels, weights, sample_index and rollout have shape [E].
     """
@@ -191,7 +192,7 @@ class PackedBatch:
         )
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch in page-locked memory, so that `.to("cuda")` is asynchronous."""
+        """Return the same batch in page-locked memory, so that `.to("cuda")` is asynchronous."""
         segments = replace(self.segments, cu_seqlens=self.segments.cu_seqlens.pin_memory())
         return self._map(lambda tensor: tensor.pin_memory(), segments)
 
@@ -209,8 +210,10 @@ class PackedBatch:
         return self.padded_to(self.num_tokens - self.pad_length)
 
     def padded_to(self, length: int) -> PackedBatch:
-        """The same samples with a pad to exactly `length` tokens. The pad is one segment with ids 0, labels -100 and
-        weights 0."""
+        """Return the same samples with a pad to exactly `length` tokens.
+
+        The pad is one segment with token ids 0, labels -100 and weights 0.
+        """
         real = self.num_tokens - self.pad_length
         need_whole("length", length, 0, f"pad to {real} or more")
         pad = length - real
@@ -234,7 +237,7 @@ class PackedBatch:
         return replace(self, **padded, segments=self.segments.with_pad(pad), rollout=rollout)
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
-        """The same samples, padded to a multiple of `multiple` tokens: with 4, 13 tokens become 16, and 16 stay 16."""
+        """Return the same samples, padded to a multiple of `multiple` tokens: with 4, 13 tokens become 16."""
         need_whole("multiple", multiple, 1, "give 1 or more")
         real = self.num_tokens - self.pad_length
         return self.padded_to(-(-real // multiple) * multiple)
@@ -242,7 +245,8 @@ class PackedBatch:
     def unpack(self, values: Tensor) -> list[Tensor]:
         """Split a [T, ...] tensor into one view per sample, without the pad.
 
-        For a batch with `entries`, take an [E, ...] tensor and return full samples with 0 at positions without a label.
+        For a batch with `entries`, `values` is [E, ...], and the result is full samples with 0 at positions without a
+        label.
         """
         if not isinstance(values, Tensor):
             raise UserError(
@@ -261,14 +265,14 @@ class PackedBatch:
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of a stock HF model whose own attention supports packs.
 
-        Not every model does: `padfree.compat.hf.PackedCollator` tests this on a small copy of the model.
+        Not every model's attention does: `padfree.compat.hf.PackedCollator` tests a small copy of the model.
         """
         assert self.segments.parents is None, "transformers' own attention does not support shared prefixes"
         return pack_inputs(self.input_ids, self.position_ids, self.segments)
 
 
 def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
-    """The model arguments with which transformers' own attention, which builds its own mask, keeps samples apart.
+    """Return the model arguments that make transformers' own attention keep samples apart, with a mask that it builds.
 
     The dict has no `attention_mask` key, not even None: TRL treats any value under this key as a tensor.
     """
@@ -285,7 +289,9 @@ def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layout:
-    """The token ranges that each context rank holds of a pack of T tokens. Host only; made by `padfree.cp.make_layout`.
+    """The token ranges of a pack of T tokens that each context rank holds. Kept on the host.
+
+    `padfree.cp.make_layout` makes a layout.
 
     Rank r holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in all; ranges of one segment are adjacent.
     No range crosses a segment boundary, so each range is one *piece*: consecutive queries of one sample.
@@ -304,8 +310,8 @@ class PrefixKeys:
 
     Made and read by `padfree.attention.prefix_attention`.
 
-    Several arrays are concatenated into one, so that compiled code sees a single size. With several sizes, two that are
-    equal by chance would be treated as one.
+    Several arrays are concatenated into one, so that compiled code sees a single size. The compiler would treat two
+    sizes that are equal by chance as one size.
     """
 
     numbers: Tensor  # [n] int32
@@ -387,7 +393,7 @@ class LocalBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LmHead:
-    """How the last hidden states [.., D] become logits [.., V].
+    """The language model head: how the last hidden states [..., D] become logits [..., V].
 
     logits = cap(logit_scale · (hidden @ weight.T + bias))     cap(x) = softcap · tanh(x / softcap); x without softcap
     """

@@ -1,4 +1,4 @@
-"""The choices of every setting with a fixed list of values, and other fixed names. All parts import them from here."""
+"""The choices of every setting with a fixed list of values, and other fixed names that several packages use."""
 
 from __future__ import annotations
 

@@ -43,11 +43,10 @@ class UserError(ValueError):
         self.setting, self.value, self.problem, self.fix = setting, value, problem, fix
 
     def at(self, setting: str, argument: str | None = None) -> UserError:
-        """The same error about another setting, for example `error.at("critic.path")`.
+        """Return the same error about another setting, as in `error.at("critic.path")`.
 
-        If `argument` is given, as in `error.at("critic.path", "model")`, an error about the setting `model` is renamed.
-        An error about any other setting also gets the new setting, but its old setting stays in the text of the
-        problem.
+        `argument`: the name that stands for `setting` in the code that raised the error, such as `model` in
+        `error.at("critic.path", "model")`. If the error is about another name, this name is kept in the problem.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)
@@ -86,7 +85,7 @@ def check_choice(setting: str, value: object, choices: Any) -> None:
 
 
 def closest(value: str, names: Sequence[str]) -> str | None:
-    """The name that is most similar to `value`, for "did you mean". None if no name is similar."""
+    """Return the name that is most similar to `value`, for "did you mean", or None if no name is similar."""
     found = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     return found[0] if found else None
 
@@ -100,7 +99,7 @@ def shown_value(value: object) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """The first line of an exception's message. It is preceded by the exception's class, unless this is `UserError`."""
+    """Return the first line of an exception's message, after the name of its class if it is not a `UserError`."""
     return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -122,11 +121,11 @@ SYSTEM_FIXES = {
     errno.ESTALE: "mount the file system again",
     errno.ENAMETOOLONG: "choose a shorter path",
 }
-"""For each system error that is not a bug of a program: what the user can do."""
+"""What the user can do about each system error that is not a bug of a program."""
 
 
 def system_error(error: OSError, setting: str | None = None) -> UserError | None:
-    """Convert a system error to a `UserError` about `setting`. If `setting` is None, the error is about the file.
+    """Convert a system error to a `UserError` about `setting` or, if `setting` is None, about the file of the error.
 
     Returns None if the error may be a bug.
     """

@@ -1,8 +1,12 @@
 """The prefix tree of a pack whose samples share prefixes: pure index arithmetic.
 
-    nodes      0: p p p     1: a a     2: b b b          parents   -1 0 0          offsets   0 3 5 8
-    positions     0 1 2        3 4        3 4 5          first      0 3 3
-    paths      0            0 1        0 2               the keys that each node's queries see, causal in its own tokens
+    samples p p p a a and p p p b b b:
+
+    node          0        1        2
+    tokens        p p p    a a      b b b        stored in the pack: p p p a a b b b, offsets 0 3 5 8
+    positions     0 1 2    3 4      3 4 5        in the sample; the first position of each node is 0 3 3
+    parent        -1       0        0
+    path          0        0 1      0 2          nodes whose keys the node's queries see, causal in its own tokens
 
 There are S nodes. A node stores its tokens once. A sample is a path from a root to the node where the sample ends.
 Nodes are in preorder: parents come before their children, and the descendants of a node directly follow it, so that a
@@ -31,7 +35,7 @@ class PathRanges(NamedTuple):
     end: Indices  # [m]
 
     def lengths(self, count: int) -> Indices:
-        """The number of tokens on each path, for `count` paths, [count]."""
+        """Return the number of tokens on each of `count` paths, [count]."""
         sums: Indices = np.bincount(self.number, self.end - self.begin, minlength=count).astype(np.int64)
         return sums
 
@@ -51,14 +55,14 @@ def check_parents(parents: NDArray[Any], count: int) -> Indices:
             raise UserError(
                 "parents",
                 f"{parent} cannot be the parent of node {node}",
-                "sort nodes in preorder, each parent before its children",
+                "sort the nodes in preorder, with each parent before its children",
             )
         path.append(node)
     return array
 
 
 def first_positions(parents: Indices, lengths: Indices) -> Indices:
-    """The position of each node's first token, [S]: the number of tokens before it on its path."""
+    """Return the position of each node's first token, [S]: the number of tokens before it on its path."""
     first = np.zeros(len(parents), dtype=np.int64)
     for node in np.flatnonzero(parents >= 0).tolist():  # ascending, so the parent's value is known
         first[node] = first[parents[node]] + lengths[parents[node]]
@@ -66,7 +70,7 @@ def first_positions(parents: Indices, lengths: Indices) -> Indices:
 
 
 def subtree_ends(parents: Indices) -> Indices:
-    """For each of S nodes, the index after its last descendant, [S]."""
+    """Return, for each of S nodes, the index after its last descendant, [S]."""
     ends = np.arange(1, len(parents) + 1)
     for node in np.flatnonzero(parents >= 0)[::-1].tolist():
         parent = parents[node]
@@ -75,7 +79,7 @@ def subtree_ends(parents: Indices) -> Indices:
 
 
 def paths(parents: Indices) -> list[list[int]]:
-    """For each node, the list of nodes on the path from the root to it, including the node itself."""
+    """Return, for each node, the list of nodes on the path from the root to this node, the node itself included."""
     found: list[list[int]] = []
     for node, parent in enumerate(parents.tolist()):
         found.append([*(found[parent] if parent >= 0 else ()), node])
@@ -83,7 +87,7 @@ def paths(parents: Indices) -> list[list[int]]:
 
 
 def prefix_ranges(parents: Indices, offsets: Indices, without: Collection[int] = ()) -> PathRanges:
-    """The keys that each node's queries see, as ranges of the pack: the tokens of its ancestors, then its own tokens.
+    """Return the keys that each node's queries see, as ranges of the pack: its ancestors' tokens, then its own.
 
     Ancestors in `without` are left out.
     """
@@ -94,7 +98,7 @@ def prefix_ranges(parents: Indices, offsets: Indices, without: Collection[int] =
 
 
 def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
-    """The indices in the pack of the tokens on the path to `node`. Empty for node -1, the path of an empty sample."""
+    """Return the indices in the pack of the tokens on the path to `node`; none for node -1, an empty sample's path."""
     chain: list[int] = []
     while node >= 0:
         chain.append(node)
@@ -117,9 +121,9 @@ class PathPages(NamedTuple):
 
 
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
-    """The number of pages that each of S nodes adds, [S].
+    """Return the number of pages that each of S nodes adds, [S].
 
-    A node adds the pages from the last whole page before its first position to its end. `size` is the tokens of a page.
+    A node adds the pages from the last whole page before its first position to its end. `size`: tokens of a page.
     """
     counts: Indices = -(-(first % size + lengths) // size)
     return counts
@@ -144,8 +148,9 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
 
 
 def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
-    """The transpose of `prefix_ranges`: for each token of the pack, the indices of its copies in the concatenated
-    paths.
+    """Return the transpose of `prefix_ranges`: for each token of the pack, the indices of its copies in the paths.
+
+    The paths of all nodes are concatenated, so that a token has one copy for each path that contains it.
 
     Returns two arrays. The first [K] holds the indices of all K copies, grouped by token. The second [C + 1] holds the
     start of the group of each of the C tokens.

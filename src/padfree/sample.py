@@ -4,7 +4,7 @@
     loss_mask   [n]     0 0 1 1 1        which tokens are trained on
     advantages  [n]     0 0 a a a        optional arrays of a rollout: element j belongs to token j
 
-`padfree.batch` lays samples end to end. n is the number of tokens of one sample.
+`padfree.batch` concatenates samples. n is the number of tokens of one sample.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Sample:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """`loss_mask`, which is always an array after construction."""
+        """Return `loss_mask`, which is always an array after construction."""
         assert self.loss_mask is not None
         return self.loss_mask
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """[n] which tokens are scored: the trained tokens, except the first one, which no position predicts."""
+        """[n] which tokens are scored: the trained tokens except the sample's first, which no position predicts."""
         return self.mask & (np.arange(len(self)) > 0)
 
     @property
@@ -84,7 +84,7 @@ class Sample:
         return int(np.count_nonzero(self.mask[1:]))
 
     def with_numbers(self, **arrays: NDArray[Any]) -> Sample:
-        """A copy of the sample with these `TOKEN_ARRAYS` replaced. Only the new arrays are checked."""
+        """Return a copy of the sample with these `TOKEN_ARRAYS` replaced. Only the new arrays are checked."""
         other = object.__new__(type(self))
         for about in fields(self):
             object.__setattr__(other, about.name, getattr(self, about.name))
@@ -94,7 +94,7 @@ class Sample:
         return other
 
     def truncated(self, length: int) -> Sample:
-        """The first `length` tokens, with the per-token arrays cut to match."""
+        """Return a sample of the first `length` tokens, with the per-token arrays cut to match."""
         need_whole("length", length, 0, "give the number of tokens to keep, 0 or more")
         cut = {
             field: array[:length]
@@ -105,8 +105,10 @@ class Sample:
 
 
 def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> list[Sample]:
-    """Copies of the samples with new per-token arrays: `with_arrays(samples, ref_logprobs=found)`, where `found[i]` is
-    the array of sample i."""
+    """Return copies of the samples with new per-token arrays.
+
+    `with_arrays(samples, ref_logprobs=found)` gives sample i the array `found[i]`.
+    """
     found = list(samples)
     for name, values in arrays.items():
         found = [sample.with_numbers(**{name: own}) for sample, own in zip(found, values, strict=True)]
@@ -114,13 +116,13 @@ def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> 
 
 
 def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """The rollout arrays that these samples carry. Raises `UserError` unless all samples carry the same arrays."""
+    """Return the rollout arrays that these samples have. Raise `UserError` unless all samples have the same arrays."""
     present: Mapping[str, list[bool]] = {f: [getattr(s, f) is not None for s in samples] for f in TOKEN_ARRAYS}
     for field, there in present.items():
         if any(there) and not all(there):
             index = there.index(False)
             name = _name(samples[index].uid)
             raise UserError(
-                field, f"missing in {name} at index {index} but present in others", "give it for all samples"
+                field, f"missing in {name} at index {index}, but other samples have it", "give it for all samples"
             )
     return tuple(field for field, there in present.items() if any(there))

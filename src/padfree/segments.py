@@ -56,10 +56,10 @@ class Segments:
         parents: NDArray[np.integer[Any]] | None = None,
         device: torch.device | str | None = None,
     ) -> Segments:
-        """Segments of these lengths, followed by a pad: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`.
+        """Make segments of these lengths, followed by a pad: lengths `[5, 3]` and pad 3 give cu_seqlens `0 5 8 11`.
 
-        If `parents` [B] is given, the segments are nodes of a prefix tree: with `-1 0 0`, the first is the parent of
-        the second and the third.
+        If `parents` [B] is given, the segments are nodes of a prefix tree: with `-1 0 0`, the first node is the
+        parent of the second and the third.
         """
         array = integer_array(lengths, "lengths")
         if (array < 0).any():
@@ -73,7 +73,7 @@ class Segments:
         offsets = np.zeros(len(array) + 1, dtype=np.int64)
         np.cumsum(array, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise UserError("lengths", f"{offsets[-1]} tokens exceed int32 cu_seqlens", "split the pack")
+            raise UserError("lengths", f"{offsets[-1]} tokens are too many for cu_seqlens in int32", "split the pack")
         return Segments(
             cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(device=device, non_blocking=True),
             offsets=offsets,
@@ -99,7 +99,7 @@ class Segments:
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """[S] the position of the first token of each segment: 0, or the number of tokens in a node's ancestors."""
+        """[S] the position of each segment's first token: 0 or, for a node of a prefix tree, its ancestors' tokens."""
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
         return first_positions(self.parents, self.lengths)
@@ -113,7 +113,7 @@ class Segments:
         return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
 
     def with_pad(self, pad_length: int) -> Segments:
-        """The same samples followed by a pad of this length, which replaces the present pad."""
+        """Return the same samples, followed by a pad of this length in place of the present pad."""
         samples = self.lengths[: self.num_samples]
         parents = None if self.parents is None else self.parents[: self.num_samples]
         return Segments.from_lengths(samples, pad_length=pad_length, parents=parents, device=self.cu_seqlens.device)

@@ -8,9 +8,9 @@ model is built on the meta device, without storage. This takes one second for 80
 Because sizes come from the modules, a new architecture needs no entry here. The config supplies only what the shapes of
 modules do not show: heads, windows, and the number of experts per token.
 
-A config is a transformers config, another object with the same fields, or a dict. The latter two must have a
-`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. For a multimodal config
-the text part is measured.
+A config is a transformers config, another object with the same fields, or a dict. Such objects and dicts must have a
+`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. For a multimodal config the
+text part is measured.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSizes:
-    """The widths of the attention of one layer.
-
-    The widths of queries, keys, values and outputs are summed over all heads.
-    """
+    """The widths of one layer's attention. Widths of queries, keys, values and outputs are summed over all heads."""
 
     head: int  # size of one head of queries and keys
     query: int
@@ -78,7 +75,7 @@ class ModelSizes:
 
     @staticmethod
     def of(config: Any) -> ModelSizes:
-        """The sizes of a model, from its config. Raises `UserError` if the config lacks the sizes of a decoder."""
+        """Return the sizes of a model from its config. Raise `UserError` if it lacks the sizes of a decoder."""
         if not isinstance(config, PreTrainedConfig):
             config = _from_dict(_fields(config))
         config = language_config(config) or config
@@ -86,9 +83,9 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """The head size: the larger one of full and windowed attention.
+        """The head size: the larger of the sizes in full and in windowed attention.
 
-        The properties below also return the larger one.
+        The properties `query`, `key`, `value` and `output` also return the larger of two widths.
         """
         return max(self.attention.head, self.windowed_attention.head)
 
@@ -115,7 +112,7 @@ def attends(layer: nn.Module) -> bool:
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
-    """The mixers of a layer of a model on the meta device, recognised by their parameters."""
+    """Return the mixers of a layer of a model on the meta device, recognised by their parameters."""
     return [module for module in layer.modules() if kind_of(module).name != "other"]
 
 
@@ -216,15 +213,15 @@ def _windows(config: PreTrainedConfig, types: tuple[str, ...], layers: int) -> t
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
-    """The attention modules of a layer that are not inside a mixer."""
+    """Return the attention modules of a layer that are not inside a mixer."""
     inside = {part for mixer in mixers_of(layer) for part in mixer.modules()}
     return [each for each in layer.modules() if type(each).__name__.endswith("Attention") and each not in inside]
 
 
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
-    """The widths of a layer's attention projections.
+    """Return the widths of a layer's attention projections; None if the layer has no attention.
 
-    If q, k and v are fused, key and value widths are the remainder.
+    If one projection computes q, k and v, its width without the queries is split between keys and values.
     """
     modules = [each for each in _attentions(layer) if _linear(each)]
     if not modules:
@@ -246,7 +243,7 @@ def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | N
 
 
 def _widest(found: list[AttentionSizes]) -> AttentionSizes:
-    """The sizes of the layer with the widest queries, and among these the widest keys.
+    """Return the sizes of the layer with the widest queries; of several such layers, the one with the widest keys.
 
     A layer that reuses another layer's keys has no key width.
     """
@@ -257,8 +254,9 @@ _NOTHING = AttentionSizes(head=1, query=0, gate=0, key=0, value=0, output=0)
 
 
 def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
-    """For each linear layer in a module, in order: the last part of its name, the module, its input and its output
-    width.
+    """Return a tuple for each linear layer in a module, in order.
+
+    The tuple holds the last part of the layer's name, the layer itself, its input width and its output width.
     """
     found: list[tuple[str, nn.Module, int, int]] = []
     for name, each in module.named_modules():
@@ -271,7 +269,7 @@ def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
 
 
 def _mlp(layer: nn.Module, hidden: int) -> int:
-    """The width of a layer's MLP, or of its shared experts: the input width of the projection back to `hidden`."""
+    """Return the width of a layer's MLP or shared experts: the input width of the projection back to `hidden`."""
     outside = {part for each in (*_attentions(layer), *mixers_of(layer)) for part in each.modules()}
     outside |= {part for name, each in layer.named_modules() if _is_experts(name) for part in each.modules()}
     last: dict[str, int] = {}  # by parent module: the input width of its last layer with output width `hidden`
@@ -287,7 +285,7 @@ def _is_experts(name: str) -> bool:
 
 
 def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
-    """The number of experts in a layer, and the width of one expert, derived from the expert's smallest matrix."""
+    """Return the number of experts in a layer and the width of one expert, which its smallest matrix shows."""
     for name, module in layer.named_modules():
         if _is_experts(name):
             matrices = [each for each in module.parameters() if each.ndim >= 2]
@@ -299,9 +297,9 @@ def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
 
 
 def _met_weights(model: PreTrainedModel, met: float) -> float:
-    """The number of weights that one token is multiplied with in matmuls.
+    """Return the number of weights that one token is multiplied with in matmuls.
 
-    The number of expert weights is multiplied by `met`, the fraction of the experts that a token is routed to.
+    Of the weights of experts, only the fraction `met` counts: the fraction of the experts to which a token is routed.
     """
     found = 0.0
     for name, module in model.named_modules(remove_duplicate=False):

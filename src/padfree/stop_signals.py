@@ -13,8 +13,8 @@
 A signal that is ignored when the block begins stays ignored (`nohup`, background jobs of a shell script). A handler
 that other code has installed for SIGHUP or for a warning stays in place.
 
-For each signal one message is printed at once, whatever the main thread is doing. Python runs signal handlers only
-between two bytecode instructions, so none runs while a step waits for a GPU, for other ranks or for a slow function. A
+For each signal, one message is printed at once, whatever the main thread is doing. Python runs signal handlers only
+between two bytecode instructions, so no handler runs while a step waits for a GPU, other ranks or a slow function. A
 thread therefore reads the signals from a pipe. A launcher may forward a signal that the process has already received.
 Therefore a second request within `SAME_REQUEST_SECONDS` of the first counts as the same request.
 
@@ -45,7 +45,7 @@ _exit = os._exit  # kept because a run replaces `os._exit`
 
 
 class StopRequested(KeyboardInterrupt):
-    """Raised when a signal requests a stop outside of `StopSignals.deferred`. There, nothing needs to be saved."""
+    """Raised when a signal requests a stop outside of `StopSignals.deferred`, i.e. when nothing needs to be saved."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -91,7 +91,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, then: str) -> Iterator[None]:
-        """A block that signals do not interrupt. `then` completes the message "SIGTERM: the run ..."."""
+        """Context manager that signals do not interrupt. `then` completes the message "SIGTERM: the run ..."."""
         if self.number is not None:
             raise StopRequested(self.number)
         self._then = then
@@ -102,7 +102,7 @@ class StopSignals:
 
     @contextmanager
     def lent(self, number: signal.Signals, handler: Callable[[int, Any], Any]) -> Iterator[None]:
-        """A block in which `handler` handles the signal `number`, so that this signal does not request a stop."""
+        """Context manager in which `handler` handles the signal `number`; the signal then requests no stop."""
         self._lent.add(number)
         before = signal.signal(number, handler)
         try:
@@ -119,7 +119,7 @@ class StopSignals:
             raise StopRequested(number)
 
     def _listen(self, pipe: int) -> None:
-        asked: float | None = None  # when the first request came
+        asked: float | None = None  # time of the first request
         deadline: float | None = None
         warned = False
         while True:
@@ -187,7 +187,7 @@ def _is_ours(number: signal.Signals) -> bool:
 
 
 def _forget_in_child() -> None:
-    """Reset the signal handlers in a forked process. It inherits them and would write to the pipe of its parent."""
+    """Reset the signal handlers that a forked process inherits, because they would write to the pipe of its parent."""
     if not _INSTALLED:
         return
     signal.set_wakeup_fd(-1)

@@ -128,7 +128,7 @@ def test_what_a_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a,old", r"--hosts: padfree on old is 0.0.9, here it is .*; install the same version on all"),
         (
             "a,changed",
-            r"--hosts: padfree on changed is .* with other files, here it is .*; install the same version on all",
+            r"--hosts: padfree on changed is .* with different source files, here it is .*; install the same version",
         ),
         ("a,torch", r"--hosts: torch is 1.0 on torch and .* on a; install the same"),
         (
@@ -158,7 +158,7 @@ def test_a_failure_stops_the_others_and_is_the_exit_code(
     printed = capsys.readouterr()
     assert "stays: was told stop\n" in printed.out
     assert "fails: no luck\n" in printed.err
-    assert "padfree launch: fails: it ended with exit code 7; the other hosts are stopped\n" in printed.err
+    assert "padfree launch: fails: the command ended with exit code 7; the other hosts are stopped\n" in printed.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -218,7 +218,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with refused("config", ".*binary.toml is (not TOML|UTF-16)"):
         load_config(tmp_path / "binary.toml")
     path = write(tmp_path / "flat.toml", "model = 3")
-    with refused("override", "'model.path=m' treats 'model' as a table, but it is a value"):
+    with refused("override", "'model.path=m' treats 'model' as a table, but this name has a value"):
         load_config(path, ["model.path=m"])
 
 
@@ -455,12 +455,14 @@ def test_a_file_may_be_read_twice_in_two_ways(tmp_path: Path) -> None:
     same = '{path="a",columns={x="response"}},{path="a",name="b",columns={y="response"}}'
     assert len(sources_of(f"[{same}]")) == 2
     (tmp_path / "inside").mkdir()
-    with pytest.raises(ValueError, match=r"data\.sources\.1\.path: .*inside'; data\.sources\.0 already reads"):
+    with pytest.raises(
+        ValueError, match=r"data\.sources\.1\.path: .*inside'; list this data once, .*: data\.sources\.0 already reads"
+    ):
         sources_of(f'[{{path="{tmp_path}"}},{{path="{tmp_path}/inside"}}]')
 
 
 def test_path_and_sources_exclude_each_other() -> None:
-    with refused("data.path", r"\['b'\]; data\.sources is set as well"):
+    with refused("data.path", r"\['b'\]; set data\.path=\[\] to use only data\.sources"):
         sources_of('[{path="a"}]', "data.path=b")
 
 

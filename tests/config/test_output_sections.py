@@ -40,9 +40,10 @@ def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:
     assert refused(tmp_path / "no" / "r.json") == f"--json: {tmp_path / 'no'} is not a folder; create it first"
     assert refused(file / "r.json") == f"--json: {file} is not a folder; give a file in a folder"
     assert "is a file; give another folder" in refused(file / "deep" / "r.json", makes_folder=True)
-    assert refused(file, folder=True) == f"run.folder: {file}, but {file} is a file; give another folder"
+    assert refused(file, folder=True) == f"run.folder: {file} cannot be created: {file} is a file; give another folder"
     assert (
-        refused(file / "run", folder=True) == f"run.folder: {file / 'run'}, but {file} is a file; give another folder"
+        refused(file / "run", folder=True)
+        == f"run.folder: {file / 'run'} cannot be created: {file} is a file; give another folder"
     )
 
 

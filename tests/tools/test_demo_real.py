@@ -74,7 +74,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (
             (["--real"], "--real: names no model; give a folder or a Hub id"),
             (["--real", model], "--data: is missing; give a JSON Lines file"),
-            (["--real", model, "--model", model, "--data", data], "give one of them"),
+            (["--real", model, "--model", model, "--data", data], "give only one of the two"),
             (["--real", str(tmp_path / "gone"), "--data", data], "does not exist"),
             (["--data", data], "add --real, or remove it"),
             (["--model", model], "add --real, or remove it"),

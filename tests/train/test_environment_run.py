@@ -389,7 +389,7 @@ def test_dry_run_and_plan(model_folder: Path, tmp_path: Path, capsys: pytest.Cap
     ("name", "message"),
     [
         ("plain", "is not async; define it with `async def`, and return policy.trajectory"),
-        ("one_argument", r"cannot be called with \(prompt, policy\): .* accept these 2 arguments"),
+        ("one_argument", r"cannot be called with \(prompt, policy\): .* let the function accept these 2 arguments"),
         ("nothing", "the module has no 'nothing'; correct the name"),
     ],
 )

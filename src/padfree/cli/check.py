@@ -1,4 +1,4 @@
-"""`padfree check`: compares packed training with training on one sample at a time, for a model, data and layout.
+"""`padfree check`: compares packed training with training on one sample at a time, for a given model and data.
 
 padfree check --model my-model --data train.jsonl
 torchrun --nproc-per-node 4 -m padfree check --model my-model --data train.jsonl --layout dp=2,cp=2
@@ -31,22 +31,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "check",
         usage="padfree check --model MODEL [--data FILE ...] [data.name=value ...] [options]",
         help="compare packed training of your model with one sample at a time",
-        description="Compare loss and all gradients with plain HF code. Exit code 1: they differ.",
+        description="Compare loss and gradients with plain Hugging Face code. Exit code 1: they differ.",
         epilog="example: padfree check --model my-model --data train.jsonl --dtype bfloat16",
     )
     add = command.add_argument
     add("--model", required=True, metavar="PATH", help="folder, Hub id, or config file (random weights)")
     add("overrides", nargs="*", help=argparse.SUPPRESS)
     add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts, and data settings (default: random tokens)")
-    add("--samples", type=int, default=8, metavar="N", help="number of samples, short to long (default 8)")
-    add("--max-length", type=int, default=1024, metavar="N", help="cut samples to this (default 1024)")
-    add("--tokenizer", metavar="PATH", help="folder or Hub id (default: the model's)")
+    add("--samples", type=int, default=8, metavar="N", help="number of samples, from short to long (default 8)")
+    add("--max-length", type=int, default=1024, metavar="N", help="cut samples to N tokens (default 1024)")
+    add("--tokenizer", metavar="PATH", help="tokenizer: folder or Hub id (default: the model's)")
     add("--loss", default="nll", metavar="NAME", help="nll, dpo, kto, distill, reward or value (default nll)")
     add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
     add("--backend", default="auto", metavar="NAME", help="attention backend (default auto)")
-    add("--layout", metavar="dp=N,cp=N", help="data and context ranks, under torchrun")
+    add("--layout", metavar="dp=N,cp=N", help="number of data and context ranks, under torchrun")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
     add("--json", metavar="FILE", help="also write the report to this file")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")

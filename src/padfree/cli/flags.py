@@ -1,4 +1,4 @@
-"""Convert the different spellings of a setting on a command line to the one that the command takes.
+"""Convert the different spellings of a setting on a command line to the spelling that the command takes.
 
     model.path=X   --model.path X   --model.path=X   --model X        are equivalent for every command with the setting
 
@@ -27,7 +27,7 @@ SHORT_FLAGS = {
     "steps": "run.steps",
     "lr": "optimizer.lr",
 }
-"""Short flags and the settings that they set, for commands that have no flag of the same name."""
+"""The setting that each short flag sets, for commands that have no flag of the same name."""
 
 STRING_SETTINGS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
 """Settings whose value in a short flag is always a string: `--folder 1` names the folder "1"."""
@@ -58,7 +58,7 @@ OWN_FLAGS = {
     "report": {"run.folder": ""},
     "plan": {},
 }
-"""For each command: the flag that it has for a setting. An empty string stands for a positional argument."""
+"""For each command, its own flag for a setting. An empty string stands for a positional argument."""
 
 
 def normalised_words(words: Sequence[str]) -> list[str]:

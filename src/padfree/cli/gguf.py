@@ -31,7 +31,7 @@ def run(settings: argparse.Namespace) -> None:
     if path.exists():
         raise UserError("FILE", f"{path} exists", "give another name, or remove it")
     if not path.absolute().parent.is_dir():
-        raise UserError("FILE", f"the folder {path.parent} does not exist", "make it, or give another name")
+        raise UserError("FILE", f"the folder {path.parent} does not exist", "create the folder, or give another name")
     if find_spec("gguf") is None:
         raise UserError("FILE", "the package gguf is missing", "pip install 'padfree[gguf]'")
     files = find_model(settings.model, base=settings.base)

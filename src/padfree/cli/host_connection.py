@@ -1,7 +1,6 @@
 """The connections of `padfree launch` to its hosts over ssh.
 
-The threads of all connections, and the handlers of signals, put what happens into one queue of events. The main thread
-reads it.
+The threads of all connections and the signal handlers add events to one queue, from which the main thread reads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from padfree.cli.on_host import ANSWER
 from padfree.errors import UserError
 
 SIGNAL_CHECK_SECONDS = 0.5
-"""While the launcher waits for hosts, it checks for signals after every so many seconds."""
+"""Seconds between two checks for signals while the launcher waits for hosts."""
 
 NOT_FOUND, CONNECTION = (126, 127), 255
 """NOT_FOUND: exit codes of a shell that cannot run the program. CONNECTION: exit code of ssh if it cannot connect."""
@@ -52,8 +51,8 @@ Events = SimpleQueue[Event]
 def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
     """Wait for the next event and return it. Raise `Empty` after the deadline.
 
-    The system may deliver a signal to a thread that reads from a host, but Python handles signals in the main thread.
-    The main thread therefore wakes up every `SIGNAL_CHECK_SECONDS` seconds.
+    The main thread wakes up every `SIGNAL_CHECK_SECONDS` seconds, because Python runs signal handlers in this thread
+    only, even if the system delivers the signal to a thread that reads from a host.
     """
     while True:
         left = deadline - time.monotonic()

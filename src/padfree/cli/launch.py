@@ -66,7 +66,7 @@ ENVIRONMENT = (
 """Environment variables with these prefixes are copied to the hosts."""
 
 LINGER = 8.0
-"""After a failure on one host, seconds that the other hosts have to end by themselves and print their errors."""
+"""Seconds for which, after a failure on one host, the other hosts may end by themselves and print their errors."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -148,7 +148,7 @@ class Launch:
         return shlex.join(["exec", "env", *variables, self.python, "-u", "-m", "padfree.cli.on_host"])
 
     def torchrun(self, rank: int, processes: int) -> list[str]:
-        """Return the arguments of torchrun on the host with node rank `rank`. `processes`: number per host."""
+        """Return the arguments of torchrun on the host with node rank `rank`, with `processes` processes per host."""
         name, port = self.address
         return [
             *("--nnodes", str(len(self.hosts)), "--node-rank", str(rank), "--nproc-per-node", str(processes)),
@@ -190,10 +190,10 @@ def connected(launch: Launch, events: Events) -> Iterator[list[HostConnection]]:
 
 def run(settings: argparse.Namespace) -> None:
     if (settings.hosts is None) == (settings.slurm is None):
-        raise UserError("--hosts", "one of --hosts and --slurm is needed", "give hosts for ssh, or a file for sbatch")
+        raise UserError("--hosts", "missing, and so is --slurm", "give --hosts for ssh, or --slurm for a batch script")
     if settings.slurm is not None:
         if settings.address is not None or settings.ssh != SSH:
-            raise UserError("--slurm", "uses neither --address nor --ssh", "remove them", value=settings.slurm)
+            raise UserError("--slurm", "uses neither --address nor --ssh", "remove these options", value=settings.slurm)
         if settings.restarts < 0:
             raise UserError("--restarts", "", "give 0 or more", value=settings.restarts)
         write_script(settings, _words(settings.words))
@@ -232,11 +232,11 @@ def gather_answers(connections: Sequence[HostConnection], events: Events, launch
 def check_answer(host: str, answer: Mapping[str, Any]) -> None:
     if (answer["version"], answer["source"]) != (padfree.__version__, source_digest()):
         theirs = answer["version"]
-        difference = theirs if theirs != padfree.__version__ else f"{theirs} with other files"
+        difference = theirs if theirs != padfree.__version__ else f"{theirs} with different source files"
         raise UserError(
             "--hosts",
             f"padfree on {host} is {difference}, here it is {padfree.__version__}",
-            "install the same version on all",
+            "install the same version on all hosts",
         )
     if answer.get("refused"):
         raise UserError.of(with_host(answer["refused"], host))
@@ -255,7 +255,7 @@ def check_same_versions(answers: Mapping[str, Mapping[str, Any]]) -> None:
             raise UserError(
                 "--hosts",
                 f"torch is {answer['torch']} on {host} and {expected['torch']} on {first}",
-                "install the same version",
+                "install the same version of torch on all hosts",
             )
         if answer["recipe"] != expected["recipe"]:
             raise UserError(
@@ -274,7 +274,7 @@ def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
     if counts[most] != counts[fewest]:
         raise UserError(
             "--processes",
-            f"{most} has {counts[most]} GPUs and {fewest} {counts[fewest]}",
+            f"{most} has {counts[most]} GPUs, but {fewest} has {counts[fewest]}",
             f"give the number of processes per host, as in --processes {counts[fewest]}",
         )
     return counts[fewest]
@@ -283,7 +283,7 @@ def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
 def supervise(connections: Sequence[HostConnection], events: Events) -> int:
     """Wait until the command has ended on all hosts, and return the exit code.
 
-    It is the code of the first host that failed, or 128 plus the number of the signal that stopped this process.
+    The exit code is that of the first host that failed, or 128 plus the number of the signal that stopped this process.
     """
     running = {connection.host for connection in connections}
     code, deadline, stopped = 0, float("inf"), False
@@ -299,7 +299,7 @@ def supervise(connections: Sequence[HostConnection], events: Events) -> int:
             event = next_event(events, deadline=deadline)
         except Empty:
             if stopped:
-                say(f"{', '.join(sorted(running))} did not report that the run has ended; check there")
+                say(f"{', '.join(sorted(running))} did not report that the run has ended; log in there and check")
                 return code
             stop()
             continue
@@ -312,7 +312,7 @@ def supervise(connections: Sequence[HostConnection], events: Events) -> int:
             running.discard(event.host)
             if event.code and not code:
                 code = event.code
-                how = "the connection is lost" if code == CONNECTION else f"it ended with exit code {code}"
+                how = "the connection is lost" if code == CONNECTION else f"the command ended with exit code {code}"
                 say(f"{event.host}: {how}" + ("; the other hosts are stopped" if running else ""))
                 deadline = time.monotonic() + LINGER
     return code

@@ -173,7 +173,7 @@ def say(command: str, line: str) -> None:
 def raised_by_user_code(error: BaseException) -> str:
     """Return the message for a `SystemExit` or `KeyboardInterrupt` that user code raised.
 
-    It cannot come from a signal, because signals raise `StopRequested`.
+    The exception cannot come from a signal, because signals raise `StopRequested`.
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen"))  # skips exit()

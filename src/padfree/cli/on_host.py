@@ -117,7 +117,7 @@ def stop_at_end(orders: FileIO) -> None:
 
 
 def main() -> int:
-    # Child processes do not inherit this copy. It is unbuffered, because a waiting thread would hold a buffer's lock.
+    # Child processes do not inherit this copy of stdin. With a buffer, a waiting thread would hold the buffer's lock.
     orders = os.fdopen(os.dup(0), "rb", buffering=0)
     with open(os.devnull, encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)

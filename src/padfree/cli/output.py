@@ -4,8 +4,8 @@
 
 A write never blocks and never raises. The reader of a pipe may end (`| head`, Ctrl-C on `| tee`), the disk of a file
 may be full, a terminal may be closed or stopped (Ctrl-S), a pipe may be full because its reader has stopped, a
-descriptor may be non-blocking, and an ASCII stream may receive other text. Lost output is reported once, on the other
-stream. The files of the run contain all results.
+descriptor may be non-blocking, and an ASCII stream cannot represent all text. Lost output of one stream is reported
+once, on the other stream. The files of the run contain all results.
 
 Commands whose result is their output (`plan`, `--dry-run`) use plain streams: they wait for a slow reader, and they end
 when the reader ends.
@@ -198,7 +198,7 @@ def open_closed_descriptors() -> None:
             if error.errno != errno.EBADF:
                 continue
             opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:  # cannot happen, because lower descriptors were opened before
+            if opened != number:  # cannot happen, because all lower descriptors are open
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
@@ -207,7 +207,7 @@ def open_closed_descriptors() -> None:
 
 
 class ErrorRecordingStream:
-    """A plain stream that records its own write error. An `OSError` of this stream can thus be told from others."""
+    """A plain stream that records its own write error, to distinguish it from an `OSError` with another cause."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -46,8 +46,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("-h", "--help", action="help", help=argparse.SUPPRESS)
     add("settings", nargs="*", help=argparse.SUPPRESS)
     add("--data", action="append", metavar="PATH", help="file, folder or Hub id; may be repeated")
-    add("--rollouts", action="store_true", help="the data are rollouts: groups stay whole")
-    add("--lengths", metavar="FILE", help="instead of data: .npy or text, one length per sample")
+    add("--rollouts", action="store_true", help="the data are rollouts, whose groups stay whole")
+    add("--lengths", metavar="FILE", help="lengths of samples, .npy or text, instead of --data")
     add("--model", metavar="PATH", help="folder, Hub id or config; no weights are loaded")
     add("--ranks", type=int, metavar="N", default=1, help="number of devices (default 1)")
     add("--cp", type=int, metavar="N", help="context ranks that share a pack (default 1)")
@@ -73,7 +73,9 @@ def run(settings: argparse.Namespace) -> None:
     _check(settings)
     config = _config(settings)
     if config.model.path == NO_MODEL and (settings.suggest or settings.calibrate):
-        flag, why = ("--suggest", ": memory depends on it") if settings.suggest else ("--calibrate", "")
+        flag, why = (
+            ("--suggest", ": the memory of a run depends on the model") if settings.suggest else ("--calibrate", "")
+        )
         raise UserError(f"{flag}", "needs a model", f"give --model{why}")
     config = _resolved(config, settings)
     if settings.calibrate:
@@ -165,9 +167,11 @@ def _config(settings: argparse.Namespace) -> Config:
         if not _has_data(settings) and not settings.calibrate:
             raise UserError("--data", "missing", "give --data, --lengths or a recipe")
         if settings.data and settings.model is None and not _has_override(settings, "model.path"):
-            raise UserError("--model", "missing", "give a model: its tokenizer reads --data")
+            raise UserError("--model", "missing", "give --model: its tokenizer splits the data into tokens")
         if _has_data(settings) and not settings.suggest and not _has_cap(settings):
-            raise UserError("--max-tokens", "missing", "give the tokens of a micro-batch, or --suggest")
+            raise UserError(
+                "--max-tokens", "missing", "give the maximum number of tokens in a micro-batch, or add --suggest"
+            )
         flags = {
             "model.path": NO_MODEL,
             "data.path": [] if _has_override(settings, "data.sources") else [settings.lengths or "no data"],
@@ -264,8 +268,8 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
     if config.parallel.context == "auto":
         raise UserError(
             "parallel.context",
-            "'auto' is not supported by padfree plan, which plans a fixed size",
-            "set parallel.context=1 here, or use --dry-run of the run",
+            "'auto' is not supported by padfree plan, which plans a fixed number of context ranks",
+            "set parallel.context=1 for the plan, or use --dry-run of the training command",
         )
     shape = PlanShape(
         ranks=settings.ranks,
@@ -309,7 +313,9 @@ def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Sca
     from padfree.tools.planner.scaling import Links, plan_scaling
 
     if config.model.path == NO_MODEL:
-        raise UserError("--hosts", f"{settings.hosts} needs a model", "give --model: the traffic depends on it")
+        raise UserError(
+            "--hosts", f"{settings.hosts} needs a model", "give --model: the traffic between hosts depends on the model"
+        )
     if config.parallel.expert > 1:
         raise UserError(
             "--hosts",

@@ -5,9 +5,9 @@
     0:31  step 1/40: sampling 112/256, 12 s
     step 1/40  loss 0.0312  norm 0.412  lr 1.00e-06  reward 0.125  211 tokens/s  0:58 elapsed, 37:05 left
 
-A log without output for minutes looks like a run that hangs. A thread therefore writes the current activity after
-`SILENCE` seconds without a line, and then after intervals that double. If steps take longer than that, the first
-interval is twice the time of a step.
+A run that prints nothing for minutes looks as if it hangs. A thread therefore writes the current activity after
+`SILENCE` seconds without a line, and then after intervals that double. If steps take longer than `SILENCE`, the
+first interval is twice the time of a step.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="example: padfree report runs/sft runs/sft-lora --output compare.html --names all,lora",
     )
     command.add_argument("runs", nargs="+", metavar="RUN", help="run folder (run.folder of a run)")
-    command.add_argument("--output", help="file to write (default: report.html in the run folder, or next to several)")
+    command.add_argument("--output", help="file to write (default: report.html in or next to the first run folder)")
     command.add_argument("--names", help="names of the runs, separated by commas (default: names of the folders)")
     command.set_defaults(run=run)
 

@@ -77,7 +77,7 @@ def sbatch_script(
     python: str,
     options: Mapping[str, str | None],
 ) -> str:
-    """`words`: a padfree command. `options`: options of sbatch, which replace the ones below."""
+    """Return the batch script. `words`: a padfree command. `options`: options of sbatch, which replace the defaults."""
     directives: dict[str, str | None] = {
         "job-name": "padfree",
         "nodes": str(nodes),

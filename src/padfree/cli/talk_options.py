@@ -29,14 +29,18 @@ class OneLineHelp(argparse.HelpFormatter):
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `padfree generate` and `padfree chat` share."""
     command.add_argument("model", metavar="MODEL", help="model, run or adapter folder, or a Hub id")
-    command.add_argument("--base", metavar="NAME", help="other base model for an adapter folder")
+    command.add_argument("--base", metavar="NAME", help="base model of an adapter folder, if it has moved")
     command.add_argument("--system", metavar="TEXT", help="system message")
-    command.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default %(default)s")
-    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy decoding")
+    command.add_argument(
+        "--max-new-tokens", type=int, default=512, metavar="N", help="maximum length of an answer (default %(default)s)"
+    )
+    command.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="default 0, which decodes greedily"
+    )
     command.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
-    command.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's own")
-    command.add_argument("--template-arguments", metavar="JSON", help='such as {"enable_thinking": false}')
-    command.add_argument("--json", action="store_true", help="lines of JSON: text, end, tokens, logprobs")
+    command.add_argument("--chat-template", metavar="FILE", help="file, instead of the template of the tokenizer")
+    command.add_argument("--template-arguments", metavar="JSON", help='variables, such as {"enable_thinking": false}')
+    command.add_argument("--json", action="store_true", help="print lines of JSON: text, end, tokens, logprobs")
     command.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="auto, cpu or cuda")
     command.add_argument("--dtype", choices=DTYPES, default="auto", metavar="NAME", help="auto, float32, bfloat16, ...")
 
@@ -99,7 +103,7 @@ class Output:
 
 
 def read_lines(text: Any, name: str) -> Any:
-    """Yield the lines of the stream `text`. Raise a `UserError` if they are not UTF-8. `name`: for the message."""
+    """Yield the lines of the stream `text`. Raise a `UserError` about `name` if they are not UTF-8."""
     try:
         for line in text:
             yield line.rstrip("\n").removesuffix("\r")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from padfree.train import RunResult
 
 SHOWN_STEPS = 4
-"""A dry run of several processes shows the traffic of this many steps, the first ones."""
+"""Number of steps, counted from the first, whose traffic between hosts a dry run of several processes shows."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -101,7 +101,7 @@ def last_line(config: Config, result: RunResult) -> str:
 
 
 def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
-    """Train, and show the progress with `shown`. Failures that a user can fix become a `UserError`.
+    """Train, and show the progress with `shown`. A failure that the user can fix is raised as a `UserError`.
 
     `signals`: the signal handlers that this command has installed.
     """
@@ -247,7 +247,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
 
 
 def shared_tokens(plan: StepPlan) -> str:
-    """Return a text with the number of computed tokens; an empty text if samples share no prefixes."""
+    """Return text such as " (900 computed, the rest shared)"; an empty string if samples share no prefixes."""
     computed = int(plan.computed_tokens.sum())
     return "" if plan.prefixes is None or plan.sharing == 1.0 else f" ({computed:,} computed, the rest shared)"
 

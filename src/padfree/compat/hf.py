@@ -6,9 +6,9 @@
               labels       [1, T]   - 2 3 - 8      not shifted: HF models shift them themselves
               cu_seq_lens_q/k, max_length_q/k      for HF's flash attention
 
-The first token of every sample has the label -100: HF's shift would otherwise predict it from the last token of the
-previous sample. HF models separate packed samples by restarting position ids (sdpa, eager, flex) or by the cumulative
-lengths (flash attention). The batch has no attention mask.
+A `-` stands for -100. The first token of every sample has this label, because HF's shift would otherwise predict the
+token from the last token of the previous sample. HF models separate packed samples by restarting position ids (sdpa,
+eager, flex) or by the cumulative lengths (flash attention). The batch has no attention mask.
 
 Some models do not separate samples: OPT, Bloom, Falcon and all models with convolutions or a recurrent state silently
 train on a wrong loss. The collator therefore needs the model. It tests a small copy with the model's attention
@@ -35,7 +35,7 @@ from padfree.packing.collate import collate
 from padfree.sample import Sample
 
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-"""Keys of a feature with a loss mask. If there are several, a token is trained if all of them are 1."""
+"""Keys of a feature that hold a loss mask. If a feature has several masks, a token is trained if all of them are 1."""
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ class PackedCollator:
                 raise UserError(
                     "length",
                     f"{self.length} is too short for a batch of {batch.num_tokens} tokens",
-                    "raise it, or use fewer features per batch",
+                    "raise length, or use fewer features per batch",
                 )
             batch = batch.padded_to(self.length)
         else:
@@ -98,7 +98,7 @@ class PackedCollator:
 
 
 def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
-    """The sequences of one feature."""
+    """Return the sequences of one feature as samples. `index`: number of the feature, for messages."""
     if "input_ids" not in feature:
         raise UserError(
             "features", f"feature {index} has no input_ids (it has {sorted(feature)})", "tokenise the data first"

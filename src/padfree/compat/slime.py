@@ -2,17 +2,17 @@
 
     from padfree.compat.slime import pack_sequences, unpack_sequences   # instead of slime.backends.fsdp_utils...
 
-    packed    tokens        [T]     prompt and response of every sequence, end to end
+    packed    tokens        [T]     prompt and response of every sequence, one sequence after the other
               cu_seqlens    [n+1]   boundaries of the sequences, for attention
-              loss_masks    [R]     responses only, end to end; response_lengths are their lengths, for the loss
-              log_probs     [T-1]   entry j-1 scores token j
+              loss_masks    [R]     responses only, in the same order; response_lengths has the length of each
+              log_probs     [T-1]   entry j-1 is the log-probability of token j
 
 Signatures and keys are those of slime. Behaviour differs where slime was wrong:
 
 - `pad_length` is stored in the dict, not guessed from trailing zeros (0 is a valid token id);
 - unpacking removes the padding from the last sequence only;
 - `pad_packed_sequence_with_cp` returns a new dict and does not change the caller's;
-- `max_tokens_per_gpu` is a hard cap: packs are added until every pack is within it;
+- `max_tokens_per_gpu` is a hard limit: packs are added until no pack has more tokens;
 - there are never more packs than sequences; `indices` gives the input index of each sequence;
 - inconsistent lengths of lists and tensors raise an error that names them;
 - no function needs CUDA.
@@ -116,7 +116,7 @@ def pack_sequences(
 
 
 def unpack_sequences(packed: Packed) -> list[Packed]:
-    """One dict per sequence, without padding. Scores [T-1] are cut to the response; entry j-1 scores token j."""
+    """Return one dict per sequence, without padding. Scores [T-1] (entry j-1: token j) are cut to the response."""
     offsets = [int(offset) for offset in packed["cu_seqlens"]]
     pad_length = int(packed.get("pad_length", 0))
     responses = [int(length) for length in packed["response_lengths"]]
@@ -176,7 +176,7 @@ def _check_scorable(key: str, starts: list[int], ends: list[int], responses: lis
 
 
 def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
-    """A new dict with tokens padded to a multiple of `cp_size`. The pad is added to the last entry of cu_seqlens."""
+    """Return a new dict with tokens padded to a multiple of `cp_size`. The pad is added to the last cu_seqlens."""
     need_whole("cp_size", cp_size, 1, "give 1 or more")
     pad = -len(packed["tokens"]) % cp_size
     padded = dict(packed)
@@ -191,7 +191,7 @@ def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """k lists of indices with nearly equal total lengths; each is ascending and not empty."""
+    """Return `k_partitions` lists of indices with nearly equal total lengths. Each list is ascending and not empty."""
     need_whole("k_partitions", k_partitions, 1, "give 1 or more")
     if k_partitions > len(seqlen_list):
         raise UserError(
@@ -203,14 +203,14 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
         raise UserError(
             "k_partitions",
             f"{k_partitions} does not divide {len(seqlen_list)} sequences",
-            "give a divisor, or equal_size=False",
+            "give a divisor of the number of sequences, or equal_size=False",
         )
     parts = balance(seqlen_list, k_partitions, equal_count=equal_size)
     return [[int(i) for i in part] for part in parts]
 
 
 def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | None) -> list[Any]:
-    """Balanced parts within the cap. Parts are added until the cap holds."""
+    """Return balanced parts (arrays of sequence indices). Parts are added until each has at most `cap` tokens."""
     count = len(lengths)
     if cap is not None:
         need_whole("max_tokens_per_gpu", cap, 1, "give 1 or more")
@@ -219,7 +219,7 @@ def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | 
         raise UserError(
             "max_tokens_per_gpu",
             f"{cap} is less than the {lengths[index]} tokens of sequence {index}",
-            "raise it, or shorten the sequence",
+            "raise max_tokens_per_gpu, or shorten the sequence",
         )
     packs = num_packs or (1 if cap is None else -(-int(lengths.sum()) // cap))
     packs = max(1, min(packs, count))
@@ -264,7 +264,7 @@ def _check_sequences(
 
 
 def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
-    """[R] the lists of the chosen sequences end to end, in float32."""
+    """Return the lists of the chosen sequences, concatenated to [R] in float32."""
     arrays = [number_array(lists[i], f"{key} of sequence {i}").reshape(-1) for i in chosen]
     if key == "loss_masks":
         for i, array in zip(chosen, arrays, strict=True):

@@ -9,7 +9,7 @@ Differences from slime:
 - log-probabilities are float32, also for half-precision logits;
 - the temperature also applies to the entropy;
 - the last entry of the entropy is correct with context parallelism;
-- `sum_of_sample_mean` has no loop, and raises for inconsistent lengths;
+- `sum_of_sample_mean` has no loop, and raises an error for inconsistent lengths;
 - log-ratios are bounded by ±20, so that no loss becomes infinite;
 - `allow_compile` is accepted but has no effect.
 """
@@ -35,7 +35,7 @@ from padfree.losses.segment_sums import segment_sum, spread
 
 
 def selective_log_softmax(logits: Tensor, input_ids: Tensor) -> Tensor:
-    """Log-probabilities [...] of `input_ids` [...] under `logits` [..., V]."""
+    """Return the log-probabilities [...] of `input_ids` [...] under `logits` [..., V]."""
     return score_logits(logits, input_ids)[0]
 
 
@@ -46,10 +46,10 @@ def gather_log_probs_packed(
     cu_seqlens: Tensor | None = None,
     temperature: float | None = None,
 ) -> Tensor:
-    """Log-probabilities [T-1] of `input_ids[1:]` under logits [T-1, V] or [1, T-1, V].
+    """Return the log-probabilities [T-1] of `input_ids[1:]` under logits [T-1, V] or [1, T-1, V].
 
-    At the boundary of two sequences, the entry scores the first token of the second one and is meaningless.
-    `unpack_sequences` drops it, so that `cu_seqlens` is not needed.
+    The entry for the first token of a sequence is meaningless, because the logits before it belong to the previous
+    sequence. `unpack_sequences` drops this entry, so `cu_seqlens` is not needed.
     """
     logits, tokens = _without_batch_dim(shifted_logits, input_ids)
     if len(tokens) != len(logits) + 1:
@@ -103,9 +103,9 @@ def get_logprob_and_entropy_with_cp(
 
 
 def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
-    """The sum over samples i of the masked mean Σ(xᵢ·mᵢ) / max(Σmᵢ, 1).
+    """Return the sum over samples i of the masked mean Σ(xᵢ·mᵢ) / max(Σmᵢ, 1).
 
-    `x` holds the values of all responses end to end; `loss_masks` holds one mask mᵢ per response.
+    `x` holds the values xᵢ of all responses, concatenated; `loss_masks` holds one mask mᵢ per response.
     """
     x = checks.loss_input("x", x)
     loss_masks = [_mask(mask, f"loss_masks of sample {index}").to(x) for index, mask in enumerate(loss_masks)]
@@ -144,7 +144,7 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(loss, clip fraction) per token. `ppo_kl` is the old log-probability minus the new one."""
+    """Return loss and clip fraction per token. `ppo_kl` is the old log-probability minus the new log-probability."""
     clip = ClipSettings(low=eps_clip, high=eps_clip_high, dual=eps_clip_c)
     log_ratio = -checks.loss_input("ppo_kl", ppo_kl)
     losses, clipped = clipped_ratio(log_ratio, advantages, low=clip.low, high=clip.high, dual=clip.dual)
@@ -152,12 +152,12 @@ def compute_policy_loss(
 
 
 def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: KLEstimator) -> Tensor:
-    """An estimate of KL(policy ‖ base) per token: k1, k2, k3 or low_var_kl."""
+    """Return an estimate of KL(policy ‖ base) per token. `kl_loss_type`: k1, k2, k3 or low_var_kl."""
     return kl_divergence(log_probs, log_probs_base, kl_loss_type)
 
 
 class _GatherChunks(torch.autograd.Function):
-    """The chunks of all ranks in order of rank. Backward returns this rank's slice of its own gradient."""
+    """Concatenate the chunks of all ranks in rank order. Backward returns this rank's slice of its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, rank: int, world: int, group: Any) -> Tensor:
@@ -179,7 +179,7 @@ class _GatherChunks(torch.autograd.Function):
 
 
 def _mask(values: Any, name: str) -> Tensor:
-    """The mask as a tensor. A tensor stays on its device."""
+    """Convert a mask to a tensor. A tensor stays on its device. `name`: name of the mask in messages."""
     if isinstance(values, Tensor):
         return checks.quantity(name, values)
     return torch.as_tensor(number_array(values, name))

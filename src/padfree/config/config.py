@@ -29,7 +29,7 @@ from padfree.errors import UserError, need
 from padfree.optim.optimizer_settings import OptimizerConfig, ScheduleConfig
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
-"""Advantages that compare the rewards of a group."""
+"""Values of `loss.advantage` that compare the rewards of a group, i.e. of the responses to one prompt."""
 
 
 NOT_A_SETTING = {"setting": False}
@@ -64,7 +64,7 @@ class Config:
         endless = self.data.epochs is None and self.run.steps is None
         need(not endless, "run.steps", None, "set run.steps=1000 or data.epochs=1, otherwise the run never ends")
         falls = self.schedule.kind != "constant"
-        fix = f"set run.steps=1000: schedule.kind {self.schedule.kind!r} needs it"
+        fix = f"set run.steps=1000: schedule.kind {self.schedule.kind!r} needs the number of steps"
         need(self.run.steps is not None or not falls, "run.steps", None, fix)
         if self.run.steps is not None:
             need(
@@ -78,10 +78,10 @@ class Config:
         if self.loss.task.has_teacher or self.loss.advantage == "teacher":
             need(self.teacher.path is not None, "teacher.path", None, "set teacher.path=MODEL, the model to learn from")
         else:
-            fix = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
+            fix = "leave it out, or set loss.kind=distill or loss.advantage=teacher"
             need(self.teacher.path is None, "teacher.path", self.teacher.path, fix)
         if self.lora.rank:
-            fix = "set loss.router_bias=0: with lora.rank, only the adapters are saved, and not the router biases"
+            fix = "set loss.router_bias=0: with lora.rank, a checkpoint holds the adapters only, and no router biases"
             need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, fix)
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
@@ -95,7 +95,7 @@ class Config:
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
-            need(used, "reference.path", path, "leave it out, or set loss.kl_coefficient")
+            need(used, "reference.path", path, "leave it out, or give loss.kl_coefficient a value above 0")
             return
         refresh = self.reference.refresh
         fix = f"leave it out: the reference of {task.title} never changes"
@@ -109,10 +109,12 @@ class Config:
         """Check `[eval]` and `checkpoint.best`."""
         task, sampled = self.loss.task, self.rollout.source is not None
         if self.eval.path and (not task.in_rows or sampled):
-            fix = "set rollout.reward: the sampler of the run answers the held-out prompts"
+            fix = "set rollout.reward: a run on finished rollouts has no sampler to answer held-out prompts"
             need(sampled, "eval.path", list(self.eval.path), fix)
             stale = self.rollout.staleness
-            fix = "set rollout.staleness=0, or eval.path=[] and use padfree eval: the sampler works ahead of training"
+            fix = (
+                "set rollout.staleness=0, or set eval.path=[] and use padfree eval: the sampler works ahead of training"
+            )
             need(stale == 0, "rollout.staleness", stale, fix)
         best = self.checkpoint.best
         if best is None:
@@ -121,18 +123,18 @@ class Config:
         if sampled and self.eval.samples_per_prompt == 1:
             known.remove("eval/pass@k")
         right = best in known or (best.startswith("eval/") and f"eval/{best.rpartition('/')[2]}" in known)
-        need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or eval/FILE/NAME for one file")
+        need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or eval/FILE/NAME for one held-out file")
 
     def _check_rollouts(self, setting: str) -> None:
         """Check the settings of a run that samples its responses.
 
-        `setting`: the setting that makes it sample them, such as `rollout.reward`.
+        `setting`: the setting that makes the run sample its responses, such as `rollout.reward`.
         """
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")
         group, samples = self.rollout.samples_per_prompt, self.batch.samples
-        need(samples is not None, "batch.samples", None, "set batch.samples=64 and batch.tokens=none for rollouts")
+        need(samples is not None, "batch.samples", None, "set batch.samples=64 and batch.tokens=none: rollouts need it")
         assert samples is not None
         need(
             samples % group == 0,
@@ -143,12 +145,15 @@ class Config:
         advantage = self.loss.advantage
         given = advantage == "given"
         need(
-            not given, "loss.advantage", advantage, "choose grpo or another: sampled responses have no given advantages"
+            not given,
+            "loss.advantage",
+            advantage,
+            "set loss.advantage=grpo: sampled responses have no given advantages",
         )
         compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
-        fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"
+        fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} needs several"
         need(compared, "rollout.samples_per_prompt", group, fix)
-        fix = f"give at most {self.run.timeout:g}, which is run.timeout: other processes wait no longer"
+        fix = f"give at most {self.run.timeout:g}, which is run.timeout: other processes wait only so long"
         limit = self.rollout.episode_timeout
         apart = self.rollout.has_episodes or self.rollout.on_failure == "skip" or self.rollout.reward_processes > 0
         need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, fix)
@@ -156,14 +161,14 @@ class Config:
         need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, fix)
         reward = self.rollout.reward
         judged = model_of(reward) is not None
-        fix = "leave it out: a reward model runs on the devices of the run"
+        fix = "leave it out: rollout.reward is a reward model, which runs on the devices of the run"
         processes = self.rollout.reward_processes
         need(not judged or not processes, "rollout.reward_processes", processes, fix)
         need(model_of(reward) != "", "rollout.reward", reward, "give the folder of a reward model, as in model:folder")
-        fix = "leave it out: the reward model of rollout.reward also scores held-out responses"
+        fix = "leave it out: rollout.reward also scores held-out responses, and eval.reward cannot be a reward model"
         need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, fix)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
-        fix = "set reference.path=MODEL, for example to model.path, or loss.kl_coefficient=0"
+        fix = "set reference.path to a model, for example to that of model.path, or set loss.kl_coefficient=0"
         need(known, "reference.path", None, fix)
 
     def with_held_out_data(self) -> Config:
@@ -175,7 +180,7 @@ class Config:
         return replace(self, data=data, rollout=replace(self.rollout, reward=reward))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as nested dictionaries by section, whose values JSON can represent."""
+        """Return the settings as nested dictionaries, one for each section, with values that JSON can represent."""
         values = asdict(self)
         del values["given"]
         return values

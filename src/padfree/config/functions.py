@@ -45,9 +45,9 @@ class UserFunction:
     """A setting whose value may be the import path of a user's function, and what this function must look like."""
 
     setting: str
-    noun: str  # what messages call the function, e.g. "reward"
+    noun: str  # name of the function in messages, e.g. "reward"
     arguments: tuple[str, ...]  # names of its arguments
-    result: str  # what it must return, for messages
+    result: str  # what it must return, in words for messages
     asynchronous: bool = False  # it must be a coroutine function
 
     def check(self, path: str) -> None:
@@ -61,7 +61,7 @@ class UserFunction:
             raise UserError(
                 self.setting,
                 f": {package} is part of Python's standard library, which has no {self.noun}",
-                "write the function in a module of your own, and name it",
+                "write the function in a module of your own, and give its import path",
                 value=path,
             )
         with _current_folder() as folder:
@@ -104,15 +104,18 @@ class UserFunction:
     def _check_function(self, path: str, function: Callable[..., Any]) -> None:
         """Raise a `UserError` if `function`, imported from `path`, cannot be used.
 
-        It must be neither a class nor a function of the standard library. It must be a coroutine function or a plain
-        one, as the setting requires, and must accept the arguments that padfree passes.
+        The function must be neither a class nor a function of the standard library. It must be a coroutine function or
+        a plain function, as the setting requires, and must accept the arguments that padfree passes.
         """
         wanted = f"({', '.join(self.arguments)})"
         home = str(getattr(function, "__module__", None)).partition(".")[0]
         if inspect.isbuiltin(function) or inspect.isclass(function) or home in sys.stdlib_module_names - {"functools"}:
             what = "a class" if inspect.isclass(function) else f"a function of {home} in the standard library"
             raise UserError(
-                self.setting, f"is {what}", f"write a function with the arguments {wanted}, and name it", value=path
+                self.setting,
+                f"is {what}",
+                f"write a function with the arguments {wanted}, and give its path",
+                value=path,
             )
         if self.asynchronous and not inspect.iscoroutinefunction(function):
             raise UserError(
@@ -131,7 +134,7 @@ class UserFunction:
         except TypeError as error:
             these = "this argument" if len(self.arguments) == 1 else f"these {len(self.arguments)} arguments"
             raise UserError(
-                self.setting, f"cannot be called with {wanted}: {error}", f"accept {these}", value=path
+                self.setting, f"cannot be called with {wanted}: {error}", f"let the function accept {these}", value=path
             ) from None
 
 

@@ -1,6 +1,6 @@
 """Check with at most one request that a model or data set exists on disk, in the Hub's cache or on the Hub.
 
-    models/qwen, ./qwen, /data/qwen, ~/qwen      a path, or not of the form owner/name: must be on disk
+    ./qwen, /data/qwen, ~/qwen, a/b/qwen         not of the form owner/name: must be on disk
     Qwen/Qwen3-0.6B                              on disk, in the Hub's cache, or on the Hub
 
 Libraries send many requests to the Hugging Face Hub, with pauses between them. Without a network, a mistyped name
@@ -24,7 +24,7 @@ SECONDS = 10.0
 """Timeout of the request to the Hub, in seconds."""
 
 KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.md", ".gitattributes")}
-"""By kind: file names. If the Hub's cache holds a model or data set, it holds at least one of these files."""
+"""Files of which the Hub's cache holds at least one if it holds the model, or the data set."""
 
 
 DATA_FILES = (".jsonl", ".json", ".parquet")
@@ -85,9 +85,9 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
 
 
 def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Return the reason why the Hub has no model or data set of this name that can be loaded.
+    """Return the reason why neither the Hub nor its cache has a model or data set with this name.
 
-    Return None if it has one, or if it does not answer in time.
+    Return None if one of them has it, or if the Hub does not answer in time.
     """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError

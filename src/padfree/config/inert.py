@@ -283,7 +283,7 @@ READ_BY: dict[str, Reason | None] = {
 
 
 def rule_of(name: str) -> Reason | None:
-    """Return the entry of a setting in `READ_BY`, or else the entry of the innermost table around it that has one."""
+    """Return the rule of a setting: its entry in `READ_BY`, or else that of the innermost table that contains it."""
     while name not in READ_BY:
         name, _, last = name.rpartition(".")
         if not last or not name:
@@ -292,7 +292,7 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """Return one sentence for each reason why this run does not read some of the given settings, with their names."""
+    """Return one sentence per reason for which given settings have no effect, as in the module docstring."""
     found: dict[str, list[str]] = {}
     for name in sorted(config.given):
         rule = rule_of(name)

@@ -25,8 +25,8 @@ OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/f
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:
     """Return the kind of a path that is a FIFO, socket or device; None for files, folders and missing paths.
 
-    `once`: the caller reads the path only once. The path of an open file descriptor of this process, such as
-    `/dev/stdin`, is then accepted too (None).
+    `once`: whether the caller reads the path only once. If so, the function also returns None for an open file
+    descriptor of this process, such as `/dev/stdin`.
     """
     if once and OPEN_ALREADY.fullmatch(str(path)):
         return None
@@ -47,7 +47,7 @@ def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
         try:
             entries = sorted(os.listdir(path))
         except OSError as error:
-            raise UserError(setting, f"{path} cannot be read ({error.strerror})", "make it readable") from None
+            raise UserError(setting, f"{path} cannot be read ({error.strerror})", "make the folder readable") from None
         for entry in entries:
             if (kind := special_kind(os.path.join(path, entry))) is not None:
-                raise UserError(setting, f"{os.path.join(path, entry)} is {kind}, not a file", "remove it")
+                raise UserError(setting, f"{os.path.join(path, entry)} is {kind}, not a file", "move it away")

@@ -1,10 +1,11 @@
 """The settings of the loss.
 
-    [loss]                   [loss.clip]        [loss.gspo]       one table for each kind of loss and each correction,
-    kind = "clip"            high = 0.28        low = 1e-4        defined in `policy_settings`
-    settings() -> PolicySettings(objective=ClipSettings(high=0.28), ...)
+    [loss]                   [loss.clip]        [loss.gspo]
+    kind = "clip"            high = 0.28        low = 1e-4
 
-Each kind of loss has its own bounds: `loss.kind=gspo` reads `[loss.gspo]` and ignores `[loss.clip]`.
+Each kind of loss and each correction has a table of its own, defined in `policy_settings` or `loss_settings`. In
+this example, `LossConfig.settings()` returns `PolicySettings(objective=ClipSettings(high=0.28), ...)` and ignores
+`[loss.gspo]`.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from padfree.config.setting import BETWEEN, STAYS, check_bounds, check_table, ne
 from padfree.errors import closest, need
 
 RL_KIND = "an RL loss.kind"
-OF_RL = need_of("command", "rl", fix="leave it out: only policy losses have this term", about=RL_KIND)
-EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out, and set data.epochs: only RL has it", about=RL_KIND)
+OF_RL = need_of("command", "rl", fix="leave it out: only RL losses use this setting", about=RL_KIND)
+EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out: only RL uses a batch several times", about=RL_KIND)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """The loss that is minimised. The settings after `router_bias` are for RL unless they say otherwise.
+    """The loss that is minimised. The settings after `router_bias` are for RL unless their text says otherwise.
 
     A field of type `Objective` defines a kind of policy loss, and a field of type `Correction` defines a correction. To
     add one, add a field. Fields of type `TaskSettings` define the tasks other than SFT and RL. `low`, `high` and `dual`
@@ -80,7 +81,7 @@ class LossConfig:
         least=1e-6,
         most=1e6,
         about="Temperature of the log-probabilities and of the sampler.",
-        fix="give more than 0, 1e-6 to 1e6",
+        fix="give more than 0, from 1e-6 to 1e6",
         resume=BETWEEN,
     )
     load_balancing: float = setting(
@@ -101,9 +102,13 @@ class LossConfig:
         needs=OF_RL,
         resume=STAYS,
     )
-    low: float | None = setting(None, about="Overrides the lower bound of the chosen loss.kind; none keeps it.")
-    high: float | None = setting(None, about="Overrides the upper bound of the chosen loss.kind; none keeps it.")
-    dual: float | None = setting(None, about="Overrides loss.clip.dual; none keeps it.")
+    low: float | None = setting(
+        None, about="Overrides the setting low of the chosen loss.kind, such as loss.clip.low; none keeps its value."
+    )
+    high: float | None = setting(
+        None, about="Overrides the setting high of the chosen loss.kind, such as loss.clip.high; none keeps its value."
+    )
+    dual: float | None = setting(None, about="Overrides loss.clip.dual; none keeps its value.")
     clip: ClipSettings = field(default_factory=ClipSettings)
     gspo: GSPOSettings = field(default_factory=GSPOSettings)
     cispo: CISPOSettings = field(default_factory=CISPOSettings)
@@ -112,8 +117,9 @@ class LossConfig:
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = setting(
         "auto",
-        about="The log-probabilities in the denominator of the ratio: the trainer's before the updates, the sampler's, "
-        "or the current ones; auto is current if a batch serves one update, else trainer.",
+        about="Source of the log-probabilities in the denominator of the ratio: trainer (before the updates), sampler "
+        "or current (during the update); auto is current if a batch serves one update and corrections are per token, "
+        "else trainer.",
         needs=OF_RL,
         resume=BETWEEN,
     )
@@ -146,7 +152,7 @@ class LossConfig:
         needs=OF_RL,
     )
     epochs: int = setting(
-        1, least=1, most=1000, about="Passes over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
+        1, least=1, most=1000, about="Number of passes over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
     )
     mini_batches: int = setting(
         1, least=1, about="Number of optimizer steps per pass over a rollout batch.", needs=EPOCHS_OF_RL, resume=BETWEEN
@@ -155,7 +161,8 @@ class LossConfig:
     skip_zero_gradient: SkipZeroGradient = setting(
         "auto",
         about="auto leaves samples out of an update if the loss proves that their gradient is 0: all advantages are 0, "
-        "and the loss has no KL, entropy or router term. They still count in loss.aggregation. false computes all.",
+        "and the loss has no KL, entropy or router term. loss.aggregation still counts these samples. false computes "
+        "all samples.",
         allowed="auto, false",
         needs=OF_RL,
         resume=BETWEEN,
@@ -177,7 +184,7 @@ class LossConfig:
         return self.task.head
 
     def settings(self) -> TaskSettings:
-        """Return the settings of the chosen loss, which `padfree.tasks` takes."""
+        """Return the settings of the chosen loss, in the form that `padfree.tasks` takes."""
         if self.kind in TASK_TABLES:
             chosen: TaskSettings = getattr(self, self.kind)
             return chosen
@@ -226,10 +233,10 @@ class LossConfig:
         self._check_weights()
         self._check_bounds()
         self._check_corrections()
-        fix = "give auto or false: auto leaves out what the loss allows"
+        fix = "give auto, which leaves out samples whose gradient is 0, or false"
         need(self.skip_zero_gradient is not True, "loss.skip_zero_gradient", True, fix)
         if self.task is not PolicySettings:
-            fix = f"choose another: {self.task.title} has no groups"
+            fix = f"choose another value: {self.task.title} has no groups of samples"
             need(self.aggregation != "group-mean", "loss.aggregation", self.aggregation, fix)
         for name, table in TASK_TABLES.items():
             for entry in fields(table) if self.kind != name else ():

@@ -12,7 +12,7 @@ from padfree.config.setting import SAMPLES, STAYS, setting
 from padfree.errors import need
 
 MOST_WEIGHT = 1000.0
-"""Maximum weight of a source, because an epoch is held as a list of samples. For more repetition, use `data.epochs`."""
+"""Maximum weight of a source. It bounds the list of the samples of an epoch; for more repetition, use `data.epochs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +33,13 @@ class DataSource:
         about="Name in metrics and messages; none takes the name of the first file or folder.",
         resume=SAMPLES,
     )
-    columns: dict[str, str] | None = setting(None, about="As data.columns, for this source.", resume=SAMPLES)
-    split: str | None = setting(None, about="As data.split, for this source.", resume=SAMPLES)
-    subset: str | None = setting(None, about="As data.subset, for this source.", resume=SAMPLES)
+    columns: dict[str, str] | None = setting(
+        None, about="Like data.columns, for this source; none takes data.columns.", resume=SAMPLES
+    )
+    split: str | None = setting(None, about="Like data.split, for this source; none takes data.split.", resume=SAMPLES)
+    subset: str | None = setting(
+        None, about="Like data.subset, for this source; none takes data.subset.", resume=SAMPLES
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
@@ -58,23 +62,25 @@ def check_sources(sources: Sequence[DataSource]) -> None:
         where = f"data.sources.{number}"
         paths = list(source.path)
         need(len(paths) > 0 and all(paths), f"{where}.path", paths, "give one or more files, folders or Hub ids")
-        fix = "give the number of times that an epoch shows each row, more than 0, at most 1000, or remove the source"
+        fix = (
+            "give more than 0 and at most 1000, the number of times that an epoch shows each row, or remove the source"
+        )
         need(0 < source.weight <= MOST_WEIGHT, f"{where}.weight", source.weight, fix)
         plain = bool(source.label) and not set(source.label) & set("/:\\") and source.label.isprintable()
-        fix = "give a name without / and :, such as math"
+        fix = "give a name without / or :, such as math"
         need(plain, f"{where}.name", source.label, fix)
         for field in ("split", "subset"):
             value = getattr(source, field)
             need(value != "", f"{where}.{field}", value, "give a name, or leave it out")
         first = names.setdefault(source.label, number)
-        fix = f"data.sources.{first} has the same name; set {where}.name to another"
+        fix = f"set {where}.name to another name: data.sources.{first} has this one"
         need(first == number, f"{where}.name", source.label, fix)
         for earlier, other in enumerate(sources[:number]):
             _check_apart(source, other, where, f"data.sources.{earlier}")
 
 
 def _check_apart(source: DataSource, other: DataSource, where: str, there: str) -> None:
-    """Raise a `UserError` if both sources read the same rows, unless different columns make different samples of them.
+    """Raise a `UserError` if both sources read the same files with the same columns, split and subset.
 
     `where` and `there` are the names of the two sources in the message, e.g. `data.sources.1`.
     """
@@ -86,5 +92,5 @@ def _check_apart(source: DataSource, other: DataSource, where: str, there: str) 
             inside = mine == yours or any(
                 folder in file.parents and folder.is_dir() for folder, file in ((mine, yours), (yours, mine))
             )
-            fix = f"{there} already reads {known}; name the data once, and raise its weight to show it more often"
+            fix = f"list this data once, and raise its weight to show it more often: {there} already reads {known}"
             need(not inside, f"{where}.path", path, fix)

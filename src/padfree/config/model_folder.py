@@ -1,4 +1,4 @@
-"""What a model folder must hold, checked by file names alone: nothing is opened, and torch is not imported.
+"""Check that a model folder holds the necessary files, by their names: no file is opened, and torch is not imported.
 
 config.json                                             the config
 model.safetensors, or model.safetensors.index.json      the weights

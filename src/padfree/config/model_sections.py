@@ -83,8 +83,8 @@ class LoraConfig:
     dropout: float = setting(0.0, least=0, below=1, about="Dropout probability of the adapter inputs.")
     targets: tuple[str, ...] = setting(
         ("all-linear",),
-        about="Modules that get adapters: all-linear, or names such as q_proj; experts and routers only if named, also "
-        "besides all-linear.",
+        about="Modules that get adapters: all-linear, or names such as q_proj. all-linear does not include experts and "
+        "routers; name them as well.",
         resume=STAYS,
     )
     export: LoraExport = setting(
@@ -102,7 +102,7 @@ class ReferenceConfig:
 
     path: str | None = setting(
         None,
-        about="Folder or Hub id of the reference; none is model.path (DPO, KTO) or ref_logprobs in the data (RL).",
+        about="Folder or Hub id of the reference; none takes model.path (DPO, KTO) or ref_logprobs of the data (RL).",
         filled=NAMED,
         resume=BETWEEN,
     )
@@ -136,7 +136,7 @@ class TeacherConfig:
 
     path: str | None = setting(
         None,
-        about="Folder or Hub id of the teacher; every token of the run's tokenizer must have the same id in it.",
+        about="Folder or Hub id of the teacher; all tokens of the run's tokenizer must have the same ids in it.",
         filled=NAMED,
         resume=STAYS,
     )
@@ -199,7 +199,7 @@ class CriticConfig:
     clip: float | None = setting(
         0.2,
         above=0,
-        about="Maximum change of a value during the updates of one batch; none does not clip.",
+        about="Maximum change of the value of a token during the updates of one batch; none does not clip.",
         fix='give more than 0, or "none"',
         needs=GAE,
     )

@@ -53,7 +53,7 @@ def check_folder(path: str | Path, name: str) -> None:
             path.stat()  # raises an error if the name is too long or links form a loop
         nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not nearest.is_dir():
-            raise UserError(name, f"{path}, but {nearest} is a file", "give another folder")
+            raise UserError(name, f"{path} cannot be created: {nearest} is a file", "give another folder")
         _try_folder(nearest)
     except OSError as error:
         raise UserError(name, f"{path} cannot be written ({error.strerror or error})", "give another folder") from None

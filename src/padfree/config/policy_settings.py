@@ -1,8 +1,9 @@
 """The settings of policy losses: plain data, checked once, without torch.
 
-    PolicySettings    objective      what is done with the ratio              ClipSettings | GSPOSettings | ...
-                      corrections    sampler against trainer, in this order   TokenTISSettings | IcePopSettings | ...
-                      kl, entropy    terms added to the loss
+    PolicySettings    objective        how the loss uses the ratio π / π_old    ClipSettings | GSPOSettings | ...
+                      corrections      factors for log-probabilities that       TokenTISSettings | IcePopSettings | ...
+                                       differ between sampler and trainer
+                      kl_*, entropy_*  terms that are added to the loss
 
 The formula of an objective is in `padfree.losses.objectives`, in the file named after its `kind`. The other formulas
 are in `padfree.losses`.
@@ -24,7 +25,7 @@ from padfree.errors import UserError, check_choice, need
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """The policy loss of a token as a function of its ratio and advantage. `kind` is its name in a recipe."""
+    """The policy loss of a token as a function of its ratio π / π_old and advantage. `kind`: its name in a recipe."""
 
     kind: ClassVar[str]
 
@@ -34,7 +35,7 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipSettings(Objective):
-    """Clipped ratio (PPO, GRPO): the ratio is clipped to [1 - low, 1 + high]; `dual` bounds it where A < 0."""
+    """Clipped ratio (PPO, GRPO): the ratio is clipped to [1 - low, 1 + high]. If A < 0, `dual` bounds it too."""
 
     kind: ClassVar[str] = "clip"
     low: float = setting(0.2, least=0, most=1, about="The ratio is clipped to at least 1 - low.", fix="give 0 to 1")
@@ -52,7 +53,11 @@ class ClipSettings(Objective):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GSPOSettings(Objective):
-    """Clipped sequence ratio (GSPO). The defaults are the paper's; a mean over tokens varies far less than a token."""
+    """Clipped sequence ratio (GSPO). The default bounds are those of the paper.
+
+    The bounds are much tighter than those of PPO, because the log-ratio is averaged over the tokens of a sequence. This
+    mean varies far less than the log-ratio of a single token.
+    """
 
     kind: ClassVar[str] = "gspo"
     low: float = setting(
@@ -102,7 +107,7 @@ LOW_BAND, HIGH_BAND = "0 to 1, less than high", "1 or more, more than low"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """A factor on the objective of a token. `kind` is its name in a recipe."""
+    """A factor that multiplies the policy objective of a token. `kind` is the name of the correction in a recipe."""
 
     kind: ClassVar[str]
     compares_sampler: ClassVar[bool] = True  # needs the sampler's log-probabilities
@@ -127,7 +132,7 @@ class BandCorrection(Correction):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTISSettings(BandCorrection):
-    """Truncated importance sampling per token: the weight is clamped to [low, high]."""
+    """Truncated importance sampling per token: the importance weight of a token is clamped to [low, high]."""
 
     kind: ClassVar[str] = "token_tis"
     low: float = setting(0.0, about="Lower bound of a token's importance weight.", allowed=LOW_BAND)
@@ -136,7 +141,7 @@ class TokenTISSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceTISSettings(BandCorrection):
-    """Truncated importance sampling per sequence: the weight is clamped to [low, high]."""
+    """Truncated importance sampling per sequence: the importance weight of a sequence is clamped to [low, high]."""
 
     kind: ClassVar[str] = "sequence_tis"
     low: float = setting(0.0, about="Lower bound of a sequence's importance weight.", allowed=LOW_BAND)
@@ -155,13 +160,15 @@ class IcePopSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskSettings(BandCorrection):
-    """Mask a sequence whose importance ratio is outside [low, high]; `losses.corrections` has the statistics."""
+    """Mask a sequence whose importance ratio is outside [low, high]; `padfree.losses.corrections` defines the ratio."""
 
     kind: ClassVar[str] = "sequence_mask"
     low: float = setting(0.5, about="Sequences with a smaller importance ratio are masked.", allowed=LOW_BAND)
     high: float = setting(2.0, about="Sequences with a larger importance ratio are masked.", allowed=HIGH_BAND)
     statistic: SequenceStatistic = setting(
-        "mean", about="How the ratio of a sequence is computed from its tokens; token masks if any token is outside."
+        "mean",
+        about="The ratio of a sequence: mean or sum takes this statistic of its log-ratios per token; token masks the "
+        "sequence if the ratio of any token is outside the bounds.",
     )
 
     def __post_init__(self) -> None:
@@ -180,7 +187,7 @@ class OPSMSettings(Correction):
         1e-4,
         least=0,
         most=math.inf,
-        about="Sequences with a negative advantage are masked if their mean log π_old - log π exceeds this.",
+        about="Sequences with a negative advantage are masked if their mean log π_old - log π exceeds this value.",
         fix="give 0 or more",
     )
 
@@ -198,12 +205,12 @@ class PolicySettings(TaskSettings):
 
     `old_policy` chooses the log-probabilities in the denominator of the ratio:
 
-        trainer    the trainer's own before the update (`old_logprobs`)
-        sampler    those that the sampler reported (`rollout_logprobs`)
-        current    the current ones: every batch serves one step, the ratio is 1, its gradient is that of the
-                   log-probability, and no forward pass is needed before the update
+        trainer    computed by the trainer before the update (`old_logprobs`)
+        sampler    reported by the sampler (`rollout_logprobs`)
+        current    computed by the trainer during the update, without a forward pass before it. Every batch serves
+                   one step: the ratio is 1, and its gradient is that of the log-probability
 
-    With `kl_weighting` "ratio" the KL estimate of a token is multiplied by its ratio to the old policy. The ratio is
+    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by its ratio to the old policy. The ratio is
     differentiable, so it changes the gradient even where its value is 1.
     """
 
@@ -245,11 +252,11 @@ class PolicySettings(TaskSettings):
             need(OPSMSettings.kind not in kinds, "loss.corrections", kinds, fix)
 
     def check_run(self, config: Any) -> None:
-        fix = "set batch.samples=64 and batch.tokens=none: RL takes whole groups of samples"
+        fix = "set batch.samples=64 and batch.tokens=none: RL batches consist of whole groups of samples"
         need(config.batch.samples is not None, "batch.samples", None, fix)
 
     def _untyped(self) -> tuple[object, object]:
-        """Objective and corrections with unknown types: a caller may have passed anything."""
+        """Return the objective and the corrections as `object`, because a caller may have passed values of any type."""
         return self.objective, self.corrections
 
     @property

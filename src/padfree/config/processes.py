@@ -47,7 +47,7 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
     if "WORLD_SIZE" in variables and meet:
         if "RANK" not in variables:
             raise UserError(
-                "RANK", f"missing, although WORLD_SIZE is {world}", "start the processes with torchrun, or set it"
+                "RANK", f"missing, although WORLD_SIZE is {world}", "start the processes with torchrun, or set RANK"
             )
         if "LOCAL_WORLD_SIZE" in variables and local_rank >= local_world:
             raise UserError(
@@ -68,7 +68,9 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
 def _number(variables: Mapping[str, str], name: str) -> int:
     text = variables[name].strip()
     if not text.removeprefix("-").isdecimal() or len(text) > 9:
-        raise UserError(name, "is not a whole number", "unset it, or use torchrun", value=variables[name])
+        raise UserError(
+            name, "is not a whole number", "unset it, or start the processes with torchrun", value=variables[name]
+        )
     return int(text)
 
 

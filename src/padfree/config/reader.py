@@ -22,7 +22,7 @@ from padfree.config.setting import rules_of
 from padfree.errors import UserError, closest, need
 
 LONGEST_RECIPE = 1 << 20
-"""Maximum bytes of a recipe. A larger file is refused."""
+"""Maximum size of a recipe in bytes. A larger file is refused."""
 
 LARGEST_FLOAT = 3.4e38
 """Maximum value of a float setting: the largest float32."""
@@ -34,7 +34,7 @@ LARGEST_COUNT = (1 << 53) - 1
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Read the settings in a TOML file, apply `section.name=value` overrides, and return the checked settings.
 
-    If `path` is None, only the overrides and the defaults count.
+    If `path` is None, there are only overrides and defaults.
     """
     values: dict[str, Any] = {} if path is None else read_recipe(path)
     kind = _loss_of(values).get("kind")
@@ -131,7 +131,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise UserError(
             "override",
             "",
-            "write section.name=value, such as optimizer.lr=1e-5, without spaces or in quotes",
+            "write section.name=value, such as optimizer.lr=1e-5, with quotes around a value that has spaces",
             value=override,
         )
     place: Any = values
@@ -139,7 +139,10 @@ def _override(values: dict[str, Any], override: str) -> None:
         place = _entry(place, part, override) if isinstance(place, list) else place.setdefault(part, {})
         if not isinstance(place, (dict, list)):
             raise UserError(
-                "override", f"treats {part!r} as a table, but it is a value", "write section.name=value", value=override
+                "override",
+                f"treats {part!r} as a table, but this name has a value",
+                "write section.name=value",
+                value=override,
             )
     if isinstance(place, list):
         _entry(place, parts[-1], override)
@@ -172,7 +175,7 @@ def _parsed(text: str) -> Any:
 def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
     """Build the dataclass `kind` from the table `values`. `prefix`: the table's name with a dot at its end.
 
-    `named` collects the names of the settings that have a value.
+    The names of all settings that are given a value other than None are added to `named`.
     """
     if not isinstance(values, Mapping):
         raise UserError(
@@ -229,7 +232,7 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
     near = closest(name, names)
     if near is not None:
         return f"did you mean {prefix}{near}?"
-    return f"there are {', '.join(prefix + each for each in names)}"
+    return f"choose one of {', '.join(prefix + each for each in names)}"
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
@@ -264,13 +267,13 @@ def _check_numbers(value: Any, name: str) -> None:
         elif isinstance(number, float):
             need(abs(number) <= LARGEST_FLOAT, name, number, "give a number that fits float32, at most 3.4e38")
         if type(number) is int and not name.endswith(".seed"):
-            need(abs(number) <= LARGEST_COUNT, name, number, f"give at most {LARGEST_COUNT}, 2**53 - 1")
+            need(abs(number) <= LARGEST_COUNT, name, number, f"give at most {LARGEST_COUNT} (2**53 - 1)")
 
 
 def _table_fix(name: str, value: str) -> str:
     """Return the fix that tells how to write a table on a command line, where bash expands braces and removes quotes.
 
-    `value`: the table as it arrived.
+    `value`: the table as bash passed it.
     """
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
@@ -328,7 +331,7 @@ def _words(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(arguments)}"
     if origin is tuple:
-        return f"a list, each {_words(arguments[0])}"
+        return f"a list in which each entry is {_words(arguments[0])}"
     if origin is dict:
         return "a table of strings"
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): '"none"'}

@@ -14,7 +14,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def recipe_path(name: str | PathLike[str]) -> Path:
-    """Return the path of a recipe, given as a path or as the name of a shipped recipe. An existing file comes first."""
+    """Return the path of a recipe, given as a path or as the name of a shipped recipe. An existing file wins."""
     path = Path(name)
     return path if path.is_file() else shipped_recipes().get(str(name), path)
 

@@ -52,8 +52,8 @@ class LaunchConfig:
 class RolloutConfig:
     """Rollouts that the run samples itself, because `reward`, `environment` or `agent` is set.
 
-    Then `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the temperature of the
-    sampler as well. Without any of the three, `data.path` holds finished rollouts.
+    In such a run, `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is also the
+    temperature of the sampler. If none of the three is set, `data.path` holds finished rollouts.
     """
 
     reward: str | None = setting(
@@ -99,8 +99,8 @@ class RolloutConfig:
     max_concurrent: int = setting(
         256,
         least=1,
-        about="Maximum number of responses that a device generates at the same time; with servers, requests of a "
-        "process to each server.",
+        about="Maximum number of responses that a device generates at the same time; with servers, maximum "
+        "number of requests that a process sends to each server at the same time.",
         formerly="batch",
     )
     kv_cache_memory: Literal["auto"] | float = setting(
@@ -108,7 +108,7 @@ class RolloutConfig:
         **GIB,
         about="Size of the KV cache on a GPU in GiB; auto takes what rollout.max_concurrent responses need, but at "
         "most half of the free memory.",
-        fix="give auto or GiB above 0",
+        fix="give 'auto' or a number of GiB greater than 0",
     )
     staleness: int = setting(
         0,
@@ -128,8 +128,8 @@ class RolloutConfig:
     filter_bound: float = setting(
         3.0,
         least=1,
-        about="With a filter: maximum number of groups requested for a batch, as a multiple of its groups; after "
-        "that, equal groups fill the batch.",
+        about="With a filter: maximum number of groups requested for a batch, as a multiple of the groups in a "
+        "batch; after that, groups with equal rewards fill the batch.",
     )
     overlong_buffer: int = setting(
         0,
@@ -222,7 +222,7 @@ class RolloutConfig:
 
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"
-        fix = "set it to 0, or rollout.engine=vllm: in_process samples with the weights that are being trained"
+        fix = "set it to 0, or set rollout.engine=vllm: in_process samples with the weights that are being trained"
         need(not ahead, "rollout.staleness", self.staleness, fix)
         compared = self.filter == "none" or self.samples_per_prompt > 1
         need(
@@ -241,7 +241,7 @@ class RolloutConfig:
         fix = "give 'module:function', such as padfree.rollout.environment.calculator:episode"
         need(right, "rollout.environment", environment, fix)
         need(all(agent), "rollout.agent", agent, "remove the empty words")
-        fix = "leave it out: rollout.environment is set, which can call padfree.rollout.environment.run_agent"
+        fix = "leave it out: the function of rollout.environment can call padfree.rollout.environment.run_agent"
         need(not agent or environment is None, "rollout.agent", agent, fix)
 
     def _check_engine(self) -> None:

@@ -50,7 +50,7 @@ SEVERAL_DRAWS = need_of("greedy", False, fix="set eval.greedy=false: greedy resp
 MOST_EPOCHS = 100_000
 """Maximum of `data.epochs`: before a run starts, its steps are counted epoch by epoch, which takes time."""
 
-EPOCHS_FIX = f"give 1 to {MOST_EPOCHS:,}, or none together with run.steps"
+EPOCHS_FIX = f"give 1 to {MOST_EPOCHS:,}, or give none and set run.steps"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +147,7 @@ class DataConfig:
                 "give one or more files, folders or Hub ids, as in data.path=train.jsonl, or a mixture as data.sources",
             )
         both = bool(self.path and self.sources)
-        fix = "data.sources is set as well; set data.path=[] to use the mixture, or data.sources=[] to use the path"
+        fix = "set data.path=[] to use only data.sources, or set data.sources=[] to use only data.path"
         need(not both, "data.path", list(self.path), fix)
         check_sources(self.sources)
         need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id instead of the empty string")
@@ -223,7 +223,7 @@ class BatchConfig:
     """The global batch of a step, given as a number of `samples` or as a budget of `tokens`."""
 
     samples: int | None = setting(
-        None, least=1, about="Number of samples per step over all devices; RL takes whole groups.", resume=STAYS
+        None, least=1, about="Number of samples per step over all devices; RL does not split groups.", resume=STAYS
     )
     tokens: int | None = setting(
         None, least=1, about="Token budget per step over all devices, in place of batch.samples (SFT).", resume=STAYS
@@ -245,7 +245,8 @@ class BatchConfig:
     )
     cost: str | None = setting(
         None,
-        about="A cost model written by padfree plan --calibrate; none counts FLOPs from the model's config.",
+        about="A cost model file written by padfree plan --calibrate; none estimates costs as FLOPs from the model's "
+        "config.",
     )
     share_prefixes: SharePrefixes = setting(
         "auto",
@@ -263,9 +264,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How a run uses its devices: processes = replicate x shard x context, and shard follows from the other two.
+    """How a run uses its devices: number of processes = replicate x shard x context, where shard is not a setting.
 
-    `expert` divides the same shard x context processes once more, for the weights of experts only.
+    The size of shard follows from the number of processes and the other two sizes. `expert` divides the same
+    shard x context processes in another way, for the weights of experts only.
     """
 
     context: Literal["auto"] | int = setting(
@@ -278,8 +280,8 @@ class ParallelConfig:
     expert: int = setting(
         1,
         least=1,
-        about="Neighbouring ranks that divide the experts of a layer among them and exchange tokens; 1 gathers all "
-        "experts of a layer on every rank.",
+        about="Number of neighbouring ranks that divide the experts of a layer among them and exchange tokens; 1 "
+        "gathers all experts of a layer on every rank.",
     )
     layout: LayoutKind = setting("balanced", about="How the tokens of a pack are distributed over context ranks.")
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
@@ -300,20 +302,20 @@ class ParallelConfig:
     head_memory: HeadMemory | float = setting(
         "speed",
         **GIB,
-        about="Memory for the logits: speed is about 4 GiB, low about 1 GiB, or a number of GiB; less memory means "
-        "more recomputation.",
-        fix="give speed, low or GiB above 0",
+        about="Memory for the logits: speed (about 4 GiB), low (about 1 GiB) or a number of GiB; the less memory, the "
+        "more is recomputed.",
+        fix="give 'speed', 'low' or a number of GiB greater than 0",
     )
     reshard: Literal["auto"] | bool = setting(
         "auto",
         about="Free the gathered weights of a layer after its forward and gather them again for the backward; false "
-        "keeps them, auto is false if they fit.",
+        "keeps them in memory, and auto is false if they fit.",
     )
     offload: bool = setting(False, about="Keep weights, gradients and optimizer state in CPU memory.")
 
     @property
     def head_bytes(self) -> HeadMemory | int:
-        """Return `head_memory`: "speed" or "low" as it is, a number of GiB converted to bytes."""
+        """Return `head_memory` as "speed", "low" or a number of bytes."""
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
     def most_context(self, processes: int) -> int:
@@ -325,7 +327,7 @@ class ParallelConfig:
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "inductor" if self.compile else "none")
         compiled = self.checkpointing != "host" or self.compile != "none"
-        need(compiled, "parallel.checkpointing", "host", "set parallel.compile=inductor: it works on compiled layers")
+        need(compiled, "parallel.checkpointing", "host", "set parallel.compile=inductor: 'host' needs compiled layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,13 +337,13 @@ class CheckpointConfig:
     every: int | None = setting(
         None,
         least=1,
-        about="Steps between checkpoints; there is also one at the end. none writes a checkpoint only if a signal "
-        "stops the run, or for checkpoint.best: a finished run then has its exported model, but cannot be continued.",
+        about="Number of steps between checkpoints; the last step writes one too. With none, only checkpoint.best and "
+        "a signal that stops the run write checkpoints; a finished run is then exported, but cannot continue.",
     )
     keep: int = setting(2, least=1, about="Number of checkpoints to keep; older ones are deleted.")
     asynchronous: bool = setting(False, about="Write checkpoints in the background while training continues.")
     resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
-    export: bool = setting(True, about="Write a folder that from_pretrained loads at the end of the run.")
+    export: bool = setting(True, about="At the end of the run, write a model folder that from_pretrained loads.")
     export_dtype: ExportDtype = setting(
         "base", about="The dtype of the exported weights; base is the dtype of the files of model.path."
     )

@@ -2,13 +2,13 @@
 
     lr: float = setting(1e-5, least=0, about="Base learning rate.")
 
-    about     what the setting means, in one sentence: `padfree settings` and docs/reference/settings.md print it
-    bounds    least, above, most, below: checked when the section is constructed
-    allowed   the bounds in words, if the default wording does not fit or the section checks them itself
-    needs     other settings that must have given values before this one may differ from its default:
-              `needs=need_of("filter", "equal")`
-    formerly  the former name of the setting; it is refused with a message that gives the new name
-    resume    whether the setting may change when a run resumes from a checkpoint (`padfree.train.resume`)
+    about                        what the setting means: `padfree settings` and docs/reference/settings.md print it
+    least, above, most, below    the bounds of a number, which are checked when the section is constructed
+    allowed                      the bounds in words, if the default wording does not fit or the section itself checks
+    needs                        other settings that must have certain values before this one may differ from its
+                                 default, as in `needs=need_of("filter", "equal")`
+    formerly                     the former name of the setting; it is refused with a message that gives the new name
+    resume                       whether the setting may change when a run resumes from a checkpoint
 
 A field without rules takes every value of its type and may change on resume. Rules that involve several settings in
 other ways are in the `__post_init__` of their section, or of `Config`.
@@ -53,7 +53,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A requirement of a setting: another setting `name` must have one of `values`; if there are none, it must be set.
+    """A requirement of a setting: another setting `name` must have one of `values` or, if `values` is empty, be set.
 
     A name without a dot is a field or property of the same table. A name with a dot is looked up from the `Config`.
     """
@@ -72,7 +72,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything that the metadata of a setting holds."""
+    """The meaning and the rules of a setting, as the metadata of its dataclass field."""
 
     about: str = ""
     bounds: Bounds | None = None
@@ -200,7 +200,7 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
     """Return a dict from the name of each setting of the dataclass `kind` to whether it may change on resume.
 
-    `hints` returns the type hints of a dataclass. `prefix` is the name of the table, followed by a dot.
+    `hints`: function that returns the type hints of a dataclass. `prefix`: name of the table, with a dot at its end.
     """
     found: dict[str, Resume] = {}
     for entry in fields(kind):

@@ -94,7 +94,7 @@ def matching_entries(name: str | None) -> list[SettingEntry]:
 def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
     """Return the fix for an unknown name.
 
-    It suggests the new name of a renamed setting, settings with the same last part, or the closest name.
+    The fix suggests the new name of a renamed setting, settings with the same last part, or the closest name.
     """
     former = [entry.name for entry in entries if entry.formerly in (asked, asked.rpartition(".")[2]) and entry.formerly]
     ends = [entry.name for entry in entries if entry.name.endswith(f".{asked}")]

@@ -7,13 +7,15 @@
     {"time": "2026-03-01T13:00:00+00:00", "kind": "start", "step": 40, ...}
     {"time": "2026-03-01T13:00:00+00:00", "kind": "resume", "step": 40, "checkpoint": "step-00000040", ...}
 
+    kind            meaning of the event, or what its fields tell
     start           versions, device, processes and their layout
     resolved_auto   the value of each `auto` setting, and the reason
     resume          the checkpoint, and the settings that have changed
     note            a note that was shown at the start
     compile         layers were compiled in this step
-    nonfinite       the file with the samples of a step that was not finite
-    stop, end       stopped by a signal; all steps are done
+    nonfinite       the file with the samples of a step whose loss or gradient was not finite
+    stop            a signal stopped the run
+    end             all steps are done
     export          the trained model is in the folder
     failed          the error that ended the run
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, or a family of metrics: a part of its name in capitals, e.g. NAME, stands for any name."""
+    """One metric, or a family of metrics if a part of `name` is in capitals: NAME stands for any name."""
 
     name: str
     unit: str
@@ -40,30 +40,32 @@ STEP = MetricGroup(
     "Every step",
     "In every line of metrics.jsonl. Values are over the global batch unless stated otherwise.",
     (
-        Metric("step", "steps", "Index of the optimizer step, from 0."),
+        Metric("step", "steps", "Index of the optimizer step, counted from 0."),
         Metric("loss", "loss", "The minimised value: the weighted sum of the losses of all scored tokens."),
         Metric("gradient_norm", "norm", "Global gradient norm before clipping."),
-        Metric("lr", "rate", "Learning rate of this step; with `optimizer.name=muon`, of the hidden matrices."),
+        Metric("lr", "rate", "Learning rate of this step; with `optimizer.name=muon`, that of the hidden matrices."),
         Metric("lr/adamw", "rate", "With `optimizer.name=muon`: learning rate of all other parameters."),
-        Metric("samples", "samples", "Samples of the step."),
-        Metric("rows", "rows", "SFT and distillation: data rows of the step; a row may give several samples."),
-        Metric("tokens", "tokens", "Tokens of the step, without padding."),
-        Metric("scored_tokens", "tokens", "Tokens that have a loss."),
+        Metric("samples", "samples", "Number of samples of the step."),
+        Metric(
+            "rows", "rows", "SFT and distillation: number of data rows of the step; a row may give several samples."
+        ),
+        Metric("tokens", "tokens", "Number of tokens of the step, without padding."),
+        Metric("scored_tokens", "tokens", "Number of tokens that have a loss."),
         Metric(
             "skipped_samples",
             "samples",
-            "RL with `loss.skip_zero_gradient=auto`: samples of the step that are not computed, because their "
-            "advantages and therefore their gradients are 0; only if the loss has no KL, entropy or router term.",
+            "RL with `loss.skip_zero_gradient=auto`: number of samples of the step that are not computed, because "
+            "their advantages and therefore their gradients are 0; only if the loss has no KL, entropy or router term.",
         ),
-        Metric("skipped_tokens", "tokens", "Tokens of the skipped samples; `tokens` includes them."),
+        Metric("skipped_tokens", "tokens", "Number of tokens of the skipped samples; `tokens` includes them."),
         Metric(
             "computed_tokens",
             "tokens",
-            "Tokens that are computed: a prefix that samples share counts once, skipped samples do not count.",
+            "Number of computed tokens: a prefix that samples share counts once, and skipped samples do not count.",
         ),
         Metric("seconds", "s", "Time of the update, without sampling and scoring of rollouts."),
         Metric("tokens_per_second", "tokens/s", "`tokens` without `skipped_tokens`, divided by `seconds`."),
-        Metric("micro_batches", "micro-batches", "Micro-batches on each data rank."),
+        Metric("micro_batches", "micro-batches", "Number of micro-batches on each data rank."),
         Metric("fill", "share", "Tokens divided by the capacity of the micro-batches."),
         Metric("padding_share", "share", "Pad tokens divided by all tokens that are computed."),
         Metric(
@@ -111,9 +113,13 @@ LOSS = MetricGroup(
             "loss/accuracy",
             "share",
             "DPO and reward models: share of pairs whose chosen answer scores higher. KTO: share of answers whose "
-            "log-ratio is above z₀ if they are desirable, below z₀ if not.",
+            "log-ratio is above z₀ (desirable answers) or below z₀ (undesirable answers).",
         ),
-        Metric("loss/margin", "reward", "DPO and reward models: score of the chosen answer minus the rejected one."),
+        Metric(
+            "loss/margin",
+            "reward",
+            "DPO and reward models: score of the chosen answer minus that of the rejected answer.",
+        ),
         Metric("loss/chosen", "reward", "DPO and reward models: score of the chosen answer."),
         Metric("loss/rejected", "reward", "DPO and reward models: score of the rejected answer."),
         Metric("loss/desirable", "reward", "KTO: reward of desirable answers."),
@@ -147,12 +153,12 @@ BATCH = MetricGroup(
     "Rollout batches",
     "RL. Written with the updates of a rollout batch.",
     (
-        Metric("epoch", "passes", "Index of the pass over the rollout batch, from 0."),
+        Metric("epoch", "passes", "Index of the pass over the rollout batch, counted from 0."),
         Metric("reward", "reward", "Mean reward of the rollout batch."),
         Metric("reward_std", "reward", "Standard deviation of the rewards."),
         Metric("reward_min", "reward", "Lowest reward."),
         Metric("reward_max", "reward", "Highest reward."),
-        Metric("source/NAME/reward", "reward", "With a mixture: mean reward of the source."),
+        Metric("source/NAME/reward", "reward", "With a mixture of sources: mean reward of the source."),
         Metric(
             "groups", "groups", "Number of groups of the rollout batch; with `loss.advantage=given`, number of samples."
         ),
@@ -180,13 +186,13 @@ BATCH = MetricGroup(
 
 TIMES = MetricGroup(
     "Times of a rollout batch",
-    "RL, on rank 0. `seconds/update` is in every line, phases of a batch are in the line of its first update. Logging, "
-    "evaluations and checkpoints follow an update and are in the line of the next. The phases of a line add up to the "
-    "time between the ends of two updates; only phases that run at the same time (on a GPU, with rollouts from files) "
-    "count twice.",
+    "RL, on rank 0. `seconds/update` is in every line of metrics.jsonl, and the phases of a batch are in the line of "
+    "its first update. Logging, evaluations and checkpoints follow an update and are in the line of the next one. The "
+    "times in a line add up to the time between the ends of two updates, unless phases run at the same time (on a GPU, "
+    "with rollouts from files); then the shared time counts twice.",
     (
         Metric("seconds/update", "s", "Time of the update, equal to `seconds`."),
-        Metric("seconds/sampling", "s", "Sampling; everything that a sampler does not report separately is included."),
+        Metric("seconds/sampling", "s", "Sampling, with everything that the sampler does not report separately."),
         Metric("seconds/rewards", "s", "Computing rewards."),
         Metric("seconds/weight_sync", "s", "Sending weights to the sampler."),
         Metric("seconds/waiting", "s", "Waiting for responses that are sampled ahead."),
@@ -197,11 +203,15 @@ TIMES = MetricGroup(
         Metric(
             "seconds/preparing",
             "s",
-            "Preparing the batch, without the phases above: order of the data, advantages, reward metrics.",
+            "Preparing the batch without the scoring phases: order of the data, advantages, reward metrics.",
         ),
         Metric("seconds/logging", "s", "Writing the metrics of the previous line, trackers and progress included."),
         Metric("seconds/evaluation", "s", "Evaluations since the previous line."),
-        Metric("seconds/checkpoint", "s", "Saving checkpoints since the previous line, as far as training waits."),
+        Metric(
+            "seconds/checkpoint",
+            "s",
+            "Saving checkpoints since the previous line, counting only the time that training waits.",
+        ),
         Metric(
             "sampler_tokens_per_second",
             "tokens/s",
@@ -241,7 +251,11 @@ COLLECTION = MetricGroup(
             "groups_requested", "groups", "With `rollout.filter`: number of groups that were requested for the batch."
         ),
         Metric("groups_equal", "groups", "With `rollout.filter`: number of groups whose rewards are all equal."),
-        Metric("groups_surplus", "groups", "With `rollout.filter`: number of surplus groups, whose rewards differ."),
+        Metric(
+            "groups_surplus",
+            "groups",
+            "With `rollout.filter`: number of groups whose rewards differ, but that the batch does not need.",
+        ),
         Metric("overlong_share", "share", "With `rollout.overlong_buffer`: share of samples that were penalised."),
         Metric("overlong_penalty", "reward", "With `rollout.overlong_buffer`: mean penalty."),
         Metric("raw_reward", "reward", "With `rollout.overlong_buffer`: mean reward before the penalty."),
@@ -288,12 +302,12 @@ COLLECTION = MetricGroup(
         Metric(
             "sampler/canary_largest",
             "nats",
-            "Servers: largest difference between these log-probabilities on the fixed sequences.",
+            "Servers: largest difference between the log-probabilities of server and trainer on fixed sequences.",
         ),
         Metric(
             "sampler/canary_sampled_difference",
             "nats",
-            "Servers: mean difference between these log-probabilities on tokens that the server sampled.",
+            "Servers: mean difference between the log-probabilities of server and trainer on sampled tokens.",
         ),
         Metric(
             "sampler/canary_followed",
@@ -316,7 +330,7 @@ EPISODES = MetricGroup(
             "episodes",
             "Number of episodes and rewards that raised an error or hung, also with `rollout.on_failure=skip`.",
         ),
-        Metric("groups_failed", "groups", "Number of groups that were left out because of such a failure."),
+        Metric("groups_failed", "groups", "Number of groups that were left out because an episode or a reward failed."),
         Metric("environment/NAME", "own", "Mean of a metric that `policy.trajectory(metrics=...)` received."),
         Metric("agent/calls", "calls", "Number of calls that the agents of the batch made."),
         Metric("agent/cuts", "calls", "Number of calls whose text did not continue the text that the model had seen."),
@@ -349,7 +363,7 @@ EVALUATION = MetricGroup(
         Metric(
             "eval/accuracy",
             "share",
-            "SFT and distillation: share of tokens to which the model gives the highest probability. Others: as "
+            "SFT and distillation: share of tokens to which the model gives the highest probability. Other tasks: as "
             "`loss/accuracy`.",
         ),
         Metric(
@@ -370,7 +384,7 @@ METRIC_GROUPS = (STEP, LOSS, BATCH, TIMES, CRITIC, COLLECTION, EPISODES, EVALUAT
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:
-    """Return those of the given names that no table contains. `eval/SOURCE/...` counts as `eval/...`."""
+    """Return the names that no table contains. `eval/SOURCE/...` counts as `eval/...`."""
     known = [metric for group in METRIC_GROUPS for metric in group.metrics]
     return [name for name in names if not any(metric.matches(each) for each in _spellings(name) for metric in known)]
 

@@ -58,7 +58,7 @@ class MetricsFile:
 def line_number(path: Path, number: int, line: str, field: str) -> int:
     """Return the integer under `field` in `line`, the JSON text of line `number` of the file `path`.
 
-    Raise a `UserError` if there is none: the file was then not written by a run.
+    Raise a `UserError` if there is none, because then the file was not written by a run.
     """
     try:
         value = json.loads(line)[field]

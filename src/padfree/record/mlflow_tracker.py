@@ -1,16 +1,17 @@
 """Send metrics to an MLflow run.
 
-    settings           parameters, by their dotted names: optimizer.lr = "1e-05"; parameters cannot change
-    changed settings   tags of the same names, written by a resumed run
+    in padfree         in MLflow
+    settings           parameters with dotted names, such as optimizer.lr = "1e-05"; MLflow cannot change parameters
+    changed settings   tags with the same names, written by a resumed run
     metrics            metrics with the step of `metrics.jsonl`
 
 MLflow reads its own environment variables: MLFLOW_TRACKING_URI names a server or a database
-(`sqlite:////data/mlflow.db`). A folder is refused: MLflow's file store makes `loss` a file, so that `loss/entropy`, for
-which `loss` would have to be a folder, cannot be written.
+(`sqlite:////data/mlflow.db`). A folder is refused, because MLflow would store the metric `loss` in a file of this name.
+It could then not store `loss/entropy`, for which `loss` would have to be a folder.
 
-MLflow's client waits for an answer, and repeats a request for minutes if the server is unreachable. So a thread sends
-the metrics, and a step only appends to the list of this thread. Metrics that could not be sent stay in the list and are
-sent with the next ones.
+MLflow's client waits for an answer, and repeats a request for minutes if the server is unreachable. A thread therefore
+sends the metrics, and a step only appends to the list of this thread. Metrics that could not be sent stay in the list
+and are sent with the next metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from urllib.parse import urlsplit
 from padfree.errors import UserError
 
 MOST_UNSENT = 200_000
-"""Values that are kept while the server is unreachable; older ones are dropped."""
+"""Maximum number of values that are kept while the server is unreachable; older values are dropped."""
 
 CLOSE_SECONDS = 30.0
 """Seconds that the end of a run waits for values that have not been sent."""
@@ -38,17 +39,17 @@ LONGEST_VALUE = 6000
 
 
 class MlflowTracker:
-    """A run at MLflow. `log` and `close` raise errors of earlier requests; the caller goes on."""
+    """A run at MLflow. `log` and `close` raise the errors of earlier requests; their caller catches these errors."""
 
     def __init__(self, experiment: str, folder: Path, settings: Mapping[str, Any], run_id: str | None) -> None:
-        """`run_id`: the run to go on with. A run that is deleted or of another experiment or store is left alone."""
+        """`run_id`: the run to continue. A run that is deleted or of another experiment or store is not continued."""
         from mlflow import MlflowClient, get_tracking_uri
         from mlflow.exceptions import MlflowException
 
         if urlsplit(get_tracking_uri()).scheme in ("", "file"):
             raise UserError(
                 "track.mlflow",
-                f"cannot use the folder {get_tracking_uri()}: MLflow's file store cannot hold loss beside loss/entropy",
+                f"cannot use the folder {get_tracking_uri()}: MLflow's file store cannot hold loss and loss/entropy",
                 "set MLFLOW_TRACKING_URI to a server or a database, e.g. sqlite:///mlflow.db",
                 value=experiment,
             )
@@ -80,7 +81,7 @@ class MlflowTracker:
         self._raise_failure()
 
     def close(self) -> None:
-        """Send what is left, and mark the run as finished."""
+        """Send the values that are left, and mark the run as finished."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -157,6 +158,6 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _valid_name(name: str) -> str:
-    """A name without what MLflow refuses: `source//data/a+b/loss` -> `source/data/a_b/loss`."""
+    """Return a metric name in the form that MLflow accepts: `source//data/a+b/loss` -> `source/data/a_b/loss`."""
     parts = (part for part in re.sub(r"[^\w.\- :/]", "_", name).split("/") if part not in ("", ".", ".."))
     return "/".join(parts)[:LONGEST_NAME]

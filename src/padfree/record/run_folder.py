@@ -6,11 +6,11 @@
 
 A run accepts a folder that is new, empty, or has a `run.json`. It refuses any other folder before it writes anything: a
 model folder, a data folder, or the parent of a model folder that the export would replace. Log files (`.log`, `.out`,
-`.err`), which launchers open before a run begins, do not count. A folder of a version that did not write `run.json` is
-recognised by its `config.json`, which has the sections of a run's settings, and gets a `run.json`.
+`.err`), which launchers open before a run begins, do not count. A folder from a padfree version that did not write
+`run.json` is recognised by its `config.json`, which has the sections of a run's settings, and gets a `run.json`.
 
-Only one process can write at a time. The lock is a lock of the operating system, so a killed run does not block its
-successor. Only rank 0 of a run takes it. If the file system has no locks, `run.holder.json` decides: a run is refused
+Only one process can write at a time: rank 0 of a run takes the lock. It is a lock of the operating system, so a killed
+run does not block its successor. If the file system has no locks, `run.holder.json` decides: a run is refused
 while the process named in this file is alive on this machine. If the file names another machine, a run is refused until
 the user removes the file.
 """
@@ -48,7 +48,7 @@ SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
 """Sections that the `config.json` of every version has."""
 
 SHOWN_SECONDS = 20.0
-"""Maximum seconds until a host sees a file that another host has written to a shared folder."""
+"""Maximum seconds to wait until a host sees a file that another host has written to a shared folder."""
 
 LOCK_SECONDS = 1.0
 """Seconds to wait for the lock: a process that has just been killed may take a moment to end."""
@@ -74,7 +74,7 @@ class Holder:
 
 
 def check_run_folder(config: Config) -> None:
-    """Raise a `UserError` if a run must not write to `run.folder`. This function writes nothing."""
+    """Raise a `UserError` if a run must not write to `run.folder`. Nothing is written."""
     folder = Path(config.run.folder)
     try:
         folder.stat()
@@ -313,7 +313,7 @@ def _now() -> str:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is none."""
+    """Return the JSON object in a file; None if the file does not exist or holds no JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

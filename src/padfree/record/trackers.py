@@ -7,7 +7,7 @@
 
 `metrics.jsonl` is always written and holds the same numbers. W&B reads its own environment variables: with
 WANDB_MODE=offline everything stays local. W&B, trackio and MLflow cannot delete points, so steps that a resumed run
-repeats appear twice. `step` is logged as a metric and is W&B's x-axis.
+repeats appear twice. `step` is also logged as a metric, which is W&B's x-axis.
 
 A tracker that cannot be started is refused before the first step. A tracker that fails later does not end the run: the
 first error is shown as a warning, and the tracker gets the metrics of the following steps.
@@ -34,10 +34,10 @@ PACKAGES = {
     "trackio": "padfree[track]",
     "mlflow": "padfree[mlflow]",
 }
-"""The trackers, which are also names of settings and packages, and what to install."""
+"""What to install for each tracker. The name of a tracker is also the name of its setting and of its package."""
 
 FILE = "trackers.json"
-"""The file in the run folder that holds the ids under which the trackers know the run."""
+"""The file in the run folder that holds the id of the run at each tracker."""
 
 Log = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], Any]
@@ -47,7 +47,8 @@ def require_trackers(config: TrackConfig) -> None:
     """Raise a `UserError` if the settings name a tracker whose package is not installed."""
     for name, package in PACKAGES.items():
         found = find_spec(name) if getattr(config, name) else None
-        # find_spec also finds a plain folder of that name, e.g. the one that W&B writes. A folder has no origin.
+        # find_spec also finds a plain folder with the name of the package, such as the folder wandb that W&B writes.
+        # The spec of a folder has no origin.
         if getattr(config, name) and (found is None or found.origin is None):
             raise UserError(
                 f"track.{name}",
@@ -79,7 +80,7 @@ class Trackers:
             self._targets["mlflow"] = _mlflow(config.mlflow, folder, settings)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log those of the metrics that are numbers."""
+        """Log the metrics that are numbers."""
         numbers = {
             name: float(value)
             for name, value in metrics.items()
@@ -95,7 +96,7 @@ class Trackers:
         self._targets.clear()
 
     def _try(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """Call a tracker. Its package may raise anything; the run goes on."""
+        """Call a tracker. If its package raises any exception, the run continues."""
         try:
             call(*arguments)
         except Exception as error:
@@ -160,7 +161,7 @@ def _mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> tuple
 
 
 def _name_of(folder: Path, tracker: str) -> str:
-    """The name or id of this run at a tracker: created at the first start, kept after every restart."""
+    """Return the name or id of this run at a tracker. It is created at the first start and kept after a restart."""
     names = _read_names(folder / FILE)
     if tracker not in names:
         # A folder name may contain characters that W&B does not allow in an id.

@@ -1,13 +1,15 @@
 """A task that a model can learn on two CPU cores: problems with verifiable answers, a tokenizer, a model, two recipes.
 
-    prompt     Ann has 3 apples in January.     worked     February +4: 3+4=7     half of the responses: correct, and
-               February +4.                                March -2: 7-2=5        as long as the problem
-               March -2.                                   #### 5
-               How many?                        guessed    #### 6                 the others: short, and mostly wrong
+    prompt     Ann has 3 apples in January.     a worked response     February +4: 3+4=7
+               February +4.                                           March -2: 7-2=5
+               March -2.                                              #### 5
+               How many?                        a guessed response    #### 6
 
-A model that is fine-tuned on both kinds of responses learns both. RL then teaches it to work the answer out, because
+Half of the responses in the data are worked: correct, and as long as the problem. The others are guessed: short, and
+mostly wrong. A model that is fine-tuned on both kinds learns both. RL then teaches it to work the answer out, because
 the reward checks the number after the hashes.
 
+    call                                        writes
     write_task(folder, sizes)                   data/train.jsonl, data/prompts.jsonl, model/
     train(sft_config(folder, sizes))            sft/
     train(rl_config(folder, sizes))             rl/, starting from the fine-tuned model
@@ -51,7 +53,7 @@ class Sizes:
 
 
 def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, str]]:
-    """Yield `count` rows with `prompt`, `response` and `answer`.
+    """Yield `count` word problems as rows with `prompt`, `response` and `answer`.
 
     The number of steps of a problem has a log-normal distribution, cut off at `most_steps`.
     """
@@ -148,7 +150,7 @@ def write_task(folder: Path, sizes: Sizes, *, head: int | None = None) -> tuple[
 
 
 def sft_config(folder: Path, sizes: Sizes) -> Config:
-    """Return the settings of the fine-tuning run. `folder`: the folder that `write_task` wrote."""
+    """Return the settings of the fine-tuning run. `folder`: the folder to which `write_task` wrote."""
     return config_from_dict(
         {
             "model": {"path": str(folder / "model")},

@@ -1,4 +1,4 @@
-"""A small server engine: an HF model on the CPU that answers JSON lines over TCP. For tests, and as an example.
+"""A small server engine: a Hugging Face model on the CPU that answers JSON lines over TCP. For tests and as an example.
 
     python -m padfree.testing.line_server --model FOLDER --port 4000 --name policy
 
@@ -40,11 +40,11 @@ from padfree.rollout.engines.servers.start import make_server_sampler
 from padfree.rollout.sampling_rng import GREEDY
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes of a request or an answer."""
+"""Maximum size of a request or an answer in bytes."""
 
 
 def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> ServerSampler:
-    """Make the sampler. Set `rollout.engine` to this function; its arguments are those of every engine."""
+    """Make the sampler. `rollout.engine` names this function, which has the arguments that every engine has."""
     return make_server_sampler(LineServer, config, mesh, trained, tokenizer, score)
 
 
@@ -59,7 +59,7 @@ class LineServer(ServerApi):
             raise UserError(
                 "rollout.servers",
                 f"{self.url} has a vocabulary of {vocabulary}, but the model of this run has {served.vocabulary}",
-                "start it with the model of model.path",
+                "start the server with the model of model.path",
             )
         await self.resume()  # a killed run may have left it paused
         return name

@@ -103,7 +103,7 @@ _YARN: dict[str, Any] = {
     "original_max_position_embeddings": 16,
 }
 
-# By name: the model class, and config values in addition to the basic ones. None removes a basic value.
+# By name: the model class, and config values that are added to the basic values. None removes a basic value.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -365,7 +365,7 @@ MIXERS = (
 """Architectures with layers that have a recurrent state."""
 
 EXPERTS = tuple(name for name, (_, extra) in ARCHITECTURES.items() if any("expert" in key for key in extra))
-"""Architectures with experts. A changed token can change the matmul shapes, and so the rounding, of other tokens."""
+"""Architectures with experts. A changed token can change matmul shapes, and thus the rounding of other tokens."""
 
 
 def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

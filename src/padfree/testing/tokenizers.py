@@ -72,7 +72,7 @@ def _backend(kind: str) -> str:
 
 
 def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **changes: Any) -> PreTrainedTokenizerFast:
-    """Make a new tokenizer. `template` is a name in TEMPLATES; `kind` is one of bytes, trimmed, bos, metaspace."""
+    """Make a new tokenizer. `template`: a name in TEMPLATES. `kind`: bytes, trimmed, bos or metaspace."""
     make: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=Tokenizer.from_str(_backend(kind)),

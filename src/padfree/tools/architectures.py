@@ -1,10 +1,10 @@
 """Find out which causal language models of the installed transformers padfree can train packed.
 
-    python -m padfree.tools.architectures lfm2 rwkv     the lines of the table for these model types
+    python -m padfree.tools.architectures lfm2 rwkv     prints the table's lines for these model types
 
 Each architecture is built on the meta device from the default config of its class, and then prepared for packed
-training (`attach`). If that fails, the table gives the reason. `COMPLETED` adds the arguments that some default configs
-lack. `padfree.tools.reference_pages` writes the whole table to docs/reference/architectures.md.
+training (`attach`). If building or preparing fails, the table gives the reason. `COMPLETED` adds the arguments that
+some default configs lack. `padfree.tools.reference_pages` writes the whole table to docs/reference/architectures.md.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
-"""By model type: config arguments without which no model can be built, and which the default config lacks."""
+"""Config arguments, by model type, that the default config lacks and without which no model can be built."""
 
 PACK_KERNELS = {
     "gated_delta": "flash-linear-attention",
     "mamba2": "flash-linear-attention",
     "short_convolution": "on any device",
 }
-"""The package that a kind of mixer needs to run on a whole pack in one call."""
+"""What each kind of mixer needs to process a whole pack in one call: a package, or nothing ("on any device")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class Architecture:
 def try_architecture(model_type: str) -> Architecture:
     """Build one architecture, prepare it for packed training, and return its line of the table.
 
-    If that fails, the line has the reason.
+    If building or preparing fails, the line contains the reason.
     """
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     signal.signal(signal.SIGALRM, _too_long)
@@ -94,7 +94,7 @@ def try_architecture(model_type: str) -> Architecture:
     try:
         config = CONFIG_MAPPING[model_type](**COMPLETED.get(model_type, {}))
         model_class = getattr(transformers, class_name)
-        if not isinstance(config, model_class.config_class):  # a model with several parts
+        if not isinstance(config, model_class.config_class):  # a model with several parts, e.g. text and vision
             config = config.get_text_config()
         with torch.device("meta"):
             model = model_class(config)
@@ -120,7 +120,7 @@ def try_architecture(model_type: str) -> Architecture:
 
 
 def _too_long(*_: Any) -> None:
-    raise UserError("model", f"not decided within {PATIENCE} s", "raise PATIENCE")
+    raise UserError("model", f"was not built and prepared within {PATIENCE} s", "raise PATIENCE")
 
 
 def _short(text: str) -> str:

@@ -1,7 +1,7 @@
 """Write the reference pages of the documentation from the code.
 
     python -m padfree.tools.reference_pages docs/reference                     index, settings, metrics, backends
-    python -m padfree.tools.reference_pages docs/reference --architectures     and architectures, in some minutes
+    python -m padfree.tools.reference_pages docs/reference --architectures     the same and architectures, in minutes
 
 The pages are kept in git. tests/test_reference.py fails if a page differs from what this module generates.
 """
@@ -30,7 +30,7 @@ SECTION_PAGES = {
     "parallelism](../concepts/expert-parallelism.md)",
     "checkpoint": "[checkpoints](../guides/checkpoints.md)",
 }
-"""By section of the settings: the page that explains it."""
+"""The pages that explain each section of the settings, as Markdown links."""
 
 
 def quick_pages() -> dict[str, str]:

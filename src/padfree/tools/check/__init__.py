@@ -1,7 +1,7 @@
 """Check on the user's own model, data, backend and layout that packing does not change results.
 
-    report = check_model("my-model", samples)          compares packed training with plain HF code, one sample at a time
-    assert report.passed, report.verdict
+    report = check_model("my-model", samples)      compares packed training with plain Hugging Face (HF) code that runs
+    assert report.passed, report.verdict           one sample at a time
 
 model_source    the model to load, or its first layers
 samples         a few of the user's samples, or random tokens
@@ -12,7 +12,7 @@ plain_losses    the losses of pairs, teachers, reward models and critics, by pla
 packed          the code path of training: plan, packs, prepared model, fused loss, FSDP2
 compare         the largest differences, and the tolerances
 check_report    the results and the verdict
-model_check     check_model: all of the above
+model_check     check_model: runs the check with the modules above
 """
 
 from padfree.tools.check.check_report import CheckReport, CheckResult, Skipped

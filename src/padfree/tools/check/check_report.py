@@ -4,8 +4,8 @@
     log-probabilities             4.8e-07   7.2e-07   2.0e-05  ok   token 30 of sample 5
     gradients of layer 1          1.9e-06   1.1e-06   1.0e-04  ok   model.layers.1.mlp.up_proj.weight
 
-The noise is the rounding error of plain transformers code in the same dtype. A result passes if its difference is at
-most `tolerance`, or at most `FACTOR` times the noise.
+The difference is between packed training and the reference. The noise is the rounding error of plain transformers code
+in the same dtype. A result passes if its difference is at most `tolerance`, or at most `FACTOR` times the noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from padfree.tools.check.compare import FACTOR
 
 MAIN = "packed"
-"""The name of the main check. The other checks vary the layout of the samples."""
+"""The name of the main check. The other checks vary the layout of the samples or the tokens around a sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +31,13 @@ class CheckResult:
     quantity: str  # one of log-probabilities, loss, normaliser, gradients
     part: str | None = None  # part of the model, for gradients
     difference: float
-    noise: float | None  # None: only the tolerance counts
+    noise: float | None  # None: the limit is the tolerance
     tolerance: float
     where: str = ""  # where the difference is largest
 
     @property
     def limit(self) -> float:
-        """The largest difference that passes. Non-finite noise is ignored."""
+        """The largest difference that passes: the tolerance, or `FACTOR` times a finite noise if this is larger."""
         noise = self.noise if self.noise is not None and math.isfinite(self.noise) else 0.0
         return max(self.tolerance, FACTOR * noise)
 
@@ -58,7 +58,7 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """A variation of the check that could not run, and the reason."""
+    """A variation of the main check that could not run, and the reason."""
 
     check: str
     reason: str
@@ -125,9 +125,9 @@ class CheckReport:
         ]
 
     def shown_rows(self) -> list[CheckResult]:
-        """Return the results that the table shows: all of the main check, and some of each variation.
+        """Return the results that the table shows: all results of the main check, and some of each variation.
 
-        Of a variation, these are all failures or, if there are none, the result nearest to its limit.
+        Of a variation, the table shows all failures or, if there are none, the result nearest to its limit.
         """
         shown: list[CheckResult] = []
         for check, group in groupby(self.rows, key=lambda row: row.check):

@@ -1,14 +1,16 @@
 """Compute the largest differences between two results, and define the tolerances.
 
+    quantity            what is compared                                                  example
     log-probabilities   largest difference of any token, in nats                          2.1e-06 at token 17 of 'b'
-    loss                difference, in nats
-    normaliser          relative difference of the loss and the mean of padfree's own log-probabilities
-    gradients           per parameter: largest difference / largest entry                 3.0e-07 in layers.0.mlp...
-                        then the maximum over the parameters of a part (a layer, the embeddings, the head, a norm)
+    loss                difference, in nats                                               1.2e-07
+    normaliser          relative difference between the loss and minus the mean           4.0e-08
+                        of padfree's own log-probabilities
+    gradients           per parameter: largest difference / largest entry; of these,      3.0e-07 in layers.0.mlp...
+                        the maximum per part (a layer, the embeddings, the head, a norm)
 
-Some gradients are zero except for rounding, e.g. that of the bias of a key projection. Their relative difference would
-be a large quotient of two rounding errors. The divisor is therefore at least a hundredth of the largest entry in the
-parameter's part of the model.
+Some gradients are zero except for rounding, e.g. the gradient of a key projection's bias. The relative difference of
+such gradients would be a large quotient of two rounding errors. The divisor is therefore at least a hundredth of the
+largest entry in the parameter's part of the model.
 
 A non-finite number counts as an infinite difference.
 """
@@ -30,10 +32,10 @@ from padfree.model.structure import layers_of
 from padfree.sample import Sample
 
 FLOOR = 0.01
-"""A gradient difference is divided by at least this fraction of the largest gradient entry in its part of the model."""
+"""The divisor of a gradient difference is at least this fraction of the largest entry in the same part of the model."""
 
 FACTOR = 4.0
-"""A difference passes if it is at most this many times the noise, i.e. the rounding error of plain HF code."""
+"""A difference passes if it is at most this many times the noise, the rounding error of plain transformers code."""
 
 
 class Gap(NamedTuple):
@@ -44,7 +46,7 @@ class Gap(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """For the gradient of one parameter: the largest difference, and the largest entry of the reference."""
+    """For the gradient of one parameter: its largest difference to the reference, and the reference's largest entry."""
 
     difference: float
     size: float
@@ -64,8 +66,8 @@ TOLERANCES = {
     torch.float32: Tolerance(logprobs=2e-5, loss=1e-5, normaliser=1e-5, gradients=1e-4),
     torch.bfloat16: Tolerance(logprobs=3e-2, loss=5e-3, normaliser=1e-4, gradients=3e-2),
 }
-"""By dtype: a few hundred times the rounding error of float32, and a few times that of bfloat16. Loss weights and sums
-are always in float32."""
+"""Tolerances by dtype: a few hundred times the rounding error of float32, and a few times that of bfloat16. The
+normaliser's tolerance is low for both, because loss weights and sums are always in float32."""
 
 
 def logprob_gap(actual: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
@@ -115,7 +117,7 @@ def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
 def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
     """Return the largest relative gradient difference in each part of the model, in the order of the parts.
 
-    `extents`: the difference of each parameter's gradient. `parts`: the part of the model of each parameter.
+    `extents`: by parameter name, the difference of its gradient. `parts`: by parameter name, its part of the model.
     """
     largest: dict[str, float] = {}
     for name, part in parts.items():

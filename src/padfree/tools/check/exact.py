@@ -1,12 +1,13 @@
-"""The reference in float64: plain HF code with as little rounding as possible.
+"""The reference in float64: plain transformers code with as little rounding as possible.
 
-    float32, sdpa, 30 layers      gradients differ from float64 by up to 1e-3, which is too much for a reference
-    float64, eager                weights (converted from the files) and activations are float64
+    dtype      attention     precision
+    float32    sdpa          with 30 layers, gradients differ from float64 by up to 1e-3: too much for a reference
+    float64    eager         the reference: weights (converted from the files) and activations are float64
 
-transformers computes some operations in float32 for every model dtype: RMSNorm, the softmax of eager attention,
-routers. For a float64 model that would lose precision. Inside `float64_throughout`, an operation on a float64 tensor
-that asks for float32 stays in float64. Rotary angles are part of the model's definition, so their float32 buffers are
-unchanged.
+transformers computes some operations in float32 for every model dtype: RMSNorm, the softmax of eager attention and
+routers. A float64 model would lose precision there. Inside `float64_throughout`, an operation on a float64 tensor that
+asks for float32 therefore stays in float64. Rotary angles are part of the model's definition, so their float32 buffers
+are unchanged.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def make_float64(model: PreTrainedModel) -> None:
 
 
 def float64_bytes(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
-    """Return the estimated bytes of the float64 reference, in addition to the float32 model.
+    """Return the estimated memory in bytes that the float64 reference needs in addition to the float32 model.
 
-    They are the bytes of weights, gradients, and the activations of the longest sample.
+    The reference needs memory for weights, gradients, and the activations of the longest sample.
     """
     sizes, longest = ModelSizes.of(model.config), max(len(sample) for sample in samples)
     weights = sum(tensor.numel() for tensor in named_tensors(model).values()) * (4 + 8 + 8)
@@ -79,8 +80,8 @@ def exact(
 ) -> tuple[Found | None, str | None]:
     """Load a model with `load`, convert it to float64, and return the result of `compute` on it. Collective.
 
-    Only rank 0 computes; other ranks get None. The second result is None if this worked. Otherwise it is the reason why
-    there is no float64 reference, the same on every rank: not enough memory, or a model that does not run in float64.
+    Only rank 0 computes; on other ranks the first result is None. The second result, the same on every rank, is None
+    or the reason why there is no float64 reference: not enough memory, or a model that does not run in float64.
     """
     found, obstacle = None, None
     model = load()
@@ -103,9 +104,10 @@ def exact(
 
 
 def reference_line(dtype: torch.dtype, obstacle: str | None, what: str, attention: str) -> str:
-    """Return the text of the report about the reference. `obstacle`: why it is not in float64; None if it is.
+    """Return the text that describes the reference in the report.
 
-    `what`: the unit that is run at a time, e.g. one sample. `attention`: the attention implementation.
+    `obstacle`: why the reference is not in float64; None if it is. `what`: what is run at a time, e.g. "one sample at a
+    time". `attention`: the attention implementation.
     """
     if obstacle is None:
         return f"transformers in float64, {what}, eager attention"
@@ -133,5 +135,5 @@ def free_memory(device: torch.device) -> float:
                 found = next(line.split()[1] for line in file if line.startswith("MemAvailable:"))
             return float(found) * 1024
         except (OSError, StopIteration, ValueError):
-            pass  # not Linux: use the total memory
+            pass  # not on Linux: use the total memory
     return device_memory(device)

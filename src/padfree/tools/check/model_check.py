@@ -1,17 +1,20 @@
 """`check_model`: compare the packed path and its variations with a reference.
 
-    1  reference     plain HF code, one sample at a time, in float64            on rank 0; the other ranks wait
-    2  noise         plain HF code in the dtype, padded pairs, eager attention  on rank 0; compared with 1
-    3  packed        log-probabilities, loss, gradients of every part           compared with 1; limit: tolerance or 2
-    4  leak          different tokens in every second sample                    the other samples compared with 3
-    5  pad           random tokens after every pack                             compared with 1 and with another pad
-    6  layouts       other micro-batches, another order, other context methods  compared with 1
+       step          what is computed                                           with what it is compared
+    1  reference     plain HF code, one sample at a time, in float64            nothing; rank 0 computes, others wait
+    2  noise         plain HF code in the dtype, padded pairs, eager attention  reference; rank 0 computes, others wait
+    3  packed        log-probabilities, loss, gradients of every part           reference, with the noise as limit
+    4  leak          different tokens in every second sample                    unchanged samples: same results as in 3
+    5  pad           random tokens after every pack                             reference, and other random tokens
+    6  layouts       other micro-batches, another order, other context methods  reference
+
+HF code is plain Hugging Face code. The dtype is that of the check, float32 or bfloat16.
 
 The losses of pairs, teachers, reward models and critics (`plain_losses`) have no log-probabilities to compare. For them
-only 1, 2, 3 and 6 run; the check of "nll" on the same model covers leaks and padding.
+only steps 1, 2, 3 and 6 run; the check of "nll" on the same model covers leaks and padding.
 
 Models are in evaluation mode, without dropout. The reference runs on a single device. If there is not enough memory for
-float64, or the model does not run in float64, the reference has the checked dtype, and the report says so.
+float64, or the model does not run in float64, the reference has the dtype of the check, and the report says so.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Reference:
-    """The reference results, with which rank 0 compares. On other ranks only the samples and the names are filled."""
+    """The results of the reference, which rank 0 needs. Other ranks have only the samples and parameter names."""
 
     samples: list[Sample]  # the samples with the extra inputs of the loss
     outcome: CheckOutcome
@@ -98,13 +101,13 @@ def check_model(
     trust_remote_code: bool = False,
     on_progress: Say | None = None,
 ) -> CheckReport:
-    """Compare packed training of a model with plain HF code, one sample at a time.
+    """Compare packed training of a model with plain Hugging Face code that runs one sample at a time.
 
     `source`: a folder, Hub id or config, as for `load_model`. `samples`: samples, or a number of random samples; for
     the losses "dpo" and "reward" consecutive samples form pairs. `origin`: where the samples come from, for the report.
-    `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU. `layers`: check the first layers of
-    a deep model, by default a few; `full` checks all layers. Under torchrun the processes are data x `context` ranks;
-    the call is collective and returns the same report on every rank.
+    `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU. `layers`: number of layers to
+    check, from the first; by default a few. `full` checks all layers. Under torchrun the processes are data x `context`
+    ranks; the call is collective and returns the same report on every rank.
     """
     say = on_progress or (lambda _: None)
     if dtype is not None and dtype not in TOLERANCES:
@@ -169,7 +172,7 @@ def longest_of(config: PreTrainedConfig, wanted: int) -> int:
 def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
     """Raise an error if the model cannot process the samples, or if there is nothing to compare."""
     if len(samples) < 2:
-        raise UserError("samples", "is too few: a leak needs two samples", "give 2 samples or more", value=len(samples))
+        raise UserError("samples", "is too few samples: a leak needs two", "give 2 samples or more", value=len(samples))
     if not any(sample.num_labels for sample in samples):
         raise UserError(
             "samples", f"none of the {len(samples)} samples has a trained token", "give samples with trained tokens"
@@ -211,7 +214,7 @@ def _reference(
     def compute(
         model: PreTrainedModel, given: list[Sample] | None = None, *, padded: bool = False
     ) -> tuple[list[Sample], CheckOutcome]:
-        """Return the samples with the extra inputs of the loss, and the results of plain HF code for them.
+        """Return the samples with the extra inputs of the loss, and the results of plain Hugging Face code for them.
 
         `given`: samples that already have the extra inputs. `padded`: whether to run padded pairs.
         """
@@ -235,7 +238,7 @@ def _reference(
         if found is None:
             say(f"reference: {len(samples)} samples, {_what(loss)}")
         given, outcome = found or compute(model)
-        say("noise: the same in padded pairs")
+        say("noise: the same samples in padded pairs")
         _, other = compute(model, given, padded=True)
         extents = {name: extent(other.gradients.get(name), outcome.gradients.get(name)) for name in parts}
         noise = {part: gap.difference for part, gap in gradient_gaps(extents, parts).items()}
@@ -266,7 +269,7 @@ def _reference(
 
 
 class _Check:
-    """Runs packed training in all its variations, and compares it. Collective; only rank 0 collects results."""
+    """Runs packed training in all variations, and compares each with the reference. Collective; rank 0 has results."""
 
     def __init__(
         self, path: PackedPath, reference: _Reference, vocabulary: int, tolerance: Tolerance, say: Say
@@ -274,7 +277,7 @@ class _Check:
         self.path, self.reference, self.samples, self.say = path, reference, reference.samples, say
         self.vocabulary, self.tolerance = vocabulary, tolerance
         self.first = path.mesh.loss.rank == 0
-        self.repeated = 0.0  # the difference between two identical runs
+        self.repeated = 0.0  # the largest difference between two identical runs
         self.rows: list[CheckResult] = []
         self.skipped: list[Skipped] = []
 
@@ -309,7 +312,7 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Add results for these values and for the gradients in the parameters."""
+        """Add the results of comparing these values, and the gradients in the parameters, with the reference."""
         expected, noise, tolerance = self.reference.outcome, self.reference.noise, self.tolerance
         extents = self.path.extents(expected.gradients)
         if not self.first:
@@ -357,8 +360,8 @@ class _Check:
     def _add_exact(self, check: str, gap: Gap) -> None:
         """Add a result whose difference must be exactly 0 if two identical runs give the same bits.
 
-        Exactness can be expected because the rows of a matmul do not depend on each other. With experts it cannot: the
-        shapes of their matmuls depend on all tokens, so that rounding can differ.
+        The rows of a matmul do not depend on each other, so other tokens cannot change a sample's bits. Experts are an
+        exception: the shapes of their matmuls depend on all tokens, so that rounding can differ.
         """
         if not self.first:
             return

@@ -5,8 +5,8 @@
 
 The first layers keep their own weights, and so do the embeddings, the last norm and the head. Enough layers are kept to
 include every layer type in the config (sliding or full attention, dense or sparse). Files are linked, not copied,
-unless transformers renames or merges tensors on loading. In that case it would read whole files, so the kept tensors
-are written to new files.
+unless transformers renames or merges tensors on loading. In that case it would read whole files, so the tensors of the
+kept layers are written to new files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FEW_LAYERS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """The model to check. `source`: the argument with which `load_model` loads it."""
+    """The model to check. `source`: the argument of `load_model` that loads it."""
 
     source: str | Path | PreTrainedConfig
     config: PreTrainedConfig  # the config with the kept layers only
@@ -70,7 +70,7 @@ def model_source(
     if layers is not None and layers < 1:
         raise UserError("layers", "is not a positive number", "give 1 or more", value=layers)
     if layers is not None and full:
-        raise UserError("layers", f"{layers} cannot be combined with full", "give one of them")
+        raise UserError("layers", f"{layers} cannot be combined with full", "give only one of them")
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
     # The files of a multimodal model also hold layers of other parts, so all layers are loaded.
     if (inner := language_config(config)) is not None:

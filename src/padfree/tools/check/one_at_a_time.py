@@ -1,10 +1,12 @@
 """The definition of correct: plain transformers code, one sample at a time.
 
-    one at a time   [1, n]      HF's own attention, logits [n, V], cross entropy, backward; gradients summed in float32
-    padded pairs    [2, L]      the same mathematics with an attention mask and HF's eager attention
+    method          input      computation
+    one at a time   [1, n]     HF's own attention, logits [n, V], cross entropy, backward; gradients summed in float32
+    padded pairs    [2, L]     the same mathematics with an attention mask and HF's eager attention
 
-The first method runs in float64 if possible (`exact.py`), the second in the checked dtype. Their results differ by
-rounding: the noise that any correct implementation can show in this dtype, on this device, for this model.
+HF is Hugging Face transformers. The first method runs in float64 if possible (`exact.py`), the second in the dtype of
+the check. Their results differ by rounding. This difference is the noise that any correct implementation can show in
+this dtype, on this device, for this model.
 
 Each gradient is added to the sums and freed as soon as it is computed, so that the gradient of at most one parameter is
 in memory besides the sums.
@@ -33,7 +35,7 @@ class CheckOutcome:
 
     logprobs: list[NDArray[np.float32]]  # [n] per sample; 0 for the first token
     loss: float  # mean over the trained tokens
-    gradients: dict[str, Tensor]  # float32 or float64, on the CPU; without parameters that got no gradient
+    gradients: dict[str, Tensor]  # by parameter name, float32 or float64, on the CPU; only parameters with a gradient
 
 
 def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:

@@ -1,7 +1,7 @@
 """The code path of training, from samples to gradients, and variations of it that must not change the results.
 
-samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      padfree.train.Engine
-samples -> plan -> packs -> attached model -> score -> log-probabilities                     padfree.train.Scorer
+samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      by padfree.train.Engine
+samples -> plan -> packs -> attached model -> score -> log-probabilities                     by padfree.train.Scorer
 
 variation                      what differs
 one sample per pack            micro-batches of one sample
@@ -68,7 +68,8 @@ class Variation:
 
 
 def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
-    """Return the variations to check: other micro-batches, another order, shared prefixes, context parallelism.
+    """Return the variations of the layout to check: other micro-batches, another order of samples, shared prefixes, and
+    other context methods.
 
     `context`: number of context ranks.
     """
@@ -150,7 +151,7 @@ class PackedPath:
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
         """Return log-probabilities [n] of all tokens of each sample, trained or not, on every rank.
 
-        They are 0 for the first token.
+        The log-probability of the first token of a sample is 0.
         """
         return self.scorer.logprobs(_all_scored(samples))
 
@@ -181,7 +182,7 @@ class PackedPath:
     # With a pad after every pack
 
     def padded_logprobs(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> Logprobs:
-        """Return the same as `logprobs`, computed with padding tokens `fill(length)` after every pack."""
+        """Return what `logprobs` returns, computed with padding tokens `fill(length)` after every pack."""
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         scores = partial(self.scorer._scores, self.scorer.temperature)
@@ -197,7 +198,7 @@ class PackedPath:
         return [host[start:end] for start, end in pairwise(starts)]
 
     def padded_loss(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> float:
-        """Return the same as `loss`, computed with padding tokens `fill(length)` after every pack."""
+        """Return what `loss` returns, computed with padding tokens `fill(length)` after every pack."""
         return self._loss(self._padded(samples, fill))
 
     def _padded(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> PreparedStep:
@@ -245,7 +246,7 @@ def _all_scored(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def with_other_tokens(samples: Sequence[Sample], vocabulary: int, first: int) -> list[Sample]:
-    """Return the samples; in every second sample, starting at `first`, all tokens are replaced by other tokens."""
+    """Return the samples with all tokens of every second sample, starting at sample `first`, replaced by others."""
     rng = np.random.default_rng(first)
     return [
         replace(sample, tokens=(sample.tokens + rng.integers(1, vocabulary, len(sample))) % vocabulary)

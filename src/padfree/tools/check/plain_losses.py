@@ -3,14 +3,15 @@
     kind      loss                                                           further inputs
     nll       cross entropy, mean over trained tokens (`one_at_a_time`)
     dpo       sigmoid loss of pairs, mean over pairs                         log-probabilities of a reference model
-    kto       loss of single answers with labels, mean over answers          the same, and z₀
-    distill   forward KL from a teacher, mean over trained tokens            a teacher: the model with other norms
+    kto       loss of single answers with labels, mean over answers          the same, and the reference point z₀
+    distill   forward KL from a teacher, mean over trained tokens            a teacher: the model with changed norms
     reward    Bradley-Terry loss of pairs, mean over pairs                   a scalar head
     value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
 
-Inputs that a run would compute beforehand are random numbers here, seeded with the index of the sample: reference
-log-probabilities near the model's own, returns, old values. The reference result calls the model once per sample. The
-noise result calls it with padded batches of two samples (a pair, or consecutive samples) and eager attention.
+Inputs that a run would compute before the loss (log-probabilities of a reference, returns, old values) are random
+numbers in this check, seeded with the index of the sample. The log-probabilities are near the model's own. The
+reference result calls the model once per sample. The noise result calls it with padded batches of two samples (a pair,
+or consecutive samples) and eager attention.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def plain_loss(
 def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLoss, padded: bool) -> list[Tensor]:
     """Return the model's output for each sample.
 
-    It is logits [n, V] or, with a scalar head, values [n]; for the loss "reward" it is the reward [1].
+    The output is logits [n, V] or, with a scalar head, values [n]. For the loss "reward", it is the reward [1].
     """
     calls = [list(samples)] if padded else [[sample] for sample in samples]
     found: list[Tensor] = []
@@ -160,7 +161,7 @@ def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLos
 
 
 def _end(sample: Sample, pad_token: int | None) -> int:
-    """Return the index of the last token of a sample that is not the padding token."""
+    """Return the index of the last token of a sample, not counting padding tokens at its end."""
     real = [index for index, token in enumerate(sample.tokens.tolist()) if token != pad_token]
     return real[-1] if real else 0
 

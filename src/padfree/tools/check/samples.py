@@ -1,4 +1,4 @@
-"""A few samples for a check: from the user's data, spread from the shortest to the longest, or random.
+"""A few samples for a check: random, or from the user's data with lengths spread from the shortest to the longest.
 
 lengths of the data   12 500 80 40 7 90 300 60        4 samples: lengths 7 40 80 500, in the order of the file
 """
@@ -44,7 +44,7 @@ def chosen_samples(
     pairs: bool = False,
     labels: bool = False,
 ) -> list[Sample]:
-    """Return `count` samples of SFT data, or of rollouts (files with a `reward`), truncated to `max_length` tokens.
+    """Return `count` samples of SFT data, or of rollouts (rows with a `reward`), truncated to `max_length` tokens.
 
     `pairs`: the data has `chosen` and `rejected`, and whole pairs are taken. `labels`: data for `padfree kto`.
     `data`: files, or a `[data]` section. `tokenizer`: a folder or a Hub id; rollouts given as token ids need none.

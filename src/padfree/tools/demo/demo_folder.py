@@ -37,7 +37,7 @@ class DemoSizes(Sizes):
     gpu_layers: int = 8
     gpu_samples: int = 512  # samples per step
     gpu_steps: int = 16
-    gpu_set_up: int = 3  # first steps that are not timed: compilation, kernel selection, memory allocation
+    gpu_set_up: int = 3  # number of first steps that are not timed, because they compile and allocate memory
 
 
 def console() -> Console:
@@ -54,7 +54,7 @@ class Demo:
     def __init__(
         self, folder: Path, console: Console, sizes: DemoSizes, *, known: Collection[str], resume: bool
     ) -> None:
-        """`known`: the names of all stages; a folder with the results of others does not hold a demo."""
+        """`known`: the names of all stages. A folder that holds results of other stages is not a demo's."""
         self.folder, self.console, self.sizes = folder, console, sizes
         self.found: dict[str, Found] = {}
         state = folder / STATE
@@ -69,7 +69,9 @@ class Demo:
             _read_state(state, known, "--folder")
             if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN):
                 raise UserError(
-                    "--folder", f"{folder} holds {others[0]} next to an earlier demo", "give a new or empty folder"
+                    "--folder",
+                    f"{folder} holds {others[0]} in addition to an earlier demo",
+                    "give a new or empty folder",
                 )
             for run in ("sft", "rl", "real/sft", "real/rl"):
                 check_not_in_use(folder / run)
@@ -95,7 +97,7 @@ class Demo:
 
     @contextmanager
     def bar(self, total: int | None) -> Iterator[Callable[[int, str], None]]:
-        """A progress bar on a terminal, a few printed lines elsewhere. Yields a function of (done, text)."""
+        """Context manager that shows a progress bar on a terminal, or lines elsewhere. Yields `update(done, text)`."""
         if not self.console.is_terminal:
             interval = max((total or 1) // 5, 1)
             yield lambda done, text: self.say(f"{done}/{total}  {text}") if total and done % interval == 0 else None
@@ -109,7 +111,7 @@ class Demo:
             yield lambda done, text: progress.update(task, completed=done, description=text)
 
     def train(self, config: Config, name: str, digits: str) -> list[dict[str, Any]]:
-        """Start or resume a run; the bar shows the metric `name`. Returns the metrics of every step."""
+        """Start or resume a run, and return the metrics of every step. The progress bar shows the metric `name`."""
         from padfree.train import train
 
         with self.bar(config.run.steps) as bar:

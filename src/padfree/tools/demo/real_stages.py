@@ -90,7 +90,7 @@ class RealDemo:
 
 
 def reward(response: str, row: Mapping[str, Any]) -> float:
-    """1 for the right number after `####`, `FORM_REWARD` for a wrong number, 0 without a number."""
+    """Return 1 for the right number after `####`, `FORM_REWARD` for a wrong number, and 0 if there is no number."""
     return 1.0 if number_after_hashes(response, row) else FORM_REWARD * (hashed_number(response) is not None)
 
 
@@ -108,7 +108,7 @@ def split_rows(real: RealDemo) -> Found:
 
 
 def read_rows(name: str, most: int) -> list[dict[str, str]]:
-    """The first rows of a JSON Lines file, as prompt, response and answer."""
+    """Return at most `most` rows of a JSON Lines file, each with prompt, response and answer."""
     path = Path(name).expanduser()
     if path.exists() and not path.is_file():
         raise UserError("--data", f"{name} is not a file", "give a JSON Lines file")
@@ -142,7 +142,7 @@ def _row(line: str, location: str) -> dict[str, str]:
 
 
 def measured(real: RealDemo, model: str) -> Found:
-    """Held-out accuracy and mean reward of a model. Prints some of its answers."""
+    """Print some answers of a model, and return its accuracy and mean reward on the held-out rows."""
     from padfree.tools.talk.speaker import open_speaker
     from padfree.train.run import evaluate
 

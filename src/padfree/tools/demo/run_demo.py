@@ -1,4 +1,4 @@
-"""`padfree demo`: its options, and the loop over its stages."""
+"""The command `padfree demo`: its options, and the loop over its stages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command = commands.add_parser(
         "demo",
         help="plan, check, fine-tune and run RL with a tiny model, on a CPU",
-        description="Makes a small data set and a tiny model, then plans, checks, fine-tunes packed and padded, and "
-        "trains with rewards. Prints a summary and writes a report page. Needs no GPU and no network.",
+        description="Make a small data set and a tiny model, then plan, check, fine-tune with and without packing, and "
+        "train with rewards. Print a summary and write a report page. No GPU or network is needed.",
         epilog="example: padfree demo --folder runs/demo",
     )
     add = command.add_argument
@@ -56,7 +56,7 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError(
             "--resume",
             f"{demo.folder} holds a demo {'without' if real is not None else 'with'} --real",
-            "resume it with the options that it was started with, or give another --folder",
+            "repeat the options with which this demo was started, or give another --folder",
         )
     begin = time.perf_counter()
     try:
@@ -88,14 +88,17 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _real_model(settings: argparse.Namespace) -> str | None:
-    """The model of `--real`; None without `--real`."""
+    """Return the model that `--real` or `--model` names; None without `--real`."""
     if settings.real is None:
         for name in ("model", "data"):
             need(getattr(settings, name) is None, f"--{name}", getattr(settings, name), "add --real, or remove it")
         return None
     if settings.real and settings.model is not None:
         raise UserError(
-            "--model", f"and --real {settings.real!r} both name a model", "give one of them", value=settings.model
+            "--model",
+            f"and --real {settings.real!r} both name a model",
+            "give only one of the two",
+            value=settings.model,
         )
     model: str | None = settings.real or settings.model
     if model is None:
@@ -110,7 +113,7 @@ def _real_model(settings: argparse.Namespace) -> str | None:
 
 @contextmanager
 def _surroundings(cache: Path) -> Iterator[None]:
-    """Context manager: keep the cache in the demo's folder, and hide the progress bars of transformers."""
+    """Context manager that keeps caches in the folder `cache` and hides the progress bars of transformers."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped

@@ -32,11 +32,11 @@ from padfree.tools.page.theme import FONTS, THEMES, template
 Cell = str | int | float
 
 EMPTY = ("", "–")
-"""Texts that a column of numbers may contain for a missing number."""
+"""Texts that stand for a missing number in a column of numbers."""
 
 TEMPLATES = Environment(
     loader=PackageLoader("padfree.tools.page"),
-    autoescape=select_autoescape(("html",)),  # CSS and JavaScript files are not escaped: escapes mean nothing there
+    autoescape=select_autoescape(("html",)),  # CSS and JavaScript are not escaped: HTML escapes mean nothing in them
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -52,7 +52,7 @@ def refuse_foreign(path: Path, setting: str = "output") -> None:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(len(BEGINNING))
     except OSError:
-        return  # the file does not exist, or writing it will raise a better error
+        return  # the file does not exist, or writing it will raise a more specific error
     if head and head != BEGINNING:
         raise UserError(
             setting,
@@ -88,7 +88,7 @@ class Page:
         self._blocks.append({"kind": "table", "caption": caption, "head": head, "rows": body})
 
     def add_figure(self, caption: str, figure: Mapping[str, Any], *, wide: bool = False) -> None:
-        """Add a plotly figure: `{"data": [...], "layout": {...}}` of plain values or numpy arrays. NaN is a gap."""
+        """Add a plotly figure: `{"data": [...], "layout": {...}}` of plain values or numpy arrays. NaN leaves a gap."""
         extra = set(figure) - {"data", "layout"}
         assert not extra, f"a figure has data and layout, not {sorted(extra)}"
         layout = _jsonable(figure.get("layout", {}))
@@ -101,7 +101,7 @@ class Page:
     def add_records(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell | None]]) -> None:
         """Add a table that the reader can search, sort, and filter by the values of the first column.
 
-        Numbers are right-aligned. Long texts are cut to a few lines until the reader clicks on their line of the table.
+        Numbers are right-aligned. Long texts are cut to a few lines until the reader clicks on their row of the table.
         """
         wrong = [row for row in rows if len(row) != len(columns)]
         assert not wrong, f"{len(columns)} columns, but a row has {len(wrong[0])}"
@@ -159,7 +159,7 @@ def plain(text: str) -> str:
 
 
 def _plotly() -> str:
-    """Return plotly's script. It must not contain text that would end the <script> element."""
+    """Return plotly's script. It cannot contain `</script`, which would end the HTML element that holds it."""
     from plotly.offline import get_plotlyjs
 
     script: str = get_plotlyjs()
@@ -181,9 +181,9 @@ def _cell(cell: Cell, right: bool) -> dict[str, str]:
 
 
 def _kind(column: Sequence[Cell | None]) -> str:
-    """Return how a column of records is shown.
+    """Return how a column of records is shown: "number", "short" or "long".
 
-    It is right-aligned ("number"), on one line ("short"), or cut to a few lines ("long").
+    "number" is right-aligned, "short" is on one line, and "long" is cut to a few lines.
     """
     values = [value for value in column if value is not None]
     if values and not any(isinstance(value, str) for value in values):
@@ -192,7 +192,7 @@ def _kind(column: Sequence[Cell | None]) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """Return the value as plain lists, dicts and numbers. NaN and infinity become null, which is a gap in a figure."""
+    """Return the value as plain lists, dicts and numbers. NaN and infinity become null, which leaves a gap."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str) or value is None or isinstance(value, int):

@@ -1,7 +1,8 @@
 """Colours and fonts of a page.
 
-    THEMES ----> custom properties of templates/page.css    light-dark(light, dark)
-           `---> plotly templates, one per theme            relayout({template}) recolours a drawn figure
+    THEMES, the colours of both themes, are used in two places:
+        custom CSS properties of templates/page.css    as light-dark(light, dark)
+        plotly templates, one per theme                relayout({template}) recolours a drawn figure
 
 The page follows the system's light or dark preference until the reader presses the button. The layout of a figure
 overrides the template, so a figure should not set the colours of text, grid and background.

@@ -1,16 +1,18 @@
 """Measure the cost model on this device.
 
-    micro-batches    one sample of T, T/2 or T/4 tokens;  2 x T/2, 4 x T/4, 16 x T/16, ...
-    seconds          forward and backward of a model with random weights, run by the training engine with the compile,
-                     checkpointing and dtype settings of the run; the minimum of a few repeats
-    CostModel.fit    linear · Σn + quadratic · Σn² + constant, and the seconds of an optimizer step
+    1  micro-batches    1 sample of T, T/2 or T/4 tokens, 2 samples of T/2 tokens, 4 of T/4, 16 of T/16, ...
+    2  seconds          forward and backward of a model with random weights, run by the training engine with the
+                        compile, checkpointing and dtype settings of the run; the minimum of a few repeats
+    3  CostModel.fit    seconds of a micro-batch = linear · Σn + quadratic · Σn² + constant, with n the lengths of its
+                        samples; and the seconds of an optimizer step
 
 A deep model is not built in full. Its layers repeat, so the times of two shallow models give the cost of a layer and
 the cost of everything else:
 
     seconds(L layers) = seconds(shallow) + (L - shallow) / period · (seconds(shallow + period) - seconds(shallow))
 
-The layer types (windowed or full attention, dense or mixture of experts) repeat every `period` layers. A partial period
+Here, L and shallow are numbers of layers, and the layer types (windowed or full attention, dense or mixture of experts)
+repeat every `period` layers. A partial period
 at the end counts as a fraction of a period. The result is stored as JSON in the cache folder; `batch.cost` can name
 this file on any machine.
 """
@@ -45,24 +47,24 @@ from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.scorer import Scorer
 
 REPEATS = 3
-FLOPS_PER_WEIGHT = 6  # a multiply and an add, once in forward and twice in backward
+FLOPS_PER_WEIGHT = 6  # a multiplication and an addition, once in forward and twice in backward
 MEASURED_TOKENS = {"cpu": 512, "cuda": 16384}
 """Tokens of the largest measured micro-batch, by device type. `--max-tokens` can lower this number."""
 
 AFFORDABLE_FLOPS = {"cpu": 2e11, "cuda": 1e15}
-"""FLOPs of the largest measured micro-batch. Large models get fewer tokens, so that measuring takes minutes."""
+"""Maximum FLOPs of a measured micro-batch, by device type. Large models are measured with fewer tokens, in minutes."""
 
 FEWEST_TOKENS = 64
-"""`AFFORDABLE_FLOPS` never lowers the largest micro-batch below this many tokens."""
+"""Minimum number of tokens of the largest measured micro-batch, whatever its FLOPs are."""
 
 WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
-"""Models with at most this many active weights per token are measured with all their layers."""
+"""Models in which a token uses at most this many weights are measured with all their layers. By device type."""
 
 MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
-"""Number of micro-batches per measurement. From the second one on, the host runs ahead of the GPU, as in training."""
+"""Number of consecutive micro-batches that are timed together. With several, the host runs ahead of the GPU."""
 
 TRUSTED_FACTOR = 4.0
-"""`calibrate` fails if a measurement differs from the fitted model by more than this factor."""
+"""`calibrate` fails if a measurement differs from its fitted value by more than this factor."""
 
 OnMeasurement = Callable[[int, int], None]
 """Called with the number of micro-batches measured so far and the total."""
@@ -97,7 +99,9 @@ def calibrate(
     `max_tokens`: limit for the tokens of a measured micro-batch.
     """
     if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("run.device", "'cuda', but torch finds no GPU on this machine", "remove it or set it to cpu")
+        raise UserError(
+            "run.device", "'cuda', but torch finds no GPU on this machine", "leave it out, or set run.device=cpu"
+        )
     if config.lora.rank:
         raise UserError(
             "lora.rank",
@@ -147,16 +151,25 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
     A sample has at most `longest` tokens, a micro-batch at most `tokens`.
     """
-    parts = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (16, 16), (8, 2), (64, 64))  # (d, n): n samples of tokens // d
+    parts = (
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (2, 2),
+        (4, 4),
+        (16, 16),
+        (8, 2),
+        (64, 64),
+    )  # (d, n): n samples of tokens // d tokens
     found = [[min(longest, max(2, tokens // part))] * count for part, count in parts]
     return [batch for index, batch in enumerate(found) if batch not in found[:index] and sum(batch) <= max(tokens, 2)]
 
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
-    """Return the number of layers of each model to measure: all layers, or two depths that differ by whole periods.
+    """Return the numbers of layers to measure: all layers, or two depths that differ by whole periods of layer types.
 
-    `whole`: measure all layers if a token uses at most this many weights. The first depth covers the layers before the
-    repeating part, and one period of the repeating part.
+    `whole`: if a token uses at most this many weights, all layers are measured. Of two depths, the first covers the
+    layers before the repeating part, and one period of the repeating part.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers
@@ -203,7 +216,8 @@ def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers
 
 
 Run = Callable[[Sequence[int]], float]
-"""Function that times forward and backward of a micro-batch with these lengths; without lengths, an optimizer step."""
+"""Function that returns the seconds of forward and backward of a micro-batch with these sample lengths. If there are no
+lengths, it returns the seconds of an optimizer step."""
 
 
 def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
@@ -243,8 +257,8 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
         return time.perf_counter() - start
 
     def run(lengths: Sequence[int]) -> float:
-        # Without lengths, time the optimizer: a step with it minus the same step without it, on the smallest
-        # micro-batch.
+        # Without lengths, time the optimizer: the time of a training step on the smallest micro-batch, minus the
+        # time of the same step without the optimizer.
         if not lengths:
             smallest = prepared([FEWEST_TOKENS], 1)
             update = seconds(lambda: engine.begin(smallest).finish())
@@ -261,8 +275,8 @@ def _measured(
 ) -> list[list[float]]:
     """Return the minimum seconds over several rounds: one list per model, with one number per micro-batch.
 
-    Each round measures every micro-batch once. If another program slows the machine down for a moment, this does not
-    affect all repeats of one micro-batch.
+    Each round measures every micro-batch once. If another program slows the machine down for a moment, the repeats
+    of a micro-batch in other rounds are not affected.
     """
     found = np.full((len(runs), len(batches)), np.inf)
     done, everything = 0, (REPEATS + 1) * found.size
@@ -278,7 +292,9 @@ def _measured(
     except torch.OutOfMemoryError:
         tokens = max(map(sum, batches))
         raise UserError(
-            "--max-tokens", f"a micro-batch of {tokens} tokens does not fit in this device's memory", "lower it"
+            "--max-tokens",
+            f"a micro-batch of {tokens} tokens does not fit in this device's memory",
+            "lower --max-tokens",
         ) from None
     times: list[list[float]] = found.tolist()
     return times

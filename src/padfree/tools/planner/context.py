@@ -1,10 +1,12 @@
 """Compute how evenly each layout divides packs among context ranks.
 
-    pack of 4 documents, 4 ranks     contiguous   0.2  0.5  1.1  2.2        modelled cost of each rank / mean cost
+    pack of 4 documents, 4 ranks     layout       cost of ranks 0 to 3 / mean cost
+                                     contiguous   0.2  0.5  1.1  2.2
                                      headtail     0.9  1.1  1.0  1.0
                                      balanced     1.0  1.0  1.0  1.0
 
-Ranks that share a pack wait for each other in every layer, so a pack takes as long as its slowest rank.
+The cost is the modelled time. Ranks that share a pack wait for each other in every layer, so a pack takes as long as
+its slowest rank.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class ContextBalance:
     kind: LayoutKind
     mean: float  # mean imbalance of the packs
     worst: float  # largest imbalance of a pack
-    key_tokens: float  # ratio of the keys that a rank reads to the tokens that it holds: mean over ranks and packs
+    key_tokens: float  # keys that a rank reads / tokens that it holds, mean over ranks and packs
     shares: NDArray[np.float64]  # [world] cost of each rank / mean cost, for the pack with the longest document
 
 

@@ -1,11 +1,11 @@
 """The packing plans of an epoch's steps, and their totals.
 
     steps     0   1   2   3   4   5   6   7   8   9        samples and tokens of every step are counted
-    planned       x       x           x       x            only some steps are planned in full
+    planned       x       x           x       x            only the steps marked x are planned in full
 
-Planning a step takes milliseconds and a million samples make thousands of steps, but about a hundred steps are enough
-to estimate fill and imbalance. The planned steps are spread evenly over the epoch, not drawn at random, and the output
-says how many there are. Averages are ratios of sums, so that a small last step has little weight.
+Planning a step takes milliseconds, and a million samples make thousands of steps. About a hundred planned steps are
+enough to estimate fill and imbalance. They are spread evenly over the epoch, not drawn at random, and the output says
+how many there are. Averages are ratios of sums, so that a small last step has little weight.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class PlanShape:
         if self.ranks % (self.context * self.replicate):
             times = f" times parallel.replicate {self.replicate}" if self.replicate > 1 else ""
             raise UserError(
-                "--cp", f"{self.context}{times} does not divide {self.ranks} ranks", "change --cp or --ranks"
+                "--cp",
+                f"{self.context}{times} does not divide {self.ranks} ranks",
+                "change --cp or --ranks, so that it does",
             )
 
     @property
@@ -58,7 +60,7 @@ class PlanShape:
 
     @property
     def pack_tokens(self) -> int:
-        """The maximum number of tokens of a pack, which its context ranks hold together."""
+        """The maximum number of tokens of a pack, i.e. the sum over the context ranks that share it."""
         return self.max_tokens * self.context
 
 
@@ -81,13 +83,13 @@ class EpochPlan:
     def slot_tokens(self) -> Lengths:
         """Flat array with the number of tokens that each micro-batch computes.
 
-        It has one entry for each micro-batch of each data rank in each planned step.
+        There is one entry for each micro-batch of each data rank in each planned step.
         """
         return np.concatenate([plan.computed_tokens.ravel() for plan in self.plans])
 
     @property
     def fill(self) -> float:
-        """The fraction of the capacity of the planned micro-batches that their tokens fill."""
+        """Tokens in the planned micro-batches / tokens that they could hold."""
         held = np.minimum(self.slot_tokens, self.shape.pack_tokens)
         return float(held.sum() / (held.size * self.shape.pack_tokens))
 
@@ -98,7 +100,7 @@ class EpochPlan:
 
     @property
     def imbalance(self) -> float:
-        """The cost of the planned steps, divided by their cost if no data rank ever waited for another."""
+        """The cost of the planned steps, divided by their cost if no data rank had to wait for another."""
         mean = sum(float(plan.cost.sum()) / plan.ranks for plan in self.plans)
         return sum(plan.step_cost for plan in self.plans) / mean if mean else 1.0
 
@@ -119,10 +121,10 @@ class EpochPlan:
         return self.cost.quadratic * square / float(self.costs.sum())
 
     def time(self, context_imbalance: float = 1.0) -> float:
-        """Return the time of the whole epoch in the units of the cost model. Context ranks divide the packs.
+        """Return the time of the whole epoch in the units of the cost model. Context ranks share the cost of a pack.
 
-        `context_imbalance`: the attention cost of the slowest context rank divided by the mean cost. All other work is
-        divided evenly, because the context ranks of a pack have the same number of tokens.
+        `context_imbalance`: the attention cost of the slowest context rank divided by the mean cost. All work but
+        attention is divided evenly, because the context ranks of a pack have the same number of tokens.
         """
         uneven = 1 + self.attention_share * (context_imbalance - 1)
         total = 0.0
@@ -157,7 +159,7 @@ def plan_epoch(
     progress: OnPlannedStep | None = None,
     prefixes: Callable[[int], PrefixTree] | None = None,
 ) -> EpochPlan:
-    """Plan `exact_steps` steps, spread over the epoch, or all steps if `exact_steps` is None. Return the plans.
+    """Plan `exact_steps` steps that are spread evenly over the epoch, or all steps if `exact_steps` is None.
 
     `steps`: sample lengths of each step. `prefixes`: a function that returns the prefix tree of the samples of a step;
     None if samples share no prefixes.

@@ -22,7 +22,7 @@ MOST_TOKENS = 1 << 22
 """The largest micro-batch that is considered, in tokens."""
 
 TOKEN_STEP = 256
-"""Micro-batches with more tokens than this are rounded down to a multiple of it."""
+"""The number of tokens of larger micro-batches is rounded down to a multiple of this number."""
 
 
 class DeviceMemory:
@@ -34,9 +34,9 @@ class DeviceMemory:
     def __init__(self, config: Config, model: PreTrainedModel) -> None:
         if config.lora.rank:
             add_adapters(model, config.lora)
-        # The model has its adapters now. The config without them keeps `estimate_memory` from adding them again.
+        # The model has its adapters now. If the config still asked for them, `estimate_memory` would add them again.
         self.config, self.model = replace(config, lora=LoraConfig()), model
-        self.copied_keys = 0.0  # depends on the data; see `estimate_memory`
+        self.copied_keys = 0.0  # copied keys depend on the data, see `estimate_memory`
 
     @property
     def checkpointing(self) -> Checkpointing:
@@ -58,7 +58,7 @@ class DeviceMemory:
         )
 
     def most_tokens(self, shape: PlanShape, memory: float, *, checkpointing: Checkpointing | None = None) -> int:
-        """Return the largest number of tokens of a micro-batch that fits in `memory` bytes; 0 if not even one fits.
+        """Return the largest number of tokens of a micro-batch that fits in `memory` bytes; 0 if no token fits.
 
         `checkpointing` replaces the setting of the run.
         """

@@ -1,10 +1,10 @@
-"""The cost of the same epoch with padded micro-batches.
+"""The cost of an epoch with padded micro-batches, to compare with the packed epoch of the plan.
 
     lengths    7 3 | 9 4        micro-batches of 2 samples, each padded to its longest sample
     computed   7 7 | 9 9        32 tokens computed for 23 tokens of data
 
-Samples are in the order of the step, or sorted by length inside each step. Sorting gives the lowest cost that padding
-can reach without moving samples to other steps.
+Samples are in the order of the step, or sorted by length inside each step. With sorted samples, the cost is the lowest
+that padding can reach without moving samples to other steps.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from padfree.packing import CostModel
 from padfree.tools.planner.steps import Lengths
 
 PADDED_SIZES = (2, 4, 8, 16, 32)
-"""The plan compares padded micro-batches with these numbers of samples."""
+"""Numbers of samples in the padded micro-batches that the plan compares with packing."""
 
 USUAL_SIZE = 8
-"""The number of samples of a padded micro-batch in summaries that give a single number for padding."""
+"""Number of samples in a padded micro-batch, for summaries with a single number for padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

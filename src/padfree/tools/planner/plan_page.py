@@ -67,7 +67,7 @@ def write_page(
 
 
 def efficiency_figure(scaling: Scaling) -> Figure:
-    """Plot the efficiency by number of devices, for weights sharded over all ranks and for a replica on each host."""
+    """Plot the efficiency over the number of devices: weights sharded over all ranks, or a replica on each host."""
     ways = (("weights sharded over all ranks", scaling.sharded), ("weights replicated per host", scaling.replicated))
     traces = [
         {
@@ -211,7 +211,7 @@ def imbalance_figure(plan: RunPlan) -> Figure:
 
 
 def padded_figure(plan: RunPlan) -> Figure:
-    """Plot tokens and cost of padded micro-batches, as multiples of those of packed ones."""
+    """Plot tokens and cost of padded micro-batches, as multiples of the tokens and the cost of packed ones."""
     packed_tokens = int(plan.epoch.tokens.sum())
     plain = [each for each in plan.padded if not each.grouped]
     grouped = [each for each in plan.padded if each.grouped]

@@ -1,7 +1,7 @@
 """The result of `padfree plan`, as numbers and as printed lines.
 
 step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain numbers by name, for --json
-                                                        -> lines()     the same as text
+                                                        -> lines()     the same numbers as text
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from padfree.tools.planner.time_model import TimeModel
 from padfree.train.data_rows import SourceShare
 
 OTHER_CONTEXTS = (2, 4, 8)
-"""The page compares layouts of a long pack for these numbers of context ranks, independent of --cp."""
+"""Numbers of context ranks for which the page compares layouts of a long pack, independent of --cp."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,14 +33,16 @@ class RunPlan:
     lengths: Lengths
     over_budget: int  # samples longer than `batch.tokens`
     shared_tokens: int | None  # tokens saved if a group or a data row shares its prefixes; None: unknown
-    plans_sharing: bool  # the planned steps share prefixes
+    plans_sharing: bool  # whether the planned steps share prefixes
     rows: int | None  # number of data rows, if a row can have several samples
     sources: tuple[SourceShare, ...]  # the sources of a mixture
     longest_responses: bool  # each length is a prompt plus the longest response that the settings allow
     epoch: EpochPlan
     layout: LayoutKind
     balances: list[ContextBalance]  # one per layout, over some planned packs; empty for one context rank
-    long_pack_balances: dict[int, list[ContextBalance]]  # by number of context ranks: each layout of a long pack
+    long_pack_balances: dict[
+        int, list[ContextBalance]
+    ]  # by number of context ranks, one balance per layout of a long pack
     padded: list[Padded]
     time_model: TimeModel
     memory: MemoryEstimate | None  # memory of a device with its largest micro-batch
@@ -57,7 +59,7 @@ class RunPlan:
 
     @property
     def sharing(self) -> float | None:
-        """The number of tokens in the samples divided by the number computed if prefixes are shared. None: unknown."""
+        """Tokens in the samples / tokens that are computed if prefixes are shared; None if unknown."""
         return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
 
     @property
@@ -69,7 +71,7 @@ class RunPlan:
     def context_imbalance(self) -> float:
         """The cost of the slowest context rank divided by the mean cost, with the layout of this plan.
 
-        It is 1 for one context rank.
+        The result is 1 for a single context rank.
         """
         return next((each.mean for each in self.balances if each.kind == self.layout), 1.0)
 
@@ -283,8 +285,8 @@ def make_plan(
 def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """Return the largest number of tokens that one device holds in a micro-batch.
 
-    This is a device's part of the largest pack. That pack is as large as the maximum, or as the largest step if that is
-    smaller, but at least as large as the longest sample.
+    The result is the device's part of the largest pack. This pack has the maximum number of tokens, or the tokens of
+    the largest step if they are fewer, but at least the tokens of the longest sample.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

@@ -1,17 +1,18 @@
 """Estimate how the time of a step changes with the number of devices.
 
-    micro-batch j    compute   ##########              compute time of the slowest rank, from the cost model
-                     weights   ====================    all-gather and reduce-scatter, overlapped with compute; exposed:
-                                                       the part longer than compute, the first gather, the last reduce
-                     context   ++++                    keys and values; exposed, except with ring, which overlaps them
+    part of a micro-batch    seconds
+    compute   ##########     of the slowest rank, from the cost model
+    weights   ============   of all-gather and reduce-scatter. They overlap with compute; they add to the step only what
+                             is longer than compute, the first gather and the last reduce
+    context   ++++           of sending keys and values, which add to the step unless ring attention overlaps them
 
-    seconds of a collective    bytes on the busiest link / link bandwidth, inside a host or between hosts, whichever is
-                               slower, plus a latency for every device in the ring
+    seconds of a collective  bytes on the busiest link / link bandwidth, plus a latency for every device in the ring
+                             (the busiest link is inside a host or between hosts, whichever takes longer)
 
 The same steps are planned for 8 devices, 16, 32, ... and for the requested number. Efficiency is the throughput per
 device relative to the smallest number of devices. Bytes are counted by `traffic`; tests/hosts compares these counts
 with real links. Compute time is measured if the cost model was measured. Link bandwidths and latencies, the fraction of
-the bandwidth that collectives reach, and the overlap drawn above are assumptions; the output says so.
+the bandwidth that collectives reach, and the overlap are assumptions; the output says so.
 """
 
 from __future__ import annotations
@@ -34,25 +35,26 @@ from padfree.tools.planner.time_model import TimeModel
 from padfree.tools.planner.traffic import NUMBER_BYTES, Placement, Traffic, context_traffic, fsdp_units, weights_traffic
 
 BASELINE_DEVICES = 8
-"""Efficiency is relative to this number of devices."""
+"""Number of devices at which the efficiency is 1, if the plan has at least so many."""
 
 INSIDE = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
 BETWEEN = {"hdr": 25.0, "ndr": 50.0, "xdr": 100.0, "ethernet-100": 12.5, "ethernet-400": 50.0}
-"""Nominal bandwidth in GB/s with which a device can send: `INSIDE` a host by NVLink or PCIe, and `BETWEEN` hosts by
-InfiniBand or Ethernet with one card per device."""
+"""`INSIDE` and `BETWEEN`: nominal bandwidth in GB/s with which a device sends to its own host by NVLink or PCIe, and to
+other hosts by InfiniBand or Ethernet with one network card per device."""
 
 LINK_OF = {"A100": "nvlink3", "H100": "nvlink4", "H200": "nvlink4", "B200": "nvlink5"}
 LINK_EFFICIENCY = 0.8
 """The fraction of the nominal bandwidth that large collectives reach."""
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 1e-6, 5e-6
-"""Latency in seconds that each device adds to a ring, and latency that each host adds."""
+"""Latency in seconds that each device adds to a ring (inside), and that each host adds (between)."""
 
 PLANNED_STEPS, CONTEXT_PACKS = 2, 16
-"""Number of steps planned for each number of devices; number of packs per micro-batch whose traffic is counted."""
+"""PLANNED_STEPS: number of steps that are planned for each number of devices. CONTEXT_PACKS: number of packs of a
+micro-batch whose traffic is counted."""
 
 WORTHWHILE_SPEEDUP = 1.5
-"""Doubling the devices is worthwhile if it makes steps at least this many times as fast."""
+"""Twice as many devices are worthwhile if steps get at least this many times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +69,7 @@ class Links:
     def of(inside: str | None, between: str | None, gpu: str | None) -> Links:
         """Return the links that are given by name or as a number of GB/s.
 
-        The defaults are the NVLink generation of the GPU, and InfiniBand NDR.
+        By default, a host has the NVLink generation of the GPU inside, and InfiniBand NDR to other hosts.
         """
         default = next((link for name, link in LINK_OF.items() if name.lower() in (gpu or "").lower()), "nvlink4")
         return Links(
@@ -97,8 +99,8 @@ class StepTime:
     hosts: int
     replicate: int
     micro_batches: float
-    even: float  # seconds of compute, if it were divided equally among the ranks
-    waiting: float  # waiting for the slowest rank
+    even: float  # seconds of compute if the ranks had equal work
+    waiting: float  # seconds of waiting for the slowest rank
     fixed: float  # seconds of the fixed cost of each micro-batch and of each step
     weights: float  # seconds of FSDP's communication that do not overlap with compute
     context: float  # seconds of sending keys and values that do not overlap with compute
@@ -110,7 +112,7 @@ class StepTime:
         return self.even + self.waiting + self.fixed + self.weights + self.context
 
     def losses(self) -> dict[str, float]:
-        """Return the seconds by which a step exceeds evenly divided compute, by cause (a text for the output)."""
+        """Return the seconds by which a step exceeds evenly divided compute, by cause. A cause is a text."""
         return {
             f"ranks wait for the slowest rank ({self.micro_batches:.1f} micro-batches per rank)": self.waiting,
             "the fixed cost of each micro-batch and step dominates": self.fixed,
@@ -123,7 +125,7 @@ class StepTime:
 class Scaling:
     """Estimated step times for growing numbers of devices.
 
-    They are estimated twice: with weights sharded over all ranks, and with a replica of the weights on each host.
+    Each is estimated with weights sharded over all ranks, and with a replica of the weights on each host.
     """
 
     links: Links
@@ -137,7 +139,7 @@ class Scaling:
 
     @staticmethod
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
-        """Return the last worthwhile number of devices, and the cause of lost time that grows most after it.
+        """Return the largest worthwhile number of devices, and the cause of lost time that grows most beyond it.
 
         Return None if every number of devices in `times` is worthwhile.
         """
@@ -237,7 +239,7 @@ def plan_scaling(
         raise UserError(
             "--hosts",
             f"{hosts} needs step times in seconds, which this cost model does not give",
-            "give --gpu with model.dtype=bfloat16, or set batch.cost to a measured cost model",
+            "give --gpu with model.dtype=bfloat16, or set batch.cost to the file of a measured cost model",
         )
     each = shape.ranks // hosts
     first = max(BASELINE_DEVICES, shape.context)
@@ -318,7 +320,7 @@ def _context_seconds(
 ) -> Any:
     """Return [J]: the seconds that each of J micro-batches spends sending keys and values.
 
-    They are estimated from its first `CONTEXT_PACKS` packs. `size`: bytes of an element.
+    The seconds are estimated from the first `CONTEXT_PACKS` packs of a micro-batch. `size`: bytes of an element.
     """
     found = np.zeros(plan.num_micro_batches)
     if placement.context == 1:
@@ -336,9 +338,9 @@ def _context_seconds(
 
 
 def _seconds(sent: Traffic, links: Links) -> float:
-    """Return the seconds to send these bytes: on the busiest link inside a host or between hosts, whichever is slower.
+    """Return the seconds to send these bytes over the link that takes longest, inside a host or between hosts.
 
-    All devices of a host share its bandwidth to other hosts.
+    All devices of a host share the bandwidth of this host to other hosts.
     """
     placement = sent.placement
     inside = float(sum(sent.inside.values(), np.zeros(placement.ranks)).max())

@@ -1,7 +1,7 @@
-"""The optimizer steps of the first epoch as sample lengths: a plan does not need the tokens.
+"""The optimizer steps of the first epoch as sample lengths, because a plan does not need the tokens themselves.
 
-    lengths of the data      7 3 9 4 5 ...            of a tokenised data set, of rollouts, or from a file of numbers
-    steps                    [9 3 4] [5 7 2] ...      the same samples in the same order as in training
+    lengths    7 3 9 4 5 ...            of the samples of a tokenised data set or of rollouts, or from a file of numbers
+    steps      [9 3 4] [5 7 2] ...      each step with the same samples, in the same order, as in training
 
 In a mixture, the epoch repeats each row of a source according to the weight of the source. If rows have several samples
 with shared prefixes, a step also knows the prefix tree of its samples.
@@ -49,7 +49,7 @@ from padfree.train.training_data import groups_of, make_batcher
 Lengths = NDArray[np.int64]
 
 MOST_COMPARED = 50_000
-"""At most this many data rows are examined to estimate how many tokens the samples of a row share."""
+"""Maximum number of data rows that are examined to estimate how many tokens the samples of a row share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,7 +75,9 @@ def load_steps(
     progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """Return the steps of the data of `config`, or of a file of lengths. Raise the errors that a run would raise.
+    """Return the steps of the data of `config` or, if `lengths` is given, of this file of sample lengths.
+
+    Raise the same errors about the data as a run with this config.
 
     `on_note` is called with notes about how each file is read. `processes`: number of processes of the planned run.
     """
@@ -85,7 +87,7 @@ def load_steps(
                 "--lengths", "cannot be combined with data.sources", "give either --lengths or data.sources"
             )
         return sft_steps(read_lengths(lengths), config)
-    # Do not look for a GPU, because this machine need not have the planned devices.
+    # Do not look for a GPU, because the plan may be for another machine.
     device_type = "cpu" if config.run.device == "cpu" else "cuda"
     processes = processes or config.parallel.most_context(1) * config.parallel.replicate
     found = preflight(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
@@ -120,7 +122,7 @@ def read_lengths(path: str | Path) -> Lengths:
         raise UserError(
             "--lengths",
             f"{path} holds a {numbers.dtype} array of shape {numbers.shape}",
-            "give a flat list of integers",
+            "give a one-dimensional array of integers",
         )
     if numbers.min() < 1:
         raise UserError(
@@ -206,16 +208,17 @@ def spread(number: int, most: int) -> Lengths:
 
 
 def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """Return the optimizer steps of one pass over rollouts or preference pairs. `parts`: samples of each source."""
+    """Return the optimizer steps of one pass over rollouts or preference pairs. `parts`: see `rollout_updates`."""
     steps = rollout_updates(samples, config, parts)
     shown = distinct([sample for group in _shown(samples, config, parts) for sample in group])
     return StepLengths(lengths=_lengths(shown), steps=steps, shared_tokens=_shared_tokens(shown, config))
 
 
 def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> list[Lengths]:
-    """Return the sample lengths of each optimizer step of one pass over rollouts. `parts`: samples of each source.
+    """Return the sample lengths of each optimizer step of one pass over rollouts.
 
-    A batch of whole groups gives `loss.epochs` x `loss.mini_batches` steps.
+    Each batch, which consists of whole groups, gives `loss.epochs` x `loss.mini_batches` steps. `parts`: number of
+    samples of each source.
     """
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))
@@ -231,7 +234,8 @@ def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> 
 def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
     """Return the optimizer steps of one pass over prompts.
 
-    Each prompt has `rollout.samples_per_prompt` responses of the largest length. `parts`: prompts of each source.
+    Each prompt has `rollout.samples_per_prompt` responses of the largest length. `parts`: number of prompts of each
+    source.
     """
     group = config.rollout.samples_per_prompt
     found = rollout_updates(prompts, config, parts)
@@ -242,7 +246,7 @@ def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> Ste
 
 
 def _shown(samples: Any, config: Config, parts: Sequence[int]) -> list[Any]:
-    """Return the groups of the first epoch, in the order of the data. `parts`: samples of each source."""
+    """Return the groups of the first epoch, in the order of the data. `parts`: number of samples of each source."""
     groups, sizes = groups_of(config, samples, parts)
     return [groups[index] for index in np.sort(epoch_order(config.data, sizes, seed=config.run.seed)(0)).tolist()]
 

@@ -1,10 +1,11 @@
 """Suggest `batch.max_tokens`, `parallel.context` and `parallel.layout`, with a reason for each.
 
-    memory of a device    ->  the most tokens that it can hold
-    longest sample        ->  the smallest number of context ranks that hold it together
+    given                 ->  chosen
+    memory of a device    ->  the maximum number of tokens that a device can hold
+    longest sample        ->  the smallest number of context ranks whose devices can hold this sample together
     plans of some steps   ->  the fastest of a few values of max_tokens
-                              twice the context ranks, if that is faster by more than FASTER_FACTOR
-    packs of these plans  ->  the layout with the lowest imbalance; of equal ones, the layout that reads the fewest keys
+                              twice as many context ranks, if they make steps faster by more than FASTER_FACTOR
+    packs of these plans  ->  the layout with the lowest imbalance; of equal layouts, the one that reads the fewest keys
 
 Every candidate is planned with `plan_epoch`, as a run would plan it.
 """
@@ -29,12 +30,12 @@ SAME_FACTOR = 1.01
 """Times and imbalances within this factor count as equal."""
 
 FASTER_FACTOR = 1.05
-"""More context ranks than the longest sample needs are suggested only if they make steps this many times as fast."""
+"""More context ranks than the longest sample needs are suggested only if steps get at least this many times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """Suggested settings and the reasons. All settings are None if no setting fits in memory."""
+    """Suggested settings and the reasons. All settings are None if the run does not fit in memory with any of them."""
 
     max_tokens: int | None
     context: int | None
@@ -116,8 +117,8 @@ def _tried(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel) -> _Trie
 def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, most: int, longest: int) -> list[_Tried]:
     """Return plans with a few values of max_tokens, the largest first.
 
-    The largest value is limited by memory (`most`) and by the tokens of a step. The smallest value holds the longest
-    sample (`longest` tokens), if memory allows.
+    The largest value is limited by memory (`most` tokens) and by the tokens of a step. The smallest value is large
+    enough for the longest sample (`longest` tokens), if memory allows.
     """
     useful = _rounded_up(-(-max(int(step.sum()) for step in steps) // shape.ranks))
     least = min(most, _rounded_up(-(-longest // shape.context)))
@@ -127,7 +128,7 @@ def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, mos
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """Return the candidate with the largest max_tokens among those that are as fast as the fastest."""
+    """Return the candidate with the largest max_tokens among those that are as fast as the fastest candidate."""
     least = min(each.time for each in tried)
     return next(each for each in tried if each.time <= least * SAME_FACTOR)
 
@@ -153,7 +154,7 @@ def _why_context(context: int, most: int, longest: int, fits: bool) -> list[str]
 def _why_cap(best: _Tried, tried: Sequence[_Tried], most: int) -> list[str]:
     chosen = best.epoch.shape.max_tokens
     if len(tried) == 1:
-        why = "the longest sample needs this many, and a step has too few tokens to use more"
+        why = "the longest sample needs so many, and a step has too few tokens to use more"
     elif best is not tried[0]:
         why = "the fastest of the planned values"
     else:

@@ -1,8 +1,9 @@
 """Estimate how long steps take: a cost model, and the number of its units that a device computes per second.
 
-    batch.cost, or measured on this device by `padfree plan --calibrate`     the units are seconds
-    a GPU with a known peak, bfloat16                                        FLOPs, at PEAK_FRACTION of the peak
-    otherwise                                                                FLOPs, without seconds
+    what is known                                                            units of the cost model
+    batch.cost, or measured on this device by `padfree plan --calibrate`     seconds
+    a GPU whose peak is known, and model.dtype=bfloat16                      FLOPs, PEAK_FRACTION of the peak per second
+    neither of them                                                          FLOPs, whose time is unknown
 
 The time includes forward and backward on the slowest rank of each micro-batch, and the optimizer step if it was
 measured. It does not include communication, compilation, checkpoints, or the rollouts and scoring of RL.
@@ -26,7 +27,7 @@ from padfree.estimate.flops import model_cost, peak_tflops
 from padfree.packing import CostModel
 
 PEAK_FRACTION = 0.4
-"""The fraction of a GPU's peak that is assumed. Training of a dense model usually reaches it without tuning."""
+"""The assumed fraction of a GPU's peak FLOPs. Training of a dense model usually reaches it without tuning."""
 
 IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Entries of a config that do not change what a model computes."""
@@ -48,8 +49,8 @@ class TimeModel:
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
     """Return the most accurate time model that is available.
 
-    In order: `batch.cost`, a measurement of this device, the peak of a GPU, FLOPs without seconds, tokens. `gpu`: the
-    name of the planned GPU, if one was given.
+    From most to least accurate: `batch.cost`, a measurement of this device, the peak of a GPU, FLOPs without seconds,
+    tokens. `gpu`: the name of the planned GPU, if one was given.
     """
     if config.batch.cost is not None:
         named = config.batch.cost

@@ -1,26 +1,32 @@
 """Count the bytes that processes send each other in a step, by kind, inside a host and between hosts.
 
-    rank                  0 1 2 3 | 4 5 6 7        two hosts of four; launchers give a host consecutive ranks
-    shards of weights     one ring of 8            0 > 1 > 2 > 3 >> 4 > 5 > 6 > 7 >> 0        one link out of each host
-    replicate 2           two rings of 4           0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4      stays inside a host
-                          and four rings of 2      0 >> 4 >> 0   1 >> 5 >> 1   ...            with a fourth of the bytes
-    context 2             0 1 | 2 3 | 4 5 | 6 7    neighbours
-    expert 2              0 1 | 2 3 | 4 5 | 6 7    neighbours exchange tokens
-                          and two rings of 4       0 > 2 >> 4 > 6 >> 0   1 > 3 >> 5 > 7 >> 1  shards of the experts
+Example with 8 ranks on two hosts, ranks 0 to 3 and ranks 4 to 7 (launchers give a host consecutive ranks). `>` is a
+message inside a host, `>>` a message between hosts:
 
-Bytes that each of the P processes of a collective over n bytes sends to the next process of its ring:
+    setting         rings or groups of ranks                                                what is sent
+    (default)       one ring of 8:    0 > 1 > 2 > 3 >> 4 > 5 > 6 > 7 >> 0                   shards of the weights
+    replicate 2     two rings of 4:   0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4                 shards of the weights
+                    four rings of 2:  0 >> 4 >> 0   1 >> 5 >> 1   2 >> 6 >> 2   3 >> 7 >> 3  a fourth of the gradients
+    context 2       four pairs:       0 1 | 2 3 | 4 5 | 6 7                                 keys and values
+    expert 2        four pairs:       0 1 | 2 3 | 4 5 | 6 7                                 tokens for experts
+                    two rings of 4:   0 > 2 >> 4 > 6 >> 0   1 > 3 >> 5 > 7 >> 1             shards of the experts
 
-    all-gather        (P - 1)/P n          n: size of the gathered tensor
-    reduce-scatter    (P - 1)/P n          n: size of the tensor before it is scattered; gloo all-reduces, twice as much
-    all-reduce        2 (P - 1)/P n
+A collective over n bytes among P processes makes each of them send to the next process of its ring:
+
+    all-gather        (P - 1)/P n bytes      n: size of the gathered tensor
+    reduce-scatter    (P - 1)/P n bytes      n: size of the tensor before it is scattered; with gloo twice as much,
+                                             because it uses an all-reduce
+    all-reduce        2 (P - 1)/P n bytes    n: size of the tensor
 
 FSDP gathers every unit once per micro-batch. A unit is a layer, or the root: embeddings, last norm and head. With
 `parallel.reshard`, layers are gathered again for backward. Gradients are reduced after every micro-batch. For context
-parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank. Divided experts are a unit of their own.
-Every choice of an expert sends one row of activations to the expert's rank and one row back, in forward and in
-backward, and again if activations are recomputed. The choices are not known before the run: all experts are counted as
-chosen equally often. Not counted: packet headers, rollouts,
-scoring without gradients, evaluations and checkpoints.
+parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank.
+
+Experts that ranks divide among them are a unit of their own. Each time a token chooses an expert, one row of
+activations is sent to the expert's rank and one row back, in forward and in backward, and again if activations are
+recomputed. The choices are not known before the run, so all experts are assumed to be chosen equally often.
+
+Packet headers, rollouts, scoring without gradients, evaluations and checkpoints are not counted.
 """
 
 from __future__ import annotations
@@ -53,7 +59,7 @@ EXPERTS, METRICS = "all-to-all of tokens and experts", "metrics"
 FLOAT32, FLOAT64, INT64 = 4, 8, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""Approximate number of statistics of a step that are summed over all processes, not counting per-process entries."""
+"""Approximate number of statistics of a step that are summed over all processes, without those kept per process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +148,7 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Add a collective over `size` bytes in each ring of `groups` [rings, P]. Each link carries (P - 1)/P of it."""
+        """Add a collective over `size` bytes in each ring of `groups` [rings, P]. A link carries (P - 1)/P of them."""
         world = groups.shape[1]
         if world > 1:
             self.send(kind, groups, np.roll(groups, -1, axis=1), size * (world - 1) / world)
@@ -177,7 +183,9 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSizes:
-    """Elements of one FSDP unit over all shards, padding included. Of divided experts: of the part of one rank."""
+    """Numbers of elements of one FSDP unit, summed over its shards and with padding.
+
+    For experts that ranks divide among them, the unit is the part of one expert rank."""
 
     gathered: int
     reduced: int
@@ -186,7 +194,7 @@ class UnitSizes:
 
 
 def fsdp_units(model: PreTrainedModel, shards: int, expert: int = 1) -> list[UnitSizes]:
-    """The FSDP units that `padfree.sharding.parallelize` makes. FSDP2 pads the first dimension of every parameter.
+    """Return the FSDP units that `padfree.sharding.parallelize` makes. FSDP2 pads the first dimension of parameters.
 
     `expert`: the number of ranks that divide the experts of a layer.
     """
@@ -291,12 +299,14 @@ def context_traffic(
 def expert_traffic(
     plan: StepPlan, model: PreTrainedModel, placement: Placement, parallel: ParallelConfig, *, size: int
 ) -> Traffic:  # fmt: skip
-    """The bytes that the ranks of an expert group send each other, if all experts are chosen equally often."""
+    """Return the bytes that ranks that divide experts send each other, if all experts are chosen equally often."""
     found, expert = Traffic(placement=placement), placement.expert
     if expert == 1:
         return found
     widths = placement.context if plan.widths is None else plan.widths
-    tokens = np.maximum(-(-plan.computed_tokens // widths), 1)  # [data ranks, J] on a context rank; a filler has 1
+    tokens = np.maximum(
+        -(-plan.computed_tokens // widths), 1
+    )  # [data ranks, J] tokens on a context rank; a filler has 1
     by_rank = np.repeat(tokens.sum(1), placement.ranks // plan.ranks)
     forwards = 1 if parallel.checkpointing == "none" else 2
     top, groups = ModelSizes.of(model.config).experts_per_token, placement.expert_mesh.reshape(-1, expert)

@@ -1,6 +1,6 @@
 """Build the page of one or more runs: summary, plots, responses, events, settings.
 
-If there is too much data for a page, it is shortened, and the page says so. Plots keep the minimum and the maximum of
+If there is too much data for a page, the page shows a part of it and says so. Plots keep the minimum and the maximum of
 every interval of steps; lists keep their first or last entries.
 """
 
@@ -52,7 +52,7 @@ def write_report(
 ) -> list[str]:
     """Write the page of the runs in these folders to `output`, by default `default_output(folders)`.
 
-    Return notes about data that could not be read. The page shows them too. `names`: names of the runs.
+    Return notes about data that could not be read, which the page shows too. `names`: names of the runs.
     """
     given = output is not None
     output = Path(output) if output is not None else default_output(folders)
@@ -167,9 +167,9 @@ def _add_plots(page: Page, runs: Sequence[Run]) -> None:
             "steps. All values are in metrics.jsonl."
         )
     if any(event.get("kind") == "resume" for run in runs for event in run.events):
-        said.append("Dotted vertical lines: the run was resumed at this step.")
+        said.append("A dotted vertical line is a step at which the run was resumed.")
     if any(run.nonfinite for run in runs):
-        said.append("Solid vertical lines: the loss or a gradient was not finite at this step.")
+        said.append("A solid vertical line is a step whose loss or gradient was not finite.")
     if said:
         page.add_text(" ".join(said))
     for heading, group in drawn.items():
@@ -190,7 +190,7 @@ def _constant(run: Run, name: str) -> Cell:
 
 
 def _add_responses(page: Page, runs: Sequence[Run]) -> None:
-    """Add tables of responses and of failed episodes to the page, with at most `MOST_ROWS` lines in all."""
+    """Add tables of responses and of failed episodes to the page, with at most `MOST_ROWS` rows in all."""
     parts = [
         (run, what, file, found)
         for run in runs
@@ -254,7 +254,7 @@ def _add_events(page: Page, runs: Sequence[Run]) -> None:
 
 def _event_rows(run: Run) -> list[list[Cell]]:
     found: list[list[Cell]] = []
-    before: Record = {}  # fields of the last start; a later one shows only what changed
+    before: Record = {}  # fields of the last start; the next start shows only what changed since
     for event in run.events:
         fields = {key: value for key, value in event.items() if key not in ("time", "kind", "step")}
         shown = fields

@@ -6,9 +6,10 @@
     loss/clip_fraction             Statistics of the loss   Clip fraction
     environment/questions          Environment              Environment questions
 
-Everything follows from the name of the metric, so that a new metric needs no entry here: the heading from `HEADINGS` or
-from its prefix, the title from its words, the unit from its last word.
+A new metric needs no entry in this module. Its heading comes from `HEADINGS` or from the prefix of its name, its title
+from the words of its name, and its unit from the last word.
 
+    a figure of                is drawn with
     one run, one metric        one line, no legend
     one run, several metrics   one colour per metric
     several runs               one colour per run; with several metrics, one dash pattern per metric
@@ -52,8 +53,8 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "Speed and memory": ("tokens_per_second", "mfu", "tflops*", "seconds", "memory*"),
     "Packing": ("fill", "imbalance*", "padding*", "micro_batches", "*tokens", "samples", "rows"),
 }
-"""Headings in the order of the page, with patterns of their metrics; the first match counts. A metric that matches no
-pattern is under a heading made of its prefix, or under "Other" if it has no prefix."""
+"""Headings in the order of the page, each with patterns of its metrics. A metric is under the first heading that has a
+matching pattern. Without one, its heading is made of its prefix, or is "Other" if it has no prefix."""
 
 ALWAYS = ("seconds/*", "*tokens_per_second", "mfu", "loss", "reward", "gradient_norm", "eval/*", "critic/loss")
 """Metrics that get a figure even if they are constant. Other constant metrics are listed in a table."""
@@ -91,7 +92,7 @@ UNITS = (
     (r"tflops_per_device", "TFLOP/s"),
     (r"norm", "norm"),
 )
-"""Patterns of the end of a figure's name, with the label of the axis. The default label is the name in words."""
+"""Labels of the axis, by a pattern of the end of the figure's name. The default label is the name in words."""
 
 LOGARITHMIC = re.compile(r"norm|perplexity|canary")
 PARTS = (
@@ -114,7 +115,7 @@ PARTS = (
 TOGETHER = re.compile(
     r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"
 )
-"""Metrics that share a figure: `reward_min` is in `reward`; `groups_requested` and `groups_equal` are in `groups`."""
+"""Metrics that share a figure, such as `reward_min` with `reward`, and `groups_equal` with `groups_requested`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +344,7 @@ def _marks(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _is_constant(series: Series) -> bool:
-    return len(np.unique(series.values)) == 1  # NaN is one value here
+    return len(np.unique(series.values)) == 1  # all NaN count as one value
 
 
 def _spread_out(values: NDArray[np.float64]) -> bool:
@@ -352,5 +353,5 @@ def _spread_out(values: NDArray[np.float64]) -> bool:
 
 
 def _rounded(values: NDArray[np.float64]) -> list[float]:
-    """Round the values to six significant digits, which takes half the bytes on the page and looks the same."""
+    """Round the values to six significant digits, which halves their size on the page and does not change the plot."""
     return [float(f"{value:.6g}") for value in values.tolist()]

@@ -1,7 +1,7 @@
 """A table of responses of an RL run.
 
-    rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a few lines per batch
-    shown             0 1 2 3           | 8 9 10 11 | ...     evenly spread blocks, with the first and the last
+    lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a block of 4 lines per batch
+    lines in the table         0 1 2 3           | 8 9 10 11 | ...     evenly spread blocks, with the first and the last
 
 A page shows at most `MOST_ROWS` responses with `MOST_LETTERS` characters in all; the middle of long texts is cut out.
 The page says how many responses it omits. The file is read line by line, because it can be larger than memory.
@@ -38,7 +38,7 @@ NUMBERS = ("batch", "reward", "tokens", "turns", "leaves", "episode")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Responses:
-    """The lines of a file that are shown, and the number of lines in the file."""
+    """The lines of a file that the page shows, and the number of lines in the file."""
 
     rows: Sequence[Record]
     total: int
@@ -68,7 +68,7 @@ def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
 def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return ascending indices of the lines to show: at most `most` of `count`.
 
-    They form blocks of consecutive lines, which include the first and the last block of the file.
+    The lines form blocks of consecutive lines, and include the first and the last block of the file.
     """
     if count <= most:
         return np.arange(count)
@@ -94,7 +94,7 @@ def common_beginning(rows: Sequence[Record]) -> str:
     prompts: list[str] = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
     if len(set(prompts)) < 2:
         return ""
-    least, greatest = min(prompts), max(prompts)  # their common prefix is the common prefix of all
+    least, greatest = min(prompts), max(prompts)  # the common prefix of these two is common to all prompts
     same = next((i for i, pair in enumerate(zip(least, greatest, strict=False)) if pair[0] != pair[1]), len(least))
     return least[: least.rfind("\n", 0, same) + 1]
 

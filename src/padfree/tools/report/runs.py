@@ -1,7 +1,7 @@
 """Read a run folder. The run may have ended, may have been killed, or may still be running.
 
     metrics.jsonl             one object per step; a metric that only some steps have is a shorter series
-    evaluation.jsonl          the same for evaluations
+    evaluation.jsonl          one object per evaluation
     config.json               the settings
     events.jsonl              starts, resumes, stops
     rows.jsonl                data rows that were skipped, dropped or truncated

@@ -1,14 +1,15 @@
 """Determine the state of a run from its folder.
 
-    events.jsonl            a process holds run.lock     no process holds it
-    nothing                 starting                     ended before its first step
-    ... start               running                      killed
-    ... stop                stopped by a signal
-    ... nonfinite, failed   stopped or failed, with the reason
-    ... end                 writing its model            finished
+    last event of           state, if a process          state, if no process
+    events.jsonl            holds run.lock               holds it
+    none                    starting                     ended before its first step
+    start                   running                      killed
+    stop                    stopped by a signal          stopped by a signal
+    nonfinite, failed       the reason of the failure    the reason of the failure
+    end                     writing its model            finished
 
 The lock is a file lock of the operating system. To test it, a shared lock is taken for a moment; nothing is written. If
-the process runs on another machine, its lock may be invisible here, and the state is unknown.
+the process runs on another machine, its lock may be invisible on this machine, and the state is unknown.
 """
 
 from __future__ import annotations

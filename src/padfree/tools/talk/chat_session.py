@@ -1,12 +1,12 @@
 """A chat of several turns.
 
-    turn 1   <|user|>Hi<|end|><|assistant|>            prompt ids            rendered by the template
-             Hello<|end|>                              answer ids            as they were sampled
-    turn 2   ...the ids above, kept...  + ids of  \\n<|user|>How are you?<|end|><|assistant|>
+    turn 1   <|user|>Hi<|end|><|assistant|>            prompt ids, rendered by the template
+             Hello<|end|>                              answer ids, as they were sampled
+    turn 2   the prompt ids and answer ids of turn 1, and the ids of \\n<|user|>How are you?<|end|><|assistant|>
 
 Earlier answers keep their sampled token ids, because encoding their text again could give other ids. Some templates
-change earlier turns (Qwen3 removes their reasoning). If the rendered conversation does not begin with the text so far,
-the whole conversation is encoded again.
+change earlier turns (Qwen3 removes their reasoning). If the rendered conversation does not begin with the text of the
+earlier turns, the whole conversation is encoded again.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     runs/sft             a run folder (run.json)                           runs/sft/model, and the run's chat template
     runs/lora/model      an adapter folder (adapter_config.json)           its adapters, and the base model they name
 
-This module does not import torch, so that errors about wrong names come at once.
+This module does not import torch, so that errors about wrong names are printed at once.
 """
 
 from __future__ import annotations
@@ -80,19 +80,21 @@ def _of_folder(folder: Path, base: str | None) -> ModelFiles:
             "give a model folder, an adapter folder or a run folder",
         )
     if not _has_tokenizer(folder):
-        raise UserError(SETTING, f"{folder} has no tokenizer (tokenizer.json)", "copy the tokenizer's files there")
+        raise UserError(SETTING, f"{folder} has no tokenizer (tokenizer.json)", "copy the tokenizer's files into it")
     return _without_base(ModelFiles(weights=str(folder), tokenizer=str(folder)), base)
 
 
 def _of_adapter(folder: Path, base: str | None) -> ModelFiles:
     if not (folder / ADAPTER_WEIGHTS).exists():
-        raise UserError(SETTING, f"{folder} has no {ADAPTER_WEIGHTS}", "copy the adapter's weights there")
+        raise UserError(SETTING, f"{folder} has no {ADAPTER_WEIGHTS}", "copy the adapter's weights into the folder")
     config = _read_object(folder / ADAPTER_CONFIG)
     if config is None:
         raise UserError(SETTING, f"{folder / ADAPTER_CONFIG} cannot be read", "copy the adapter folder again")
     named = config.get("base_model_name_or_path")
     if base is None and (not isinstance(named, str) or not named):
-        raise UserError(SETTING, f"{folder / ADAPTER_CONFIG} does not name a base model", "give it with --base")
+        raise UserError(
+            SETTING, f"{folder / ADAPTER_CONFIG} does not name a base model", "give the base model with --base"
+        )
     setting = "--base" if base is not None else f"base_model_name_or_path of {folder / ADAPTER_CONFIG}"
     weights = str(named) if base is None else base
     try:
@@ -103,7 +105,9 @@ def _of_adapter(folder: Path, base: str | None) -> ModelFiles:
         ) from None
     tokenizer = str(folder) if _has_tokenizer(folder) else weights
     if Path(tokenizer).is_dir() and not _has_tokenizer(Path(tokenizer)):
-        raise UserError(SETTING, f"neither {folder} nor {weights} has a tokenizer", "copy the tokenizer's files there")
+        raise UserError(
+            SETTING, f"neither {folder} nor {weights} has a tokenizer", "copy the tokenizer's files into one of them"
+        )
     return ModelFiles(weights=weights, tokenizer=tokenizer, adapter=folder)
 
 

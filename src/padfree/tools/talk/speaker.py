@@ -1,4 +1,4 @@
-"""A loaded model and its tokenizer: prompts in, answers out, on top of the in-process sampler.
+"""A loaded model and its tokenizer, which answer prompts with the in-process sampler.
 
     text -> chat template -> prompt ids [n] -> sampler -> answer ids [m] -> text, piece by piece
 
@@ -44,7 +44,8 @@ End = Literal["stop", "length", "context", "interrupted"]
 """Why an answer ended: a stop token, `max_new_tokens`, the model's context length, or the user."""
 
 OnText = Callable[[int, str], None]
-"""Called with the index of a prompt and the next piece of its answer, which can be "". It may raise `StopAnswer`."""
+"""Function that is called with the index of a prompt and the next piece of its answer, which can be "". It may raise
+`StopAnswer`."""
 
 
 class FullContextError(UserError):
@@ -59,7 +60,7 @@ class StopAnswer(Exception):  # noqa: N818  not an error
 class Answer:
     text: str  # without the stop token
     tokens: NDArray[np.int64]  # [m] with the stop token
-    logprobs: NDArray[np.float32]  # [m] at the sampling temperature; for temperature 0, at temperature 1
+    logprobs: NDArray[np.float32]  # [m] at the sampling temperature, or at temperature 1 for greedy decoding
     end: End
 
     def as_json(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class Speaker:
 
     @property
     def context(self) -> int | None:
-        """The context length of the model, for prompt and answer together; None if no limit is known."""
+        """Maximum number of tokens of prompt and answer together; None if the model has no known limit."""
         return self.limits.positions or self.limits.trained_positions
 
     def render(self, messages: Sequence[Message]) -> str:
@@ -122,14 +123,14 @@ class Speaker:
         return text
 
     def prompt(self, text: str, *, system: str | None = None) -> list[int]:
-        """Return the token ids of a prompt with a single user message, or of the plain text without a chat template."""
+        """Return the token ids of a chat with one user message, or of the plain text if there is no chat template."""
         if self.chat_tokenizer.chat is None:
-            need(system is None, "--system", system, "remove it: a plain prompt has no system message")
+            need(system is None, "--system", system, "remove --system: a plain prompt has no system message")
             return self.chat_tokenizer.encode_prompt(check_encodable(text, "prompt"), begun=False)
         return self.chat_tokenizer.encode_prompt(self.render(messages_of(text, system)), begun=True)
 
     def max_new_tokens(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """Return the largest number of tokens that an answer to this prompt can have: at most `max_new_tokens`.
+        """Return `max_new_tokens`, or fewer tokens if the prompt leaves less room for an answer in the model's context.
 
         Raise an error if the model cannot take the prompt.
         """
@@ -278,9 +279,9 @@ def open_speaker(
 def load_language_model(
     files: ModelFiles, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> tuple[PreTrainedModel, torch.dtype]:
-    """Load a model, with merged adapters if it has any, and the dtype to use it in.
+    """Load a model, with merged adapters if it has any. Return it and the dtype to use it in.
 
-    `dtype`: None is the dtype of the weight files. A model with adapters is in float32 on the CPU.
+    `dtype`: None is the dtype of the weight files. A model with adapters is in float32 and on the CPU.
     """
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):
@@ -333,7 +334,7 @@ def _with_adapter(base: str, folder: Path) -> PreTrainedModel:
         adapted: Any = PeftModel.from_pretrained(model, str(folder))
         wanted = set(get_peft_model_state_dict(adapted))
         merged = adapted.merge_and_unload()
-    except Exception as error:  # the files can hold anything, and can belong to another base model
+    except Exception as error:  # the files can contain anything, and can belong to another base model
         raise UserError(
             SETTING,
             f"the adapters of {folder} do not fit {base} ({shown_error(error)})",
@@ -342,7 +343,7 @@ def _with_adapter(base: str, folder: Path) -> PreTrainedModel:
     if stored != wanted:
         raise UserError(
             SETTING,
-            f"the adapters of {folder} do not fit {base}: only one of them has {min(stored ^ wanted)}",
+            f"the adapters of {folder} do not fit {base}: only one of the two has {min(stored ^ wanted)}",
             "give the base model that they were trained on with --base",
         )
     assert isinstance(merged, PreTrainedModel)

@@ -1,11 +1,11 @@
 """Decode token ids to text while they are generated.
 
-    ids      "Gr"   c3   bc   "ße"        a character of several bytes can be spread over several tokens
-    pieces   Gr     -    ü    ße          a piece ends at the end of a character; joined, the pieces are the whole text
+    bytes of four tokens    "Gr"   c3   bc   "ße"      a character such as ü (c3 bc) can be spread over several tokens
+    pieces of text          Gr     -    ü    ße        a piece ends at the end of a character; joined, they are the text
 
 A decoder shows incomplete characters as U+FFFD. If the text ends with U+FFFD, the stream waits for the next token. To
-keep the cost per token constant, only the ids since the last but one piece are decoded again. They give the decoder
-context, because some decoders remove a space at the beginning of a text.
+keep the cost per token constant, only the ids of the last piece and the new ids are decoded. The last piece
+gives the decoder context, because some decoders remove a space at the beginning of a text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TextStream:
         self._shown = 0  # number of ids whose text was returned
 
     def add(self, ids: Sequence[int]) -> str:
-        """Add token ids, and return the text that they complete; "" if a character is still incomplete."""
+        """Add token ids, and return the text that is complete with them; "" if the last character is incomplete."""
         self._ids += [int(token) for token in ids]
         text = self._decode(self._ids[self._context :])
         if text.endswith(INCOMPLETE):
