@@ -6,7 +6,7 @@
 
 Letters: B samples, S segments (S = B, or B + 1 with a pad).
 
-Numbers that a kernel launch needs on the host (`max_seqlen`, the segment offsets) stay on the host from the start, so
+The numbers that a kernel launch needs on the host (`max_seqlen`, the segment offsets) are also stored on the host, so
 that reading them never synchronises with the device.
 """
 
@@ -73,7 +73,7 @@ class Segments:
         offsets = np.zeros(len(array) + 1, dtype=np.int64)
         np.cumsum(array, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise UserError("lengths", f"{offsets[-1]} tokens exceed int32 cu_seqlens", "split the pack")
+            raise UserError("lengths", f"{offsets[-1]} tokens are too many for int32 cu_seqlens", "split the pack")
         return Segments(
             cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(device=device, non_blocking=True),
             offsets=offsets,

@@ -8,9 +8,9 @@ model is built on the meta device, without storage. This takes one second for 80
 Because sizes come from the modules, a new architecture needs no entry here. The config supplies only what the shapes of
 modules do not show: heads, windows, and the number of experts per token.
 
-A config is a transformers config, another object with the same fields, or a dict. The latter two must have a
-`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. For a multimodal config
-the text part is measured.
+A config is a transformers config, another object with the same fields, or a dict. An object or a dict must have a
+`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. Of a multimodal model, the
+language model is measured.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ModelSizes:
     def head(self) -> int:
         """The head size: the larger one of full and windowed attention.
 
-        The properties below also return the larger one.
+        `query`, `key`, `value` and `output` also return the larger one of full and windowed attention.
         """
         return max(self.attention.head, self.windowed_attention.head)
 
@@ -129,11 +129,11 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
     for name in NEEDED:
         if not fields.get(name) and not fields.get(other.get(name, name)):
             raise UserError(
-                "config", f"has no {name}", "give a causal language model's config or CostModel(linear=...)"
+                "config", f"has no {name}", "give the config of a causal language model, or CostModel(linear=...)"
             )
         if fields["model_type"] not in CONFIG_MAPPING:
             raise UserError(
-                "config", f"has unknown model_type {fields['model_type']!r}", "give one that transformers supports"
+                "config", f"has unknown model_type {fields['model_type']!r}", "give a type that transformers supports"
             )
         other = CONFIG_MAPPING[fields["model_type"]].attribute_map
     config: PreTrainedConfig = AutoConfig.for_model(**fields)
@@ -224,7 +224,7 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
     """The widths of a layer's attention projections.
 
-    If q, k and v are fused, key and value widths are the remainder.
+    If one projection computes q, k and v together, the key and value widths are what the query width leaves.
     """
     modules = [each for each in _attentions(layer) if _linear(each)]
     if not modules:
@@ -246,9 +246,9 @@ def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | N
 
 
 def _widest(found: list[AttentionSizes]) -> AttentionSizes:
-    """The sizes of the layer with the widest queries, and among these the widest keys.
+    """The sizes of the layer with the widest queries. Of several such layers, it is the one with the widest keys.
 
-    A layer that reuses another layer's keys has no key width.
+    A layer that reuses the keys of another layer has key width 0.
     """
     return max(found, key=lambda sizes: (sizes.query, sizes.key), default=_NOTHING)
 
@@ -301,7 +301,7 @@ def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
 def _met_weights(model: PreTrainedModel, met: float) -> float:
     """The number of weights that one token is multiplied with in matmuls.
 
-    The number of expert weights is multiplied by `met`, the fraction of the experts that a token is routed to.
+    The weights of routed experts are multiplied by `met`, the fraction of the experts that a token is routed to.
     """
     found = 0.0
     for name, module in model.named_modules(remove_duplicate=False):

@@ -229,7 +229,7 @@ def test_a_loss_that_is_not_finite_in_the_first_step_is_not_blamed_on_the_learni
     bad = damaged(good, tmp_path / "bad", NORM, 3e38, **{NORM: torch.full((32,), 3e38)})
     assert run_sft(Path(bad), tmp_path) == 1
     said = capsys.readouterr().err
-    assert said.startswith("padfree sft: step 0: loss nan on rank 0, before the update; inspect sample ")
+    assert said.startswith("padfree sft: step 0: the loss is nan on rank 0 before the update; inspect sample ")
     assert "so optimizer.lr is not the cause; the samples are in" in said
 
 
