@@ -95,7 +95,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleInfo:
-    """What the host keeps about a packed sample. `index` is its index in the list that was packed."""
+    """The facts about a packed sample that stay on the host. `index` is its index in the list that was packed."""
 
     index: int
     length: int
@@ -182,7 +182,7 @@ class PackedBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """[B] the lengths of the samples, without the pad."""
+        """The lengths of the B samples, [B], without the pad."""
         return [info.length for info in self.samples]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> PackedBatch:
@@ -318,7 +318,7 @@ class PrefixKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttnContext:
-    """What attention needs to know about a micro-batch. Passed as an argument of the model's forward, never a global.
+    """The data that attention needs about a micro-batch. It is an argument of the model's forward, never a global.
 
     `segments` describes the whole pack. If `layout` is None, this process holds the whole pack. With a layout (context
     parallelism) it holds one shard, and `plan` is what `padfree.cp` prepared for this shard. `prefix_keys` is set if
@@ -402,7 +402,7 @@ class LmHead:
     logit_scale: float = 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
+        """Compute the logits [..., V] of hidden states [..., D]."""
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 

@@ -94,12 +94,12 @@ class Segments:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[S] lengths of the segments, on the host. The pad counts as a segment."""
+        """The lengths of the segments, [S], on the host. The pad counts as a segment."""
         return np.diff(self.offsets)
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """[S] the position of the first token of each segment: 0, or the number of tokens in a node's ancestors."""
+        """The position of the first token of each segment, [S]: 0, or the number of tokens in a node's ancestors."""
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
         return first_positions(self.parents, self.lengths)

@@ -89,7 +89,7 @@ def test_ranks_do_not_show(
     assert all(result[1] == results[0][1] for result in results), "every rank raises the same error for a NaN"
     assert uids == ["s0-3"]
     assert untouched
-    assert message.startswith("step 7: loss nan on rank")
+    assert message.startswith("step 7: the loss is nan on rank")
 
 
 def test_the_loss_is_that_of_single_samples(mesh: Mesh) -> None:

@@ -238,6 +238,6 @@ def test_a_later_loss_names_the_weights_that_are_not_finite(
 ) -> None:
     assert run_sft(good, tmp_path, RUINOUS, "run.steps=3", "data.epochs=2", "schedule.warmup=0") == 1
     said = capsys.readouterr().err
-    assert "padfree sft: step 1: loss nan" in said
+    assert "padfree sft: step 1: the loss is nan" in said
     assert "; the cause is in the weights: " in said
     assert "is not finite; resume a checkpoint with a lower optimizer.lr; the samples are in" in said

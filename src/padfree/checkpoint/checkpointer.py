@@ -301,7 +301,7 @@ class Checkpointer:
     def agreed_latest(self) -> Path | None:
         """Return the result of `latest` on rank 0, on every rank.
 
-        The results of the other ranks may differ, because a shared file system may show them an older state.
+        Other ranks may see another newest checkpoint, because a shared file system may show them an older state.
         """
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path

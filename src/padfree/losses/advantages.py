@@ -79,8 +79,8 @@ def token_rewards(
 ) -> Tensor:
     """The reward of each of T tokens, [T], computed from the rewards [B] of the samples.
 
-    The last scored token of a sample gets the sample's reward, and every scored token gets -kl_coefficient · kl. The
-    reward of a sample without scored tokens is dropped.
+    The last scored token of a sample gets the sample's reward, and all others get 0. If `kl` is given, kl_coefficient ·
+    kl is subtracted at every scored token. The reward of a sample without scored tokens is dropped.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     return _token_rewards(rewards, pack, kl, kl_coefficient).to(checks.result_type(rewards))

@@ -59,7 +59,7 @@ def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
     if size is not None and values.device.type == "cpu" and values.numel():
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= size:
-            raise UserError(name, f"{low if low < 0 else high} is out of range", f"give only 0 to {max(size - 1, 0)}")
+            raise UserError(name, f"{low if low < 0 else high} is out of range", f"give 0 to {max(size - 1, 0)} only")
     return values
 
 

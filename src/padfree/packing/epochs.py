@@ -219,7 +219,9 @@ class EpochReader(Generic[T]):
             self.advance()
         if self.position < position:
             raise UserError(
-                "source", f"ends after {self.position} samples, but the state is at {position}", "give the saved source"
+                "source",
+                f"ends after {self.position} samples, but the state is at {position}",
+                "give the source with which the state was saved",
             )
         return found
 

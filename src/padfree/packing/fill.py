@@ -141,7 +141,7 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
     # for each number of free tokens, how many bins have ever joined its queue
     put: defaultdict[int, int] = defaultdict(int)
-    taken: defaultdict[int, int] = defaultdict(int)  # the same for bins that left the queue
+    taken: defaultdict[int, int] = defaultdict(int)  # likewise, how many bins have left it
     for length, count in zip(values, counts, strict=True):
         while count:
             index = bisect_left(free_sizes, length)

@@ -87,7 +87,7 @@ class LocalExperts:
 def divided_forward(
     module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, *, group: ProcessGroup, recompute: bool = False
 ) -> Tensor:
-    """[T, D], [T, k], [T, k] -> [T, D]: the forward of stacked experts that are divided over the ranks of `group`."""
+    """The forward of stacked experts that are divided over the ranks of `group`: [T, D], [T, k], [T, k] -> [T, D]."""
     if recompute and torch.is_grad_enabled():
         return cast(Tensor, checkpoint(_forward, module, hidden, choices, weights, group, use_reentrant=False))
     return _forward(module, hidden, choices, weights, group)
@@ -106,7 +106,7 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """[R, D], [R] -> [R, D]: each row is computed by its expert, without routing weights."""
+    """Compute each row by its expert, without routing weights: rows [R, D] and experts [R] give [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
         # Compute one row of zeros and cut off its output. So the weights get gradients of 0, which FSDP2 reduces with

@@ -1,6 +1,7 @@
 """Shard a model with FSDP2: one unit per layer, and the root unit for all other parameters.
 
-A module whose parameters match any sharding rule but the last is a separate unit inside its layer, with its own mesh.
+A module whose parameters match another sharding rule than the last is a separate unit inside its layer, with a mesh of
+its own.
 If the mesh of the run divides experts over ranks, the rule for experts comes first (`padfree.sharding.experts`).
 Gradients are summed over ranks, not averaged: token weights already contain the global normaliser.
 """

@@ -131,7 +131,7 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """Return []: this rank's part of the load-balancing loss, E · Σ_e f_e · p_e with p of this rank's tokens."""
+        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, p of its tokens."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]
@@ -149,7 +149,7 @@ def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def _real_tokens(batch: LocalBatch) -> Tensor:
-    """Return [T/cp]: whether each token belongs to a sample, not to padding or a filler."""
+    """Return for each token whether it belongs to a sample, not to padding or a filler, as bools [T/cp]."""
     context, segments = batch.context, batch.context.segments
     num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length

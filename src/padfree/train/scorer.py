@@ -112,7 +112,7 @@ class Scorer:
         return found_scores
 
     def _scores(self, temperature: float, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """Return [T/cp]: the log-probabilities of the labels of a pack."""
+        """Return the log-probabilities [T/cp] of the labels of a pack."""
         return score(
             hidden_states(model, batch),
             lm_head_of(model),

@@ -75,15 +75,15 @@ def compare_vocabularies(
     if may_lack:
         raise UserError(
             "model.tokenizer",
-            f"{own_name} has other token ids than the tokenizer of {name}: {token!r} is {index} in the former, "
-            f"{there} in the latter{more}",
+            f"{own_name} has other token ids than the tokenizer of {name}: {token!r} is {index} in model.tokenizer, "
+            f"but {there} in the model's own tokenizer{more}",
             "leave it out, or give a tokenizer with the ids of the model",
         )
     only_lacks = len(lacks) == len(differs)
     cure = f", or set model.tokenizer={name} if the trained model knows its tokens" if only_lacks else ""
     raise UserError(
         setting,
-        f"{name} has other token ids than {own_name}: {token!r} is {there} in the former, {index} in the latter{more}",
+        f"{name} has other token ids than {own_name}: {token!r} is {there} in that model, but {index} in this run{more}",
         f"give a model with the same vocabulary{cure}",
     )
 
