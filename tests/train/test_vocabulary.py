@@ -148,9 +148,7 @@ def test_a_model_may_know_more_tokens_but_not_fewer(setting: str, folders: dict[
     more = config_of(setting, folders["own"], folders["add"], tmp_path)
     assert not [note for note in preflight(more, processes=1, device_type="cpu", dry=True).notes if "token id" in note]
     fewer = config_of(setting, folders["own"], folders["drop"], tmp_path)
-    with pytest.raises(
-        ValueError, match=r"'\+' is unknown in that model, but .* in this run; .* or set model.tokenizer="
-    ):
+    with pytest.raises(ValueError, match=r"'\+' is unknown in that model, .* in this run; .* or set model.tokenizer="):
         preflight(fewer, processes=1, device_type="cpu", dry=True)
 
 

@@ -126,7 +126,7 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
 
 
 def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
-    """The attention sizes of `layer`. Its `layer_idx` says whether it has a sliding window, which may change its sizes."""
+    """The attention sizes of `layer`. Its `layer_idx` tells whether it has a sliding window, and so other sizes."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     number = next((each for each in numbers if isinstance(each, int)), None)
     if number is not None and sizes.layer_types and sizes.layer_types[number] == "sliding_attention":

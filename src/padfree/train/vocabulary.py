@@ -83,7 +83,7 @@ def compare_vocabularies(
     cure = f", or set model.tokenizer={name} if the trained model knows its tokens" if only_lacks else ""
     raise UserError(
         setting,
-        f"{name} has other token ids than {own_name}: {token!r} is {there} in that model, but {index} in this run{more}",
+        f"{name} has other token ids than {own_name}: {token!r} is {there} in that model, {index} in this run{more}",
         f"give a model with the same vocabulary{cure}",
     )
 
