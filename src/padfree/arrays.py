@@ -6,7 +6,8 @@ numpy has no bfloat16 and rejects tensors that are on a device or require gradie
 them.
 Nothing is rounded: if a function needs integers, other numbers raise `UserError`.
 
-The module also holds index arithmetic on ranges and `splitmix64`, which every shuffled order and sampling key uses.
+The module also holds `concatenated_ranges`, for index arithmetic, and the random number generator `splitmix64`, which
+all shuffled orders and sampling keys come from.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
     _check_length(array, length, "loss_mask", name)
     if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
         raise UserError(
-            f"loss_mask of {name}", "has values other than 0 and 1", "scale tokens with advantages or weights"
+            f"loss_mask of {name}", "has values other than 0 and 1", "give 0 or 1, and scale tokens with advantages"
         )
     return array.astype(np.bool_, copy=False)
 
@@ -104,7 +105,7 @@ def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
 def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.float32]:
     """Convert `values` to an array of one finite number per token of a sample.
 
-    `field` and `name`: names of the array and of the sample in error messages.
+    Error messages call the values "`field` of `name`", for example "advantages of sample 3".
     """
     with np.errstate(over="ignore"):  # values that overflow float32 become inf, which raises an error below
         array = number_array(values, f"{field} of {name}").astype(np.float32, copy=False)
@@ -117,7 +118,7 @@ def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.f
 
 
 def single_number(value: Any, name: str) -> float:
-    """Convert one number to a float. It may also be an array or tensor without dimensions."""
+    """Convert one number to a float. `value` may also be an array or tensor without dimensions."""
     array = number_array(value, name)
     if array.shape != ():
         raise UserError(name, "", "give one number", value=value)
@@ -129,7 +130,7 @@ def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> No
         raise UserError(
             f"{field} of {name}",
             f"has shape {array.shape} for {length} tokens",
-            "give one value per token, including the prompt",
+            "give one value per token, also for the tokens of the prompt",
         )
 
 
@@ -138,7 +139,7 @@ SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def splitmix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the output of the random number generator splitmix64 for each of these states.
+    """Return the output of the random number generator splitmix64 for each of the given states.
 
     The generator is implemented here and not taken from a library, so that a library update cannot change shuffled
     orders.

@@ -11,20 +11,20 @@ Letters: T tokens of one micro-batch, B samples, S segments (S = B, or B + 1 wit
 
 Position t predicts token t + 1 of its sample. When a batch is made, every value that belongs to a token is moved to the
 position that predicts the token (`at_predictions`): `labels[t]`, `weights[t]` and `rollout.advantages[t]` all describe
-the token that position t predicts. From then on every per-token quantity is local, and splitting the token axis over
-devices is only a permutation. `at_tokens` is the inverse of `at_predictions`.
+the token that position t predicts. From then on a loss at position t reads only values at index t, so that devices can
+divide the positions among them in any order. `at_tokens` is the inverse.
 
 Samples may share prefixes (`Entries`). The pack then holds the nodes of a prefix tree, with each shared token stored
-once, and values that belong to predictions have an axis of their own, [E]: it has one entry for each labelled position
-of each sample, sample by sample.
+once. Values that belong to predictions then have an axis of their own: [E], with one entry for each trained token of
+each sample, ordered by sample.
 
     pack     input_ids     [T]            p p p | a a | b b b          two samples, p p p a a and p p p b b b
              position_ids  [T]            0 1 2 | 3 4 | 3 4 5
-    entries  labels        [E]            a a | b b b                  the trained tokens, here the responses
-             positions     [E]            2 3 | 2 5 6                  index of the hidden state that predicts each
+    entries  labels        [E]            a a | b b b                  the trained tokens: here the responses
+             positions     [E]            2 3 | 2 5 6                  index in the pack of the state that predicts it
 
-`padfree.sample` defines a sample, and `padfree.segments` the segments of a token axis. Arrays on the host are numpy
-arrays, arrays on the device torch tensors.
+`padfree.sample` defines one sample, and `padfree.segments` the segments of a token axis. Arrays that stay on the host
+are numpy arrays, and arrays for the device are torch tensors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def at_predictions(values: NDArray[Any], offsets: NDArray[np.int64], *, fill: in
 
 
 def at_tokens(values: Tensor) -> Tensor:
-    """Move [T] values of predictions to the tokens that they predict: the inverse of `at_predictions`.
+    """Move [T] values from the positions that predict tokens to the tokens: the inverse of `at_predictions`.
 
     The last position of each sample predicts nothing and must hold 0; this 0 moves to the first token of the next
     sample.
@@ -95,7 +95,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleInfo:
-    """Facts about a packed sample that stay on the host. `index` is its index in the list that was packed."""
+    """The facts about a packed sample that stay on the host. `index` is its index in the list that was packed."""
 
     index: int
     length: int
@@ -123,7 +123,7 @@ class Copies:
 class Entries:
     """For samples that share prefixes: which hidden state of the pack predicts which token of which sample.
 
-    There is one entry for each scored token of each sample, sample by sample. E is the number of entries. The arrays
+    There is one entry for each scored token of each sample, ordered by sample. E is the number of entries. The arrays
     stay on the host.
     """
 
@@ -139,7 +139,7 @@ class PackedBatch:
     """
 
     input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, restart at 0 in every sample; continue along the path of nodes
+    position_ids: Tensor  # [T] int64, from 0 in every sample; with shared prefixes a node continues after its parent
     labels: Tensor  # [T] int64, shifted inside each sample; -100 if not scored
     weights: Tensor  # [T] float32, 0 where the label is -100
     sample_index: Tensor  # [T] int32, the segment of each token; num_samples for the pad
@@ -159,11 +159,11 @@ class PackedBatch:
             if field in self.LABEL_FIELDS and self.entries is not None:
                 assert shape == (len(self.entries.positions),), field
             elif shape != (num_tokens,):
-                raise UserError(field, f"shape {shape} for {num_tokens} tokens in segments", "give one value per token")
+                raise UserError(field, f"has shape {shape}, segments {num_tokens} tokens", "give one value per token")
         if self.entries is None and len(self.samples) != self.segments.num_samples:
             raise UserError(
                 "samples",
-                f"{len(self.samples)} entries for {self.segments.num_samples} segments",
+                f"has {len(self.samples)} entries for {self.segments.num_samples} segments",
                 "give one SampleInfo per segment",
             )
 
@@ -182,7 +182,7 @@ class PackedBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """[B] the lengths of the samples, without the pad."""
+        """The lengths of the B samples, [B], without the pad."""
         return [info.length for info in self.samples]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> PackedBatch:
@@ -255,7 +255,9 @@ class PackedBatch:
         expected = self.num_tokens if self.entries is None else len(self.entries.positions)
         if values.shape[:1] != (expected,):
             shape = tuple(values.shape)
-            raise UserError("values", f"shape {shape} for {expected} tokens", "give one value per token of the batch")
+            raise UserError(
+                "values", f"has shape {shape} for {expected} tokens", "give one value per token of the pack"
+            )
         if self.entries is not None:
             predictions = torch.from_numpy(self.entries.tokens - 1).to(values.device)
             whole = values.new_zeros(sum(self.lengths), *values.shape[1:])
@@ -272,9 +274,9 @@ class PackedBatch:
 
 
 def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
-    """Return the model arguments that make transformers' own attention keep samples apart, with a mask that it builds.
+    """The keyword arguments from which transformers' own attention builds a mask that keeps packed samples apart.
 
-    The dict has no `attention_mask` key, not even None: TRL treats any value under this key as a tensor.
+    The dict has no key `attention_mask`, because TRL treats any value under this key as a tensor, even None.
     """
     return {
         "input_ids": input_ids[None],
@@ -289,12 +291,11 @@ def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layout:
-    """The token ranges of a pack of T tokens that each context rank holds. Kept on the host.
+    """Which token ranges of a pack of T tokens each context rank holds. Made on the host by `padfree.cp.make_layout`.
 
-    `padfree.cp.make_layout` makes a layout.
-
-    Rank r holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in all; ranges of one segment are adjacent.
-    No range crosses a segment boundary, so each range is one *piece*: consecutive queries of one sample.
+    Rank r holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. In this list the ranges of one
+    segment are adjacent. No range crosses a segment boundary, so each range is one *piece*: consecutive queries of one
+    sample.
     """
 
     kind: LayoutKind
@@ -310,8 +311,8 @@ class PrefixKeys:
 
     Made and read by `padfree.attention.prefix_attention`.
 
-    Several arrays are concatenated into one, so that compiled code sees a single size. The compiler would treat two
-    sizes that are equal by chance as one size.
+    `numbers` concatenates several arrays, so that compiled code sees a single size. The compiler would assume that two
+    sizes that happen to be equal are always equal.
     """
 
     numbers: Tensor  # [n] int32
@@ -320,11 +321,11 @@ class PrefixKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttnContext:
-    """What attention needs to know about a micro-batch. Passed as an argument of the model's forward, never a global.
+    """The data that attention needs about a micro-batch. It is an argument of the model's forward, never a global.
 
-    `segments` describes the whole pack. Without a layout this process holds the whole pack; with a layout it holds its
-    shard, and `plan` is what `padfree.cp` prepared for the shard. `prefix_keys` is set if samples share prefixes and
-    this process attends to the whole pack.
+    `segments` describes the whole pack. If `layout` is None, this process holds the whole pack. With a layout (context
+    parallelism) it holds one shard, and `plan` is what `padfree.cp` prepared for this shard. `prefix_keys` is set if
+    samples share prefixes and this process attends to the whole pack.
     """
 
     segments: Segments
@@ -343,15 +344,15 @@ class AttnContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalEntries:
-    """The entries that the tokens of one context rank predict."""
+    """The entries of a pack (see `Entries`) that are predicted by tokens of one context rank."""
 
     numbers: NDArray[np.int64]  # [e] index of each entry among the entries of the pack
-    positions: Copies  # [e] the gather from this rank's tokens to the entries
+    positions: Copies  # [e] gathers the hidden state of each entry from this rank's tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalBatch:
-    """The tokens of one context rank, `[T / world]`, and what its attention needs. Made by `padfree.cp.shard`.
+    """The tokens of one context rank, `[T / world]`, and what attention needs for them. Made by `padfree.cp.shard`.
 
     If `entries` is set, labels, weights, sample_index and rollout have shape [e], as in `PackedBatch`.
     A filler is a pack of one unscored token. A rank runs fillers if it has fewer packs with samples than other ranks,
@@ -404,7 +405,7 @@ class LmHead:
     logit_scale: float = 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
+        """Compute the logits [..., V] of hidden states [..., D]."""
         logits = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Context manager in which garbage collection is disabled."""
+    """Context manager that disables garbage collection in its block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,7 +25,7 @@ def paused_collector() -> Iterator[None]:
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Context manager in which the garbage collector ignores all objects that existed before.
+    """Context manager: in its block the garbage collector ignores all objects that existed before the block.
 
     Scanning these objects may take longer than a training step.
     """

@@ -1,12 +1,8 @@
 """The prefix tree of a pack whose samples share prefixes: pure index arithmetic.
 
-    samples p p p a a and p p p b b b:
-
-    node          0        1        2
-    tokens        p p p    a a      b b b        stored in the pack: p p p a a b b b, offsets 0 3 5 8
-    positions     0 1 2    3 4      3 4 5        in the sample; the first position of each node is 0 3 3
-    parent        -1       0        0
-    path          0        0 1      0 2          nodes whose keys the node's queries see, causal in its own tokens
+    nodes      0: p p p     1: a a     2: b b b          parents   -1 0 0          offsets   0 3 5 8
+    positions     0 1 2        3 4        3 4 5          first      0 3 3
+    paths      0            0 1        0 2               the nodes whose keys a node's queries see (its own: causally)
 
 There are S nodes. A node stores its tokens once. A sample is a path from a root to the node where the sample ends.
 Nodes are in preorder: parents come before their children, and the descendants of a node directly follow it, so that a
@@ -79,7 +75,7 @@ def subtree_ends(parents: Indices) -> Indices:
 
 
 def paths(parents: Indices) -> list[list[int]]:
-    """Return, for each node, the list of nodes on the path from the root to this node, the node itself included."""
+    """For each node, the list of nodes on the path from its root to this node, the node itself included."""
     found: list[list[int]] = []
     for node, parent in enumerate(parents.tolist()):
         found.append([*(found[parent] if parent >= 0 else ()), node])
@@ -113,17 +109,18 @@ class PathPages(NamedTuple):
     A partial page is copied for each path that continues it.
 
     nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2        table   0 1 2    0 1 3 4    0 1 5 6
-    pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2      the end of a path fills its last page
+    pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2      the last token of a path fills its last page
     """
 
-    tokens: Indices  # [pages * size] for each slot of each page, the token of the pack that fills it
+    tokens: Indices  # [pages * size] for each slot of each page, the index in the pack of the token that fills it
     table: Indices  # [S, m] the pages of each path; entries after its last page are arbitrary
 
 
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
     """Return the number of pages that each of S nodes adds, [S].
 
-    A node adds the pages from the last whole page before its first position to its end. `size`: tokens of a page.
+    A node adds the pages that hold its own tokens. The whole pages of its prefix are shared and do not count. `size` is
+    the number of tokens in a page.
     """
     counts: Indices = -(-(first % size + lengths) // size)
     return counts

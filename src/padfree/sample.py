@@ -33,8 +33,8 @@ def _name(uid: str | int | None) -> str:
 class Sample:
     """One document or one rollout, on the host.
 
-    `loss_mask[j]` says whether token j is trained on; without a mask every token is. The first token of a sample
-    is never scored, whatever its mask says, because no position predicts it.
+    `loss_mask[j]` says whether token j is trained on. Without a mask, all tokens are trained on. The first token of a
+    sample is never scored, whatever its mask says, because no position predicts it.
     """
 
     tokens: NDArray[np.integer[Any]]  # [n]
@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """[n] which tokens are scored: the trained tokens except the sample's first, which no position predicts."""
+        """Bools [n]: whether each token is scored. These are the trained tokens, except the sample's first token."""
         return self.mask & (np.arange(len(self)) > 0)
 
     @property
@@ -123,6 +123,6 @@ def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
             index = there.index(False)
             name = _name(samples[index].uid)
             raise UserError(
-                field, f"missing in {name} at index {index}, but other samples have it", "give it for all samples"
+                field, f"is missing in {name} at index {index}, but other samples have it", "give it for all samples"
             )
     return tuple(field for field, there in present.items() if any(there))

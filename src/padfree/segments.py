@@ -6,7 +6,7 @@
 
 Letters: B samples, S segments (S = B, or B + 1 with a pad).
 
-Numbers that a kernel launch needs on the host (`max_seqlen`, the segment offsets) stay on the host from the start, so
+The numbers that a kernel launch needs on the host (`max_seqlen`, the segment offsets) are also stored on the host, so
 that reading them never synchronises with the device.
 """
 
@@ -73,7 +73,7 @@ class Segments:
         offsets = np.zeros(len(array) + 1, dtype=np.int64)
         np.cumsum(array, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise UserError("lengths", f"{offsets[-1]} tokens are too many for cu_seqlens in int32", "split the pack")
+            raise UserError("lengths", f"{offsets[-1]} tokens are too many for int32 cu_seqlens", "split the pack")
         return Segments(
             cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(device=device, non_blocking=True),
             offsets=offsets,
@@ -94,12 +94,12 @@ class Segments:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[S] lengths of the segments, on the host. The pad counts as a segment."""
+        """The lengths of the segments, [S], on the host. The pad counts as a segment."""
         return np.diff(self.offsets)
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """[S] the position of each segment's first token: 0 or, for a node of a prefix tree, its ancestors' tokens."""
+        """The position of the first token of each segment, [S]: 0, or the number of tokens in a node's ancestors."""
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
         return first_positions(self.parents, self.lengths)

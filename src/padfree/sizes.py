@@ -8,9 +8,9 @@ model is built on the meta device, without storage. This takes one second for 80
 Because sizes come from the modules, a new architecture needs no entry here. The config supplies only what the shapes of
 modules do not show: heads, windows, and the number of experts per token.
 
-A config is a transformers config, another object with the same fields, or a dict. Such objects and dicts must have a
-`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. For a multimodal config the
-text part is measured.
+A config is a transformers config, another object with the same fields, or a dict. An object or a dict must have a
+`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. Of a multimodal model, the
+language model is measured.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ModelSizes:
     def head(self) -> int:
         """The head size: the larger of the sizes in full and in windowed attention.
 
-        The properties `query`, `key`, `value` and `output` also return the larger of two widths.
+        `query`, `key`, `value` and `output` also return the larger one of full and windowed attention.
         """
         return max(self.attention.head, self.windowed_attention.head)
 
@@ -126,11 +126,11 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
     for name in NEEDED:
         if not fields.get(name) and not fields.get(other.get(name, name)):
             raise UserError(
-                "config", f"has no {name}", "give a causal language model's config or CostModel(linear=...)"
+                "config", f"has no {name}", "give the config of a causal language model, or CostModel(linear=...)"
             )
         if fields["model_type"] not in CONFIG_MAPPING:
             raise UserError(
-                "config", f"has unknown model_type {fields['model_type']!r}", "give one that transformers supports"
+                "config", f"has unknown model_type {fields['model_type']!r}", "give a type that transformers supports"
             )
         other = CONFIG_MAPPING[fields["model_type"]].attribute_map
     config: PreTrainedConfig = AutoConfig.for_model(**fields)
@@ -221,7 +221,7 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
     """Return the widths of a layer's attention projections; None if the layer has no attention.
 
-    If one projection computes q, k and v, its width without the queries is split between keys and values.
+    If one projection computes q, k and v together, the key and value widths are what the query width leaves.
     """
     modules = [each for each in _attentions(layer) if _linear(each)]
     if not modules:
@@ -243,9 +243,9 @@ def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | N
 
 
 def _widest(found: list[AttentionSizes]) -> AttentionSizes:
-    """Return the sizes of the layer with the widest queries; of several such layers, the one with the widest keys.
+    """The sizes of the layer with the widest queries. Of several such layers, it is the one with the widest keys.
 
-    A layer that reuses another layer's keys has no key width.
+    A layer that reuses the keys of another layer has key width 0.
     """
     return max(found, key=lambda sizes: (sizes.query, sizes.key), default=_NOTHING)
 
@@ -299,7 +299,7 @@ def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
 def _met_weights(model: PreTrainedModel, met: float) -> float:
     """Return the number of weights that one token is multiplied with in matmuls.
 
-    Of the weights of experts, only the fraction `met` counts: the fraction of the experts to which a token is routed.
+    The weights of routed experts are multiplied by `met`, the fraction of the experts that a token is routed to.
     """
     found = 0.0
     for name, module in model.named_modules(remove_duplicate=False):

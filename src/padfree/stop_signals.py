@@ -45,7 +45,7 @@ _exit = os._exit  # kept because a run replaces `os._exit`
 
 
 class StopRequested(KeyboardInterrupt):
-    """Raised when a signal requests a stop outside of `StopSignals.deferred`, i.e. when nothing needs to be saved."""
+    """Raised when a signal requests a stop outside of `StopSignals.deferred`, where nothing needs to be saved."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -91,7 +91,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, then: str) -> Iterator[None]:
-        """Context manager that signals do not interrupt. `then` completes the message "SIGTERM: the run ..."."""
+        """Context manager whose block signals do not interrupt. `then` completes the message "SIGTERM: the run ..."."""
         if self.number is not None:
             raise StopRequested(self.number)
         self._then = then
@@ -102,7 +102,7 @@ class StopSignals:
 
     @contextmanager
     def lent(self, number: signal.Signals, handler: Callable[[int, Any], Any]) -> Iterator[None]:
-        """Context manager in which `handler` handles the signal `number`; the signal then requests no stop."""
+        """Context manager: in its block `handler` handles the signal `number`, which then does not request a stop."""
         self._lent.add(number)
         before = signal.signal(number, handler)
         try:
@@ -187,7 +187,7 @@ def _is_ours(number: signal.Signals) -> bool:
 
 
 def _forget_in_child() -> None:
-    """Reset the signal handlers that a forked process inherits, because they would write to the pipe of its parent."""
+    """Reset the signal handlers in a forked process. The inherited handlers would write to the pipe of the parent."""
     if not _INSTALLED:
         return
     signal.set_wakeup_fd(-1)

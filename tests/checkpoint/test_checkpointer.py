@@ -493,7 +493,9 @@ def test_the_checkpoint_of_another_model_is_refused(
 def test_other_groups_in_the_optimizer_are_refused(tmp_path: Path) -> None:
     checkpointer, _ = saved(tmp_path, 1)
     model = Tiny()
-    with pytest.raises(CheckpointError, match="other parameter groups in the optimizer; keep the settings"):
+    with pytest.raises(
+        CheckpointError, match="other parameter groups in the optimizer; restore the optimizer settings"
+    ):
         checkpointer.load(
             tmp_path / "step-00000001", model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1)
         )

@@ -160,7 +160,7 @@ def test_collate_is_one_pack() -> None:
         (
             [Sample(tokens=[1], values=[0.0]), Sample(tokens=[2], uid="b")],
             {},
-            "values: missing in sample 'b' at index 1, but other samples have it",
+            "values: is missing in sample 'b' at index 1, but other samples have it",
         ),
     ],
 )

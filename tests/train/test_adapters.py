@@ -167,11 +167,11 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh: Mesh, folder: Path) -> 
             {"lora": {"rank": 3}},
             r"lora_A.default.weight is \[2, 32\] .* and \[3, 32\] F32 in this run\); give",
         ),
-        (path, {"lora": {"alpha": 8.0}}, r"its adapters were trained with another alpha / rank\); keep lora.alpha"),
+        (path, {"lora": {"alpha": 8.0}}, r"trained with another lora.alpha\); restore the earlier lora.alpha"),
         (
             path,
             {"run": {"seed": 1}},
-            r"its adapters were trained on other frozen weights\); keep model.path and its files",
+            r"its adapters were trained on other frozen weights\); restore the earlier model.path and its files",
         ),
         (
             path,

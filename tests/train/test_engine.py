@@ -89,7 +89,7 @@ def test_ranks_do_not_show(
     assert all(result[1] == results[0][1] for result in results), "every rank raises the same error for a NaN"
     assert uids == ["s0-3"]
     assert untouched
-    assert message.startswith("step 7: loss nan on rank")
+    assert message.startswith("step 7: the loss is nan on rank")
 
 
 def test_the_loss_is_that_of_single_samples(mesh: Mesh) -> None:
@@ -169,14 +169,14 @@ def test_nan_stops_before_the_update_and_names_the_sample(mesh: Mesh) -> None:
     message, uids, same = poisoned(mesh, clean_samples())
     assert uids == ["s0-3"]
     assert same
-    assert message.startswith("step 7: loss nan on rank 0, before the update; inspect sample s0-3")
+    assert message.startswith("step 7: the loss is nan on rank 0 before the update; inspect sample s0-3")
 
 
 def test_an_infinite_gradient_of_a_finite_loss_stops_too(mesh: Mesh) -> None:
     engine = make_engine(mesh, LOSSES["sft"])
     engine.parameters[0].register_hook(lambda gradient: gradient * float("inf"))
     before = weights_of(engine.model)
-    with pytest.raises(NonFiniteError, match=r"gradient norm nan with a finite loss .*\(s0-0, s0-1"):
+    with pytest.raises(NonFiniteError, match=r"gradient norm is nan .* with a finite loss .*\(s0-0, s0-1"):
         engine.step(make_samples())
     for name, weight in weights_of(engine.model).items():
         assert torch.equal(weight, before[name])

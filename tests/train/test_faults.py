@@ -451,7 +451,7 @@ def test_nan_stops_before_the_update_and_leaves_everything_behind(
         trainer.run()
     path = tmp_path / "nonfinite-step-00000001.jsonl"
     assert str(caught.value) == (
-        f"step 1: loss nan on rank 0, before the update; inspect sample {clean[5].uid}, or lower optimizer.lr; "
+        f"step 1: the loss is nan on rank 0 before the update; inspect sample {clean[5].uid}, or lower optimizer.lr; "
         f"the samples are in {path}"
     )
     (row,) = [json.loads(line) for line in path.read_text().splitlines()]

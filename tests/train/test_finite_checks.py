@@ -229,7 +229,7 @@ def test_a_loss_that_is_not_finite_in_the_first_step_is_not_blamed_on_the_learni
     bad = damaged(good, tmp_path / "bad", NORM, 3e38, **{NORM: torch.full((32,), 3e38)})
     assert run_sft(Path(bad), tmp_path) == 1
     said = capsys.readouterr().err
-    assert said.startswith("padfree sft: step 0: loss nan on rank 0, before the update; inspect sample ")
+    assert said.startswith("padfree sft: step 0: the loss is nan on rank 0 before the update; inspect sample ")
     assert "so optimizer.lr is not the cause; the samples are in" in said
 
 
@@ -238,6 +238,6 @@ def test_a_later_loss_names_the_weights_that_are_not_finite(
 ) -> None:
     assert run_sft(good, tmp_path, RUINOUS, "run.steps=3", "data.epochs=2", "schedule.warmup=0") == 1
     said = capsys.readouterr().err
-    assert "padfree sft: step 1: loss nan" in said
+    assert "padfree sft: step 1: the loss is nan" in said
     assert "; the cause is in the weights: " in said
     assert "is not finite; resume a checkpoint with a lower optimizer.lr; the samples are in" in said

@@ -164,7 +164,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         [{**row, "loss_mask": [0, 0]} for row in ROLLOUTS],
         [],
-        "data.path: none of 8 samples has a token to train, the first is d.jsonl:1; give a response_length of 1 or",
+        "data.path: none of 8 samples has a token to train (the first is d.jsonl:1); give a response_length of 1 or",
     ),
     (
         "rl",
@@ -348,7 +348,7 @@ def test_what_has_no_effect_and_what_trains_nothing_is_noted(
     assert {note for note in preflight(config, processes=1, device_type="cpu").notes if "is read as" not in note} == {
         "loss.gspo.low has no effect with loss.kind=clip",
         "optimizer.lr is 0: no weight changes",
-        "data.path: 1 of 9 samples have no token to train, the first is d.jsonl:9",
+        "data.path: 1 of 9 samples have no token to train (the first is d.jsonl:9)",
     }
     config = load_config(RECIPES / "sft.toml", [*shared, f"data.path={write('e.jsonl', *PAIRS)}", "loss.clip.low=0.1"])
     assert {note for note in preflight(config, processes=1, device_type="cpu").notes if "is read as" not in note} == {

@@ -90,8 +90,8 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"shuffle": False}}, r"data\.shuffle: False, but .*step-00000002 was made with True; keep it, give"),
-        ({"data": {"epochs": 4}}, r"data\.epochs: 4, but .* was made with 3; keep it, give another run\.folder, or"),
+        ({"data": {"shuffle": False}}, r"data\.shuffle: False, but .*step-00000002 was made with True; set it back,"),
+        ({"data": {"epochs": 4}}, r"data\.epochs: 4, but .* was made with 3; set it back, give another run\.folder"),
         ({"batch": {"samples": 5}}, r"batch\.samples: 5, but .* was made with 4"),
         ({"batch": {"samples": None, "tokens": 30}}, r"batch\.samples: None, but .* was made with 4"),
         ({"run": {"seed": 1}}, r"run\.seed: 1, but .* was made with 0; .* start over with checkpoint\.resume=false$"),
@@ -167,7 +167,7 @@ def test_a_checkpoint_from_before_the_record_is_said_and_resumed(mesh: Mesh, mod
     config = make_config(tmp_path, model, **SFT, run={"steps": 3})
     assert make_trainer(config, mesh, on_note=said.append).run().step == 3
     (line,) = said
-    assert line.endswith("was written by a version that did not record data, model and settings; they are not compared")
+    assert line.endswith("does not record data, model and settings, so they are not compared with those of this run")
     said.clear()
     make_trainer(config, mesh, on_note=said.append)
     assert said == []

@@ -264,7 +264,7 @@ def test_dropout_is_not_shared(mesh: Mesh) -> None:
         replace(sample, tokens=np.append(np.arange(90) % VOCABULARY, sample.tokens), **NO_ARRAYS)
         for sample in tree_samples()
     ]
-    with pytest.warns(PadfreeWarning, match=r"each sample computes its own: dropout 0\.1"):
+    with pytest.warns(PadfreeWarning, match=r"each sample computes its own prefix: dropout 0\.1"):
         assert scorer.packer.plan(samples).prefixes is None
     assert scorer.packer.plan(samples).prefixes is None  # it warns once
 

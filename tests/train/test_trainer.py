@@ -216,7 +216,7 @@ def test_nan_in_an_update_ahead_of_another_stops_both(mesh: Mesh, model_folder: 
     trainer.prepares_next = True
     embeddings = trainer.engine.model.get_input_embeddings()
     embeddings.register_forward_hook(lambda _, ids, rows: rows.masked_fill(ids[0][..., None] == 39, float("nan")))
-    with pytest.raises(NonFiniteError, match=f"step 1: loss nan on rank 0.* inspect sample {clean[5].uid}"):
+    with pytest.raises(NonFiniteError, match=f"step 1: the loss is nan on rank 0.* inspect sample {clean[5].uid}"):
         trainer.run()
     one = make_trainer(make_config(tmp_path / "one", model_folder, **SFT, data={"shuffle": False}), mesh, clean)
     one.engine.step(clean[:4])

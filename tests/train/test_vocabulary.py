@@ -139,7 +139,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(
     assert folders["own"] in line
     turned = setting == "model.tokenizer"  # the run uses the other tokenizer
     swapped, renamed = ("'+' is 9 in", "'é' is 12 in") if turned else ("'7' is 12 in", "'+' is unknown in")
-    assert f"{swapped if other == 'swap' else renamed} the former" in line
+    assert f"{swapped if other == 'swap' else renamed} {'model.tokenizer' if turned else 'that model'}" in line
     assert "\n" not in line
 
 
@@ -148,9 +148,7 @@ def test_a_model_may_know_more_tokens_but_not_fewer(setting: str, folders: dict[
     more = config_of(setting, folders["own"], folders["add"], tmp_path)
     assert not [note for note in preflight(more, processes=1, device_type="cpu", dry=True).notes if "token id" in note]
     fewer = config_of(setting, folders["own"], folders["drop"], tmp_path)
-    with pytest.raises(
-        ValueError, match=r"'\+' is unknown in the former, .* in the latter; .* or set model.tokenizer="
-    ):
+    with pytest.raises(ValueError, match=r"'\+' is unknown in that model, .* in this run; .* or set model.tokenizer="):
         preflight(fewer, processes=1, device_type="cpu", dry=True)
 
 

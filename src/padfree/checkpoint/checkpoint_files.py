@@ -121,7 +121,7 @@ def check_file(path: Path, about: Mapping[str, Any], cure: str) -> None:
         raise CheckpointError("checkpoint", f"{path} is missing", cure)
     size = path.stat().st_size
     if size != about["bytes"]:
-        raise CheckpointError("checkpoint", f"{path} is damaged ({size} bytes of {about['bytes']})", cure)
+        raise CheckpointError("checkpoint", f"{path} is damaged ({size} bytes instead of {about['bytes']})", cure)
     with open(path, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
             raise CheckpointError("checkpoint", f"{path} is damaged (its checksum does not match)", cure)
@@ -150,5 +150,5 @@ def check_json(value: Any, where: str) -> None:
             check_json(item, f"{where}[{index}]")
     elif type(value) not in (str, int, float, bool, type(None)):
         raise UserError(
-            where, f"JSON cannot store a {type(value).__name__}", "give numbers, strings, lists or dicts of them"
+            where, f"JSON cannot store a {type(value).__name__}", "give numbers, strings, or lists or dicts of these"
         )

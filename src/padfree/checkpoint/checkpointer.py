@@ -7,7 +7,7 @@
         rank-00001.safetensors
 
     weight [5, 2] on 2 ranks       rank-00000 holds [0:3], rank-00001 holds [3:5]
-    the same, read by 3 ranks      [0:2] | [2:4] (from both files) | [4:5]
+    read again by 3 ranks          [0:2] | [2:4] (from both files) | [4:5]
 
 Every rank writes the pieces of tensors that it holds, with their offsets in the whole tensor. To load, a rank reads the
 pieces that overlap its own shards, so any number of ranks can resume. A piece that several ranks hold is written once.
@@ -19,9 +19,10 @@ its safetensors storage cannot hold values that are not tensors. This format is 
 of every file is checked before anything is loaded.
 
 A checkpoint is written to `step-….partial`, synced and renamed. Then the file `latest` is replaced by a rename. So
-`latest` names a complete checkpoint, whenever the process dies. An existing checkpoint is never overwritten: the new
-one is named `step-00000010.1`. A checkpoint is renamed before it is deleted. If one rank fails, all ranks raise the
-same error, and earlier checkpoints stay.
+`latest` names a complete checkpoint even if the process dies during a save. An existing checkpoint is never
+overwritten: a second checkpoint of step 10 is named `step-00000010.1`. A checkpoint is renamed before it is deleted, so
+that a half-deleted one does not look complete. If one rank fails, all ranks raise the same error, and earlier
+checkpoints stay.
 
 If `asynchronous` is set, `save` copies this rank's pieces to host memory and returns. A thread then writes them and
 communicates over a separate process group. The next call of `save` or `wait` waits for the thread and raises its error,
@@ -97,7 +98,7 @@ class _Job:
     tensors: dict[str, Tensor]  # the contents of this rank's file
     offsets: dict[str, list[int]]  # offsets of pieces in their whole tensors
     content: dict[str, Any]  # the manifest, without the data gathered from the ranks
-    rank_state: dict[str, Any]  # the values of `rank_state` that are not tensors
+    rank_state: dict[str, Any]  # the values that only this rank has, without tensors
 
 
 class Checkpointer:
@@ -112,7 +113,7 @@ class Checkpointer:
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._rank = dist.get_rank() if several else 0
         self._world = dist.get_world_size() if several else 1
-        # The thread uses a separate process group, because its messages must not mix with those of a training step.
+        # The saving thread uses its own process group, so that its messages do not mix with those of a training step.
         self._group: ProcessGroup | None = dist.new_group(backend="gloo") if several else None
         self.kept: Path | None = None  # a checkpoint that is never deleted, whatever its age
         self._thread: threading.Thread | None = None
@@ -203,9 +204,9 @@ class Checkpointer:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """A block that waits at its end for an asynchronous save.
+        """Context manager that waits at the end of its block for an asynchronous save.
 
-        If both the block and the save fail, the block's error is raised.
+        If both the block and the save fail, the error of the block is raised.
         """
         try:
             yield
@@ -273,7 +274,7 @@ class Checkpointer:
         for file, about in content["files"].items():
             if not (partial / file).exists():
                 raise CheckpointError(
-                    "checkpoint", f"{partial / file} was written but is missing", "give a folder that all ranks share"
+                    "checkpoint", f"rank 0 cannot see the file {partial / file}", "give a folder that all ranks share"
                 )
             assert (partial / file).stat().st_size == about["bytes"]
         write_text(partial / MANIFEST, json.dumps({"sha256": hash_of(content), "content": content}))
@@ -298,9 +299,9 @@ class Checkpointer:
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
-        """The result of `latest` on rank 0, the same on every rank.
+        """Return the result of `latest` on rank 0, on every rank.
 
-        A shared file system may show ranks different states.
+        Other ranks may see another newest checkpoint, because a shared file system may show them an older state.
         """
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path
@@ -389,7 +390,7 @@ class Checkpointer:
         return self._fingerprints[model]
 
     def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
-        """A hash of the values of these tensors that does not depend on their sharding. Collective."""
+        """Return a hash of the values of all `tensors`. It does not depend on how they are sharded. Collective."""
         bits = {name: bits_of(tensor) for name, tensor in tensors.items() if self._writes(tensor)}
         total: Counter[str] = Counter()
         for gathered in self._gather(bits):
@@ -406,9 +407,9 @@ class Checkpointer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[list[CheckpointError]]:
-        """A block that yields a list for errors.
+        """Context manager that yields a list, to which the block appends the errors of this rank.
 
-        At its end, all ranks raise an error if the list of any rank is not empty.
+        At the end of the block all ranks raise the same error if the list of at least one rank is not empty.
         """
         errors: list[CheckpointError] = []
         yield errors
@@ -443,9 +444,9 @@ def latest_in(folder: Path) -> Path | None:
 
 @contextmanager
 def _collecting_error(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
-    """A block whose exceptions are appended to `errors`, as a `CheckpointError` about `path`.
+    """Context manager that appends an `OSError` of its block to `errors`, as a `CheckpointError` about `path`.
 
-    `what` is the text of the message after the path: "problem; fix".
+    A `CheckpointError` of the block is appended unchanged. `what` is the text after the path: "problem; fix".
     """
     try:
         yield

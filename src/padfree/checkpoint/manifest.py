@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint. It lists the contents and where they are stored.
+"""The manifest of a checkpoint lists what the checkpoint holds, and in which files.
 
-Checks compare it with the model of this run.
+Before a checkpoint is loaded, its manifest is compared with the model of this run.
 
     manifest.json            {"sha256": of the content, "content": {step, world, model, optimizer, extra, rank_state,
         "tensors": {"model/norm.weight": {"dtype": "F32", "shape": [5], "pieces": [
@@ -8,10 +8,10 @@ Checks compare it with the model of this run.
             ["rank-00001.safetensors", [3], [2]]]}, ...},
         "files": {"rank-00000.safetensors": {"bytes": 412, "sha256": ...}, ...}}}
 
-A model with adapters is saved without its frozen weights, which every start reads from their original files. The
-manifest holds a fingerprint of these weights, so that the adapters are not loaded onto other weights.
+A model with adapters is saved without its frozen weights: every start reads them from the original model files. The
+manifest holds a fingerprint of the frozen weights, so that the adapters are not loaded onto other weights.
 
-This module does not communicate with other ranks; `padfree.checkpoint.checkpointer` does.
+This module does not communicate with other ranks. `padfree.checkpoint.checkpointer` does.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CRITIC = "critic/"
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that a checkpoint holds, by name: only the trained ones if the model has adapters, else
-    all.
+    """The tensors of a model that a checkpoint holds, by name: all tensors, or, if the model has adapters, only the
+    trained ones.
     """
     tensors = named_tensors(model)
     if not any(map(is_adapter, tensors)):
@@ -67,7 +67,7 @@ def bits_of(tensor: Tensor) -> int:
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """The entry of the manifest about adapters: their scale, and `base`, the fingerprint of the frozen weights.
+    """Return the manifest's entry about adapters: their scale, and `base`, the fingerprint of the frozen weights.
 
     Returns None for a model without adapters.
     """
@@ -96,7 +96,7 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
 
 
 class TrainedModel(NamedTuple):
-    """A model that is trained, and its optimizer."""
+    """A model that this run trains, and its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -117,9 +117,10 @@ def class_name(model: nn.Module) -> str:
 def check_model(
     content: dict[str, Any], path: Path, model: nn.Module, optimizer: Optimizer | None, base: str | None = None
 ) -> None:
-    """Raise an error if the checkpoint belongs to another model. `path` is its folder, for the message.
+    """Raise an error if the checkpoint with the manifest `content` does not fit the model or the optimizer.
 
-    `base` is the fingerprint of the frozen weights, if the model has adapters.
+    `path` is the folder of the checkpoint, for the message. `base` is the fingerprint of the model's frozen weights, or
+    None if the model has no adapters.
     """
     there, here = content.get("adapters"), describe_adapters(model, base)
     differs, cure = None, "give the folder of this run"
@@ -132,10 +133,10 @@ def check_model(
     elif unlike := _first_difference(content["tensors"], "model/", saved_tensors(model)):
         differs = unlike
     elif there and here and there["scale"] != here["scale"]:
-        differs, cure = "its adapters were trained with another alpha / rank", "keep lora.alpha"
+        differs, cure = "its adapters were trained with another lora.alpha", "restore the earlier lora.alpha"
     elif there != here:
         differs = "its adapters were trained on other frozen weights"
-        cure = "keep model.path and its files, and run.seed for random weights"
+        cure = "restore the earlier model.path and its files; for random weights also the earlier run.seed"
     if differs:
         raise CheckpointError("checkpoint", f"{path} belongs to another model ({differs})", cure)
     if optimizer is None:
@@ -147,14 +148,14 @@ def check_model(
         raise CheckpointError(
             "checkpoint",
             f"{path} was saved with other parameter groups in the optimizer",
-            "keep the settings of its optimizer",
+            "restore the optimizer settings that it was saved with",
         )
 
 
 def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str, Tensor]) -> bool:
-    """Whether the checkpoint holds a reference model.
+    """Return whether the checkpoint holds a reference model.
 
-    Raises an error if its tensors do not fit this reference model.
+    Raises an error if the checkpoint's reference model does not have the same tensors as `reference`.
     """
     if not any(key.startswith("reference/") for key in content["tensors"]):
         return False
@@ -171,17 +172,17 @@ def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> N
     """Raise an error if the checkpoint has no critic, or a critic that differs from this one."""
     differs = _first_difference(content["tensors"], f"{CRITIC}model/", saved_tensors(critic.model))
     if content.get("critic") is None or differs:
-        reason = differs if content.get("critic") is not None else "it has none"
+        reason = differs if content.get("critic") is not None else "it has no critic"
         raise CheckpointError(
-            "checkpoint", f"{path} has another critic ({reason})", "keep critic.path, or give another run.folder"
+            "checkpoint", f"{path} does not fit the critic ({reason})", "keep critic.path, or give another run.folder"
         )
 
 
 def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
-    """Describe the first tensor whose shape or dtype differs between the checkpoint and the model.
+    """Describe the first tensor whose shape or dtype differs between the checkpoint and the model, or return None.
 
-    None if all are equal. `tensors` are the entries of the manifest, of which those under `prefix` are compared with
-    `wanted`.
+    `tensors` are the entries of the manifest. Those whose keys start with `prefix` are compared with `wanted`, the
+    tensors of the model.
     """
     saved = {
         key.removeprefix(prefix): (about["shape"], about["dtype"])

@@ -49,7 +49,9 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
         unknown = [parameter for parameter in group["params"] if id(parameter) not in names]
         if unknown:
             raise UserError(
-                "optimizer", "has parameters that do not belong to the model", "create it after the model is sharded"
+                "optimizer",
+                "has parameters that do not belong to the model",
+                "create the optimizer after the model is sharded",
             )
         options = {
             key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"

@@ -1,9 +1,9 @@
 """Count the bytes per token of the activations that the forward pass keeps for the backward pass, from the model's
 sizes.
 
-Elements have e bytes (4 or 2). D is the hidden size, I is the width of the MLP, and q, k, v and o are the widths of
-queries, keys, values and attention outputs, summed over the heads. Per token, a typical decoder layer keeps this many
-bytes:
+Elements have e bytes (4 or 2). D is the hidden size, I the width of the MLP, and q, k, v, g and o are the widths of
+queries, keys, values, attention gates and attention outputs, summed over the heads. Per token, a typical decoder layer
+keeps this many bytes:
 
     each norm of width w        (4 + e) w                          float32 input, and scaled result; LayerNorm e w
     inputs of projections       2 e D
@@ -11,7 +11,7 @@ bytes:
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
     experts, k per token        k e (2 D + 4 I)                    input and output of each expert, and its MLP
     adapters of experts         k e rank                           for each adapted weight
-    mixer                       e s                                instead of attention; s depends on its kind
+    mixer, such as Mamba        e s                                instead of attention; s depends on the mixer
     compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are recomputed; q and k before and after RoPE;
                                                                    gate, up and their product
 """
@@ -38,9 +38,9 @@ FLOAT32 = 4
 def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
     """The bytes per token that the forward pass keeps for the backward pass, including embeddings and the last norm.
 
-    `size` is the number of bytes per element. Selective checkpointing keeps the results of matmuls; in a compiled layer
-    it keeps attention's output and log-sum-exp. With `host`, only the layers whose tensors stay on the device are
-    counted.
+    `size` is the number of bytes per element. Selective checkpointing keeps the results of matmuls, but in a compiled
+    layer it keeps the output and the log-sum-exp of attention instead. With `checkpointing="host"`, only layers whose
+    tensors stay on the device are counted.
     """
     sizes = ModelSizes.of(model.config)
     outside = _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
@@ -126,7 +126,7 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
 
 
 def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
-    """The attention sizes of this layer. If layers differ, its `layer_idx` says which sizes apply."""
+    """The attention sizes of `layer`. Its `layer_idx` tells whether it has a sliding window, and so other sizes."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     number = next((each for each in numbers if isinstance(each, int)), None)
     if number is not None and sizes.layer_types and sizes.layer_types[number] == "sliding_attention":
@@ -153,7 +153,10 @@ def cache_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
-    """The width of the input of a norm whose weight has `width` elements. Norms of q and k are applied to all heads."""
+    """The elements per token that the norm `name` normalises. Its weight has `width` elements.
+
+    A norm of q or k whose weight has the size of one head is applied to all heads, so its input is wider.
+    """
     last = name.rpartition(".")[2]
     if width == heads.head and last.startswith("q"):
         return heads.query

@@ -77,16 +77,16 @@ def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
 
 
 def frozen_flops(flops: float) -> float:
-    """The FLOPs of a matmul, forward and backward, if its weight needs no gradient.
+    """The FLOPs of a matmul, forward and backward, if its weight is frozen.
 
-    `flops` is the number of FLOPs with the gradient of the weight.
+    `flops` is the number of FLOPs of the same matmul if its weight is trained.
     """
     return flops * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """What shared prefixes save: the reduction in tokens, and in the sum of squared sample lengths."""
+    """How much shared prefixes save: the reductions in tokens and in the sum of squared sample lengths."""
 
     tokens: float
     pairs: float
@@ -94,7 +94,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flops:
-    """Computes the FLOPs of a step, and the fraction of the peak of the devices that this step reaches."""
+    """Computes the FLOPs of a step, and which fraction of the devices' peak FLOP/s the step reaches."""
 
     cost: CostModel  # of forward and backward, in FLOPs
     head: float  # FLOPs of one token in the output head, part of `cost`
@@ -119,7 +119,7 @@ class Flops:
         )
 
     def step(self, lengths: ArrayLike, num_labels: int, shared: Shared | None = None) -> float:
-        """The FLOPs of a step over samples with these lengths, of which `num_labels` tokens are scored."""
+        """The FLOPs of a step over samples with these lengths. `num_labels` of their tokens are scored."""
         costs = self.cost(lengths)
         tokens = self.cost.tokens()(lengths).sum()
         saved = 0.0

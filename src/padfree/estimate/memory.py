@@ -1,20 +1,21 @@
 """Estimate the memory that a run needs on each device, before any weight is loaded.
 
-    weights, gradients, optimizer   counted exactly: the contents of the largest shard (float32; frozen weights of a
-                                    bfloat16 run in bfloat16); on the CPU with parallel.offload
-                                    With parallel.expert, experts are divided evenly over all shards
+    weights, gradients, optimizer   the exact size of the largest shard, in float32 (frozen weights of a bfloat16 run in
+                                    bfloat16). In host memory with parallel.offload. With parallel.expert, experts are
+                                    divided evenly over all shards
     gathered                        the unsharded root unit and two layers (all layers without parallel.reshard), and
-                                    their gradients, while FSDP2 computes; of the experts only this rank's part
-    activations                     what forward keeps for backward, for one micro-batch
-    working                         the larger of: the head's logits and gradients; one layer's gradients, and its
-                                    activations if they are recomputed
-    reference, sampler              frozen copies; no sampler copy if it can sample from the trained weights
-    cache                           the sampler's KV cache: permanent on a GPU, on the CPU only during sampling
+                                    their gradients, while FSDP2 computes. With parallel.expert, experts only of this
+                                    rank
+    activations                     what the forward pass of one micro-batch keeps for its backward pass
+    working                         the larger of two needs: the logits and gradients of the head, or the gradients of
+                                    one layer, with its activations if they are recomputed
+    reference, sampler              frozen copies of the model; none if the sampler can use the trained weights
+    cache                           the KV cache of the sampler: permanent on a GPU, on the CPU only during sampling
 
 `padfree.estimate.activations` counts the activations.
 
 Not included: memory fragmentation, buffers of collectives, and the CUDA context. With parallel.expert, a rank whose
-experts are chosen more often than the mean needs more activations than this.
+experts are chosen more often than the mean needs more memory for activations than estimated.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ def estimate_memory(
         sampler = 0 if alone and (size == FLOAT32 or not reshard) else counts.parameters * size
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
     tokens = max(config.batch.max_tokens, longest)
-    # With several context ranks attention breaks the graph of a compiled layer, which keeps more: count it as eager.
-    # Divided experts break the graph, too.
+    # With several context ranks, attention breaks the graph of a compiled layer, so that the layer keeps more for its
+    # backward pass. Divided experts also break the graph. Such layers are counted as if they were not compiled.
     context = config.parallel.most_context(processes)
     compiled = config.parallel.compile != "none" and context == 1 and expert == 1
     return MemoryEstimate(
@@ -164,7 +165,10 @@ def estimate_memory(
 def _cache(
     config: Config, model: PreTrainedModel, size: int, *, processes: int, device_type: str, prompt_tokens: int
 ) -> int:
-    """The bytes of the KV cache of the in-process sampler. On a GPU, a prompt is stored once for all its responses."""
+    """The bytes of the KV cache of the in-process sampler; 0 if the run does not use this sampler.
+
+    On a GPU, the keys and values of a prompt are stored once for all its responses.
+    """
     if config.rollout.engine != "in_process":
         return 0
     rollout, samples = config.rollout, -(-(config.batch.samples or 1) // processes)
@@ -262,8 +266,8 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
     If the run generates the responses, a group of G responses of R tokens to a prompt of P tokens has P + G (P + R)
     keys for P + G R tokens. For other data, the prefixes are unknown before samples are compared. The estimate then
     assumes groups of eight samples in which the first half of each sample is shared. For SFT the result is 0 unless
-    `batch.share_prefixes` is true, because SFT compares only samples from one row of the data, which are counted
-    elsewhere.
+    `batch.share_prefixes` is true, because SFT compares only samples from the same data row. `estimate_memory` gets the
+    keys of such samples as `copied_keys`.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
@@ -285,7 +289,7 @@ def _working(
         backward += layer
     if context > 1:  # each rank also holds the keys and values of the whole pack, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * context
-    if parallel.expert > 1:  # add the rows of a layer that are sent and received
+    if parallel.expert > 1:  # add the hidden states that a layer sends to and receives from other ranks
         backward += 2 * size * sizes.experts_per_token * sizes.hidden
     copied = 2 * size * (sizes.key + sizes.value) * copies  # copied keys and values, and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]

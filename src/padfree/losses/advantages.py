@@ -20,8 +20,8 @@ may describe token t or the prediction made at position t, as long as all arrays
 mask.
 
 All functions run without gradients and compute in float64. The result is rounded once, to the dtype of the rewards (or
-values); integers and bools give float32. `max_length` is the length of the longest sample. It is optional and saves
-iterations of a scan.
+values); integers and bools give float32. The optional `max_length` is the length of the longest sample. If it is given,
+scans over samples take fewer iterations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LARGEST = sys.float_info.max
 
 @torch.no_grad()
 def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bool = True, eps: float = 1e-6) -> Tensor:
-    """The GRPO advantages [B] of B samples: each reward minus the mean of its group, divided by the group's deviation.
+    """The GRPO advantages [B] of B samples: (reward - mean of its group) / standard deviation of its group.
 
     `rewards` is [B]. `groups` [B] holds the group of each sample, integers from 0 to num_groups - 1. If `std` is False,
     the difference is not divided (Dr. GRPO). `eps` is added to the standard deviation.
@@ -79,8 +79,8 @@ def token_rewards(
 ) -> Tensor:
     """The reward of each of T tokens, [T], computed from the rewards [B] of the samples.
 
-    The last scored token of a sample gets the sample's reward, and every scored token gets -kl_coefficient · kl. The
-    reward of a sample without scored tokens is dropped.
+    The last scored token of a sample gets the sample's reward, and all others get 0. If `kl` is given, kl_coefficient ·
+    kl is subtracted at every scored token. The reward of a sample without scored tokens is dropped.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     return _token_rewards(rewards, pack, kl, kl_coefficient).to(checks.result_type(rewards))
@@ -136,7 +136,7 @@ def whiten(
 
     If `shift_mean` is True, shift them to mean 0. `reduce` sums over all ranks, so that the mean and the standard
     deviation (divisor n - 1) are those of the global batch. A rank may have no tokens. If the global batch has fewer
-    than two scored tokens, values are only shifted.
+    than two scored tokens, values are not scaled.
     """
     mask = checks.mask("mask", mask)
     checks.same_length("tokens in mask", len(mask), values=checks.quantity("values", values))
@@ -222,7 +222,7 @@ class _PackTokens:
 
 
 def _token_rewards(rewards: Tensor, pack: _PackTokens, kl: Tensor | None, kl_coefficient: float) -> Tensor:
-    """The same as `token_rewards`, in float64."""
+    """Compute `token_rewards` in float64."""
     _need_finite(kl_coefficient=kl_coefficient)
     # number of scored tokens from here to the sample's end
     follows = scan_back(pack.mask, pack.goes_on, pack.max_length)
@@ -233,7 +233,7 @@ def _token_rewards(rewards: Tensor, pack: _PackTokens, kl: Tensor | None, kl_coe
 def _whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """The same as `whiten`, in float64."""
+    """Compute `whiten` in float64."""
     need_number("eps", eps, 0.0, LARGEST, "give 0 or a small positive number")
     total, count = reduce(torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().double()])).unbind()
     mean = total / count.clamp(min=1.0)

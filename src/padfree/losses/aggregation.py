@@ -3,10 +3,11 @@
     mask       [n] per sample   1 1 1 0 | 0 1 1 | 0 0      which tokens are trained
     weights    [n] per sample   ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0      token-mean; sum-of-sample-mean gives ½ instead of ¼
 
-Element t weights the prediction of token t + 1, like the labels. So the last element of a sample is 0, and the first
-token, which no position predicts, has no weight. The other trained tokens are called scored. Let nᵢ be the number of
-scored tokens in sample i, N = Σ nᵢ, and B the number of samples with scored tokens. Let n_g be the number of scored
-tokens in group g, and G the number of groups with scored tokens. A scored token of sample i in group g has the weight
+Like the labels, element t of the weights belongs to the prediction of token t + 1. So the last element of a sample is
+0, and the first token, which no position predicts, has no weight. All trained tokens except this first token are called
+scored. Let nᵢ be the number of scored tokens in sample i, N = Σ nᵢ, and B the number of samples with scored tokens. Let
+n_g be the number of scored tokens in group g, and G the number of groups with scored tokens. A scored token of sample i
+in group g has the weight
 
     token-mean            1 / N            every token counts the same
     sample-mean           1 / (B nᵢ)       mean over samples of each sample's mean
@@ -15,8 +16,9 @@ tokens in group g, and G the number of groups with scored tokens. A scored token
     constant              1 / c            Dr. GRPO: for example c = longest response × number of samples
     group-mean            1 / (G n_g)      mean over groups of each group's token mean
 
-Each of these is 1 / (divisor × size), with a divisor for the whole global batch and a size for the sample. The weights
-are computed from the masks of the whole global batch, so the loss is the same however the batch is split into packs.
+Each of these weights is 1 / (divisor × size), with one divisor for the whole global batch and one size per sample. For
+sample-mean the divisor is B and the size nᵢ. The weights are computed from the masks of the whole global batch, so the
+loss is the same however the batch is split into packs.
 
 Several samples may form one unit, such as a conversation whose turns are separate samples. Then "sample" above means
 unit: nᵢ counts the scored tokens of all samples of the unit, and B counts units. The conversation has the same weight
@@ -84,11 +86,10 @@ def batch_weights(
 ) -> Tensor:
     """The weights [T] (float32) of the T tokens of a packed batch, on its device.
 
-    Use it in code that knows the global counts but has no `Sample` objects. `divisor` is computed over the whole global
-    batch (`weight_divisor` computes it). It is the number of scored tokens for token-mean, of samples for sample-mean
-    and sample-sum, of groups for group-mean, 1 for sum-of-sample-mean, and the constant for constant. `group_counts`
-    [B] holds, for each sample, the number of scored tokens in its group. `reduce` sums over the ranks that hold parts
-    of the same pack.
+    For code that knows the global counts but has no `Sample` objects. `divisor` is the result of `weight_divisor` for
+    the whole global batch: the number of scored tokens for token-mean, of samples for sample-mean and sample-sum, of
+    groups for group-mean, 1 for sum-of-sample-mean, and the constant for constant. `group_counts` [B] holds, for each
+    sample, the number of scored tokens in its group. `reduce` sums over the ranks that hold parts of the same pack.
     """
     _check_mode(mode)
     need_whole("num_samples", num_samples, 0, "give the number of samples")
@@ -118,7 +119,7 @@ def weight_divisor(
     groups: Sequence[Hashable] | None = None,
     constant: float | None = None,
 ) -> float:
-    """The divisor of the weights of the whole global batch.
+    """The number that all token weights of the global batch are divided by; the module docstring lists it by mode.
 
     `counts` [B] holds the number of scored tokens of each sample. If the divisor is a count, it is at least 1, so that
     a batch without scored tokens has weights of 0 instead of a division by 0.
@@ -146,7 +147,7 @@ def weight_divisor(
 def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
     """The number of scored tokens of each of B samples, [B].
 
-    Scored tokens are the trained tokens except the first token.
+    Scored tokens are all trained tokens except the first token of the sample.
     """
     return _counts(*_scored(masks))
 
@@ -162,9 +163,7 @@ def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashab
 
 
 def _scored(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """For all positions of all samples, whether the position predicts a trained token; and the lengths [B] of the
-    samples.
-    """
+    """Return a bool for each position of all samples (whether it predicts a trained token), and the lengths [B]."""
     lengths = np.fromiter((len(mask) for mask in masks), dtype=np.int64, count=len(masks))
     flat = np.concatenate([np.empty(0, np.bool_), *(_checked_mask(mask, index) for index, mask in enumerate(masks))])
     return at_predictions(flat, np.concatenate([[0], np.cumsum(lengths)])), lengths
@@ -204,7 +203,7 @@ def _sample_weights(
     constant: float | None,
     units: Sequence[Hashable | None] | None,
 ) -> NDArray[np.float64]:
-    """For each of B samples, the weight of one of its scored tokens, [B]."""
+    """For each of B samples, the weight that each of its scored tokens has, [B]."""
     if units is not None and mode != "group-mean":
         unit = _unit_index(units, len(counts))
         totals = np.bincount(unit, weights=counts, minlength=len(np.unique(unit))).astype(np.int64)
@@ -220,7 +219,7 @@ def _sample_weights(
 
 
 def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray[np.int64]:
-    """The groups as numbers [B], in the order of first appearance. The names of groups may have any hashable type."""
+    """Number the groups in the order of their first appearance, and return the number of each sample's group, [B]."""
     if groups is None or len(groups) != num_samples:
         given = "is None" if groups is None else f"has {len(groups)} entries"
         raise UserError(
@@ -237,7 +236,10 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
 
 
 def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[np.int64]:
-    """The units as numbers [B], in the order of first appearance. Each None is a unit by itself."""
+    """Number the units in the order of their first appearance, and return the number of each sample's unit, [B].
+
+    A sample whose unit is None is a unit by itself.
+    """
     if len(units) != num_samples:
         raise UserError(
             "units", f"has {len(units)} entries for {num_samples} samples", "give the unit of each sample, or None"

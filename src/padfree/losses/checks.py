@@ -18,7 +18,7 @@ from padfree.errors import UserError
 
 
 def quantity(name: str, values: Tensor) -> Tensor:
-    """Return the values as floats. Integers and bools become float32: their own dtype would truncate results."""
+    """Return the values as floats. Integers and bools become float32, so that results are not truncated."""
     need_tensor(name, values)
     return values if values.is_floating_point() else values.float()
 
@@ -38,7 +38,7 @@ def loss_input(name: str, values: Tensor) -> Tensor:
 def result_type(*values: Tensor) -> torch.dtype:
     """The dtype of a result that is computed from these tensors.
 
-    It is their promoted dtype, or float32 if that is not a floating dtype.
+    The result has the promoted dtype of the tensors, or float32 if the promoted dtype is not a floating dtype.
     """
     joined = values[0].dtype
     for other in values[1:]:
@@ -59,7 +59,7 @@ def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
     if size is not None and values.device.type == "cpu" and values.numel():
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= size:
-            raise UserError(name, f"{low if low < 0 else high} is out of range", f"give 0 to {max(size - 1, 0)}")
+            raise UserError(name, f"{low if low < 0 else high} is out of range", f"give 0 to {max(size - 1, 0)} only")
     return values
 
 
@@ -74,7 +74,7 @@ def mask(name: str, values: Tensor) -> Tensor:
 def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
     """Raise `UserError` unless every tensor has shape [length].
 
-    `reference` names what the length counts, for the message.
+    `reference` says in the message what the length counts, for example "tokens in mask".
     """
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):

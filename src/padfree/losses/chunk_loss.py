@@ -1,15 +1,15 @@
 """Which losses can be fused with the head, so that their gradient is computed chunk by chunk from the logits.
 
 `head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for a chunk of c labelled tokens
-and expects the weighted losses [c] of these tokens. `positions` are the indices of the tokens in the pack. This
-requires an elementwise loss: the loss of a token depends only on its own values.
+and expects the weighted losses [c] of these tokens. `positions` are the indices of the tokens in the pack. The fused
+head requires an elementwise loss: the loss of a token depends only on the token's own values.
 
-    settings                                elementwise
+    settings                                is the loss elementwise?
     SFT, clip, CISPO, REINFORCE             yes
     + KL, entropy                           yes
     + token TIS, IcePop                     yes
     + sequence TIS, sequence mask           yes, unless old_policy is "current"
-    GSPO, OPSM                              no: `head.score` first, then `compute_loss`
+    GSPO, OPSM                              no: call `head.score` and then `compute_loss`
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def needs_entropy(settings: TokenLossSettings) -> bool:
 
 
 def is_elementwise(settings: TokenLossSettings) -> bool:
-    """Whether the loss of a token depends only on its own values, so that `make_token_loss` supports these settings."""
+    """Whether the loss of a token depends only on the token's own values. `make_token_loss` requires this."""
     return isinstance(settings, SFTSettings) or policy_loss.is_elementwise(settings)
 
 
 def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> TokenLoss:
     """Return the function `token_loss(logprobs, entropy, positions)` that `head.fused_loss` needs.
 
-    It computes the weighted losses of some tokens from their scores. `inputs` need not hold scores. For statistics,
-    call `compute_loss` with the scores without gradient.
+    `token_loss` computes the weighted losses of some tokens from their scores (log-probabilities and entropies), so
+    `inputs` need not hold scores. It computes no statistics: for these, call `compute_loss` with detached scores.
     """
     if not is_elementwise(settings):
         raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")

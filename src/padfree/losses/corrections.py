@@ -14,10 +14,10 @@ factor 0 still counts in the denominator, so that the loss of a token does not d
     sequence mask   1 if the sequence's ratio is in [low, high], else 0. The ratio is exp(mean d) with `mean` and
                     exp(Σ d) with `sum`; with `token`, every single exp(d) must be in the range
     OPSM            0 if A < 0 and mean(log π_old - log π) > delta, else 1    off-policy sequence masking: π is the
-                    policy being trained, so this also measures how far earlier steps on the batch have moved it
+                    policy being trained, so the mean also grows if earlier updates on the batch moved the policy
 
 Means and sums are over the scored tokens of the whole sequence. Under context parallelism, `reduce` sums over the ranks
-that hold parts of it.
+that hold parts of the sequence.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def sequence_factor(
 
 
 def _sequence_ratio(inputs: LossInputs, difference: Tensor, *, mean: bool, reduce: Reduce) -> Tensor:
-    """The importance ratio of each of B sequences, [B] in float64.
+    """The importance ratio of each of B sequences, [B] in float64: exp of the sum of its `difference`s, or of the mean.
 
-    `difference` [T] holds differences of log-probabilities.
+    `difference` [T] holds differences of log-probabilities. If `mean` is True, their mean is used.
     """
     if mean:
         return _ratio(segment_mean(difference, inputs.mask, inputs.sample_index, inputs.num_samples, reduce))

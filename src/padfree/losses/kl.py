@@ -22,8 +22,7 @@ from padfree.errors import UserError
 from padfree.losses import checks
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this bound, so that no exponential overflows. A ratio of e²⁰ is far beyond any useful
-ratio.
+"""Log-ratios are clamped to ± this bound, so that their exponentials do not overflow. Useful ratios are far below e²⁰.
 """
 
 LOW_VARIANCE_BOUND = 10.0

@@ -2,7 +2,7 @@
 
     logits [..., V]  +  labels [...]   ->   logprobs [...], entropy [...]
 
-`padfree.head` never stores all logits; this module is for code that already has them. V is the size of the vocabulary.
+This module is for code that already has all logits (`padfree.head` never stores them all). V is the vocabulary size.
 The forward pass converts only one chunk of tokens at a time to float32, and keeps only the log-sum-exp (lse) of each
 token for the backward pass. The only other tensor [..., V] is the gradient that the backward pass returns. With z =
 logits / temperature and p = softmax(z),
@@ -86,7 +86,7 @@ class _ScoreLogits(torch.autograd.Function):
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """weights · values, but 0 if the weight is 0 and the value is -inf, where the product would be NaN."""
+    """weights · values, but 0 where the weight is 0. Otherwise 0 · -inf would give NaN."""
     return torch.where(weights > 0, weights * values, 0.0)
 
 

@@ -7,9 +7,9 @@
 
 Usually a loss is elementwise: the loss of a token depends only on its own log π and entropy. There are three
 exceptions: objectives over whole sequences (GSPO); OPSM, which needs the current log-probabilities of a whole sequence;
-and sequence-level corrections if the current policy is also the old one. `is_elementwise` tells which case applies. In
-the three exceptions, the scores of all tokens must be computed first. An elementwise loss and its gradient can be
-computed chunk by chunk (`PolicyTerms.token_loss`).
+and sequence-level corrections if the current policy is also the old one. `is_elementwise` tells whether a loss is
+elementwise. An elementwise loss and its gradient can be computed chunk by chunk (`PolicyTerms.token_loss`). Otherwise
+the scores of all tokens must be computed first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce 
 
 
 def is_elementwise(settings: PolicySettings) -> bool:
-    """Whether the loss of a token depends only on its own log-probability and entropy, and on constants."""
+    """Whether the loss of a token depends only on the token's own log-probability and entropy, and on constants."""
     for correction in settings.corrections:
         if isinstance(correction, OPSMSettings):
             return False
@@ -61,7 +61,8 @@ def needs_old_logprobs(settings: PolicySettings) -> bool:
 def zero_without_advantage(settings: PolicySettings) -> bool:
     """Whether a sample whose advantages are all 0 adds exactly 0 to the loss and to the gradient.
 
-    Corrections are finite factors, so they keep a zero. The KL and entropy terms do not depend on the advantage.
+    Corrections multiply the loss by finite factors, so a loss of 0 stays 0. KL and entropy terms are added even if the
+    advantage is 0, so with these terms the result is False.
     """
     added = settings.kl_coefficient != 0.0 or settings.entropy_coefficient != 0.0
     return not added and traits(settings.objective).zero_without_advantage
@@ -69,7 +70,7 @@ def zero_without_advantage(settings: PolicySettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
-    """What the loss of a token depends on, apart from its log-probability and entropy.
+    """The values that the loss of a token depends on, besides its log-probability and entropy.
 
     Each field is [T], without gradient.
     """
@@ -94,7 +95,7 @@ class PolicyTerms:
 def policy_terms(
     inputs: LossInputs, settings: PolicySettings, *, current: Tensor | None, reduce: Reduce = no_reduce
 ) -> PolicyTerms:
-    """Collect the terms of the loss other than the scores.
+    """Collect the values that the loss needs besides the scores (log-probabilities and entropies).
 
     `current` [T] holds the current log-probabilities without gradient. It may be None if the loss is elementwise.
     """
@@ -127,7 +128,7 @@ def policy_terms(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Parts:
-    """The losses [T] before weighting, and the parts from which statistics are computed."""
+    """The losses [T] before weighting, and the values from which `_statistics` computes metrics."""
 
     losses: Tensor
     objective: ObjectiveOutput
@@ -185,7 +186,7 @@ def _token_losses(
 def _statistics(
     inputs: LossInputs, settings: PolicySettings, terms: PolicyTerms, parts: _Parts, current: Tensor
 ) -> dict[str, Tensor]:
-    """The statistics by name, [T] each. All available quantities are reported, whether or not the loss uses them."""
+    """The statistics by name, [T] each. They include available quantities that the loss itself does not use."""
     objective = parts.objective
     found = {name: values.to(current.dtype) for name, values in objective.statistics.items()}
     found["advantage"] = terms.advantages

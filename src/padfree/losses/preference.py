@@ -4,9 +4,9 @@
     pairs      [[0, 1], [3, 2]]            [P, 2] (chosen, rejected): sample indices in this pack
     weights    [½, ½]                      [P] for example 1 / number of pairs in the global batch
 
-    x of an answer      sigmoid, hinge, ipo   Σ over its tokens of (log π - log π_ref), or their mean (`normalise`)
+    x of an answer      sigmoid, hinge, ipo   the sum of log π - log π_ref over its tokens; the mean with `normalise`
                         simpo, orpo           the mean of log π over its tokens; the sum if `normalise` is false
-                        reward model          score of the sample's last token
+                        reward model          the score at its last token
     loss of a pair      with Δ = x_chosen - x_rejected and l(d) = -(1 - ε) log σ(d) - ε log σ(-d), ε: label_smoothing
                         sigmoid               l(beta · Δ)
                         hinge                 max(0, 1 - beta · Δ)
@@ -17,9 +17,9 @@
                         reward model          -log σ(Δ - margin)
 
 There are P pairs. σ is the sigmoid function. Under context parallelism a rank holds some of the tokens of a pair.
-`reduce` sums over the ranks what the pair's loss depends on. Each rank then returns its share of the loss: the fraction
-of the pair's tokens that it holds. The shares of a pair sum to 1, so losses and statistics can be summed over ranks as
-for other losses. The gradient that a rank computes for its own tokens is the gradient of the whole loss.
+`reduce` sums the parts of each x over the ranks. Each rank then returns its share of the pair's loss: the loss times
+the fraction of the pair's tokens that the rank holds. The fractions sum to 1, so losses and statistics can be summed
+over ranks as for other losses. The gradient that a rank computes for its own tokens is the gradient of the whole loss.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def dpo_loss(
 ) -> LossOutput:
     """Direct preference optimisation: the weighted sum of the losses of the pairs.
 
-    `pairs` [P, 2] holds sample indices (chosen, rejected), and `pair_weights` [P] the weights. If several context ranks
-    share a pack, each returns its share of the loss.
+    `pairs` [P, 2] holds sample indices (chosen, rejected), and `pair_weights` [P] one weight per pair. If several
+    context ranks share a pack, each rank returns its share of the loss.
     """
     logprobs = inputs.need("logprobs", "the DPO loss")
     values = logprobs
@@ -108,9 +108,9 @@ def reward_model_loss(
 ) -> LossOutput:
     """The pairwise loss of a reward model: the score of the chosen answer should exceed that of the rejected answer.
 
-    The score of an answer is the one at its last token, in `scores` [T]. `ends` [T] marks the last tokens
-    (`sample_ends`). `margins` [P] are added to the margin in the settings. If several context ranks share a pack, each
-    returns its share of the loss.
+    `scores` [T] holds a score per token, and the score of an answer is the one at its last token. `ends` [T] marks the
+    last tokens (`sample_ends`). `margins` [P] are added to the margin in the settings. If several context ranks share a
+    pack, each rank returns its share of the loss.
     """
     ends, scores = checks.mask("ends", ends), checks.loss_input("scores", scores)
     checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
@@ -151,7 +151,7 @@ def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
             raise UserError(
                 "group",
                 f"is the group of {len(indices)} samples of a pack, but a pair has 2",
-                "give both answers of a pair, and no other sample, one group and keep them in one pack",
+                "give the two answers of a pair a group that no other sample has, and put both in one pack",
                 value=group,
             )
         first, second = (samples[index].reward for index in indices)
@@ -199,8 +199,8 @@ def _pair_loss(
     share = (held[chosen] + held[rejected]) / (all_held[chosen] + all_held[rejected]).clamp(min=1.0)
     losses, slopes, rejected_slopes = loss(totals[chosen], totals[rejected])
     here, there = local[chosen], local[rejected]
-    # The value is this rank's share of the loss. The gradient is that of the whole loss with respect to this rank's
-    # tokens.
+    # The value of `attached` is this rank's share of each loss. Its gradient is the gradient of the whole loss with
+    # respect to this rank's tokens.
     attached = share * losses + slopes * (here - here.detach()) + rejected_slopes * (there - there.detach())
     difference = shown * (totals[chosen] - totals[rejected])
     count = share.sum()

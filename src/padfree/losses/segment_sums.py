@@ -67,8 +67,8 @@ def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Ten
     """Solve `out[t] = values[t] + factors[t] * out[t + 1]` for `out` [T]. The value after the end is 0.
 
     Two neighbouring steps of the recurrence combine into one step over twice as many tokens. Therefore log2(T) passes
-    over the whole pack replace a loop over T tokens. A factor of 0 ends the recurrence. If at least every `length`-th
-    factor is 0, log2(length) passes suffice.
+    over the whole pack replace a loop over T tokens. A factor of 0 ends the recurrence. If every run of `length`
+    consecutive factors contains a 0, log2(length) passes suffice.
     """
     out, factors = values.double(), factors.double()
     num_tokens = len(values)

@@ -3,7 +3,7 @@
     LossInputs    everything [T], aligned with the labels: element t describes the token that position t predicts
     LossOutput    loss          scalar: Σ weightₜ · lossₜ over these tokens
                   token_losses  [T] the summands, to find the sample that makes a loss non-finite
-                  statistics    name -> (sum, count), so that the parts can be added up and divided once
+                  statistics    name -> (sum, count): sums and counts of micro-batches are added, then divided once
 
 There are T tokens. The weights already include the global normaliser (`aggregation.py`), so the losses of micro-batches
 and of ranks can be added. Nothing here synchronises with the device: statistics stay tensors.
@@ -31,7 +31,7 @@ TRAINED = ("logprobs", "entropy", "values")
 
 GIVEN_BY = {
     "ref_logprobs": "give one value per token (in a run: set reference.path, or give the column 'ref_logprobs')",
-    "rollout_logprobs": "give one value per token (in a run: the column 'logprobs')",
+    "rollout_logprobs": "give one value per token (in a run: give the column 'logprobs')",
 }
 """For error messages: how to supply the inputs that a run does not compute by itself."""
 
@@ -123,14 +123,14 @@ class LossOutput:
     loss: Tensor  # scalar
     token_losses: Tensor | None = None  # [T] weighted losses, without gradient; None if the losses belong to pairs
     statistics: Statistics = field(default_factory=dict)
-    # [P] float64 for P pairs, by name: this rank's shares, and their `count`
+    # by name, [P] float64: the statistics of P pairs times this rank's shares, and under "count" the shares
     pair_statistics: dict[str, Tensor] | None = None
 
 
 def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, Tensor]) -> LossOutput:
-    """The `LossOutput` for losses [T] per token and statistics [T] per token.
+    """Make a `LossOutput` from the losses [T] and the statistics [T] of single tokens.
 
-    Both are summed over the scored tokens, the losses with their weights.
+    Losses are multiplied by the token weights and summed. Statistics are summed over the scored tokens.
     """
     weighted = inputs.weights * losses
     count = inputs.mask.sum()

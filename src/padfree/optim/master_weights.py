@@ -42,9 +42,9 @@ class MasterWeights:
 
     @contextmanager
     def compute_copies(self) -> Iterator[None]:
-        """A block in which the modules hold the copies.
+        """Context manager: in its block the modules hold the copies instead of the master weights.
 
-        The outermost block updates the copies from the masters when it begins.
+        If blocks are nested, only the outermost one updates the copies from the master weights, when it begins.
         """
         self._depth += 1
         if self._depth == 1:
@@ -127,8 +127,8 @@ class _Unit:
 def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module]) -> None:
     """Make a model compute in `dtype` from now on, with float32 master weights. `units` are its layers.
 
-    Frozen weights are converted to `dtype`, because every use would round them to it anyway. The model may be on the
-    meta device and get its weights later.
+    Frozen weights are converted to `dtype`, because every use would round them to `dtype` anyway. The model may be on
+    the meta device and get its weights later.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -138,9 +138,9 @@ def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn
 
 @contextmanager
 def compute_copies(model: nn.Module) -> Iterator[MasterWeights | None]:
-    """A block around forward and backward, in which the model computes with its copies in the compute dtype.
+    """Context manager around forward and backward: in its block the model computes with copies in the compute dtype.
 
-    Does nothing for a model without master weights.
+    It changes nothing for a model without master weights.
     """
     found = getattr(model, ATTRIBUTE, None)
     if isinstance(found, tuple):  # the first use creates the copies

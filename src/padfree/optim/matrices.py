@@ -1,6 +1,6 @@
 """Apply a function that needs whole matrices to matrices that are sharded over ranks.
 
-    5 matrices [4, 3] on 2 ranks, each of which holds 2 matrix rows of every matrix
+    5 matrices [4, 3], numbered 0 to 4, on 2 ranks. Each rank holds 2 matrix rows of every matrix
 
     rank 0   [0:2] of 0 1 2 3 4   ->   whole 0 2 4   ->   function   ->   [0:2] of 0 1 2 3 4
     rank 1   [2:4] of 0 1 2 3 4   ->   whole 1 3     ->   function   ->   [2:4] of 0 1 2 3 4
@@ -58,8 +58,8 @@ def on_whole_matrices(
 ) -> Tensor:
     """Apply `function`, which maps n matrices [n, A, B] to [n, A, B], to matrices that are sharded over ranks.
 
-    Collective. `parts` [n, a, b] holds this rank's shards of the matrices; the return value holds its shards of the
-    results. Rank (`first` + i) % size of the group computes matrix i.
+    Collective. `parts` [n, a, b] holds this rank's shards of the matrices. Returns this rank's shards of the results.
+    Rank (`first` + i) % group size computes matrix i.
     """
     if split is None:
         return function(parts)

@@ -95,7 +95,7 @@ class _Batch(NamedTuple):
 
     shape: torch.Size  # [A, B] of a whole matrix
     split: MatrixSplit | None
-    device: torch.device  # the device that computes them
+    device: torch.device  # the device that updates the matrices
     weights: list[Tensor]
     gradients: list[Tensor]
     buffers: list[Tensor]

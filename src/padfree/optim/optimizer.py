@@ -1,5 +1,6 @@
 """The optimizer of a run: groups of parameters, each with an update rule, a base learning rate and options.
 
+                                parameters                    rule    base lr   weight decay
     optimizer.name = "adamw"    matrices, embeddings, heads   adamw   lr        weight_decay
                                 vectors                       adamw   lr        no decay
 
@@ -12,8 +13,8 @@ scale of a norm towards 0 does not regularise. `padfree.model.roles` defines the
 hidden matrices.
 
 The schedule multiplies the base learning rate of every group. A step is skipped if the loss or the gradient is not
-finite. The flag for this and the gradient-clipping factor are tensors on the device, so that the host does not
-synchronise.
+finite. The flag `finite` and the gradient-clipping factor are tensors on the device, so that the host does not
+synchronise to read them.
 
 With `parallel.offload`, parameters, gradients and optimizer state are on the CPU, and the optimizer runs there.
 """
@@ -47,7 +48,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def rates(self) -> dict[str, float]:
-        """The current learning rates by metric name: `lr` for the first group's rule, `lr/RULE` for other rules."""
+        """The current learning rates by metric name: `lr` for the rule of the first group, else `lr/RULE`."""
         rates = {group["rule"]: group["lr"] for group in reversed(self.param_groups)}
         first = self.param_groups[0]["rule"]
         return {"lr": rates.pop(first), **{f"lr/{rule}": rate for rule, rate in rates.items()}}
@@ -60,7 +61,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, finite: Tensor | None = None, scale: Tensor | None = None) -> None:  # type: ignore[override]
         """Make one optimizer step. The gradients are multiplied by `scale`, a tensor [].
 
-        If `finite`, a tensor [], is false, nothing changes.
+        If `finite`, a bool tensor [], is false, neither parameters nor state change.
         """
         # If parameters are offloaded, the flag is on the GPU and the optimizer on the CPU, so this copy synchronises.
         device = self.param_groups[0]["params"][0].device
@@ -96,7 +97,7 @@ def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn
 
 
 def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:
-    """The groups of the parameters that require gradients, without empty groups.
+    """Divide the parameters that require gradients into groups. Groups without parameters are left out.
 
     The model may be on the meta device.
     """

@@ -20,7 +20,7 @@ class MuonSettings:
     lr: float | None = setting(
         None,
         least=0,
-        about="Base learning rate of hidden matrices; none takes optimizer.lr.",
+        about="Base learning rate of hidden matrices; none uses optimizer.lr.",
         fix="give 0 or more, or leave it out",
     )
     momentum: float = setting(0.95, least=0, below=1, about="Momentum of Muon.")
@@ -29,11 +29,11 @@ class MuonSettings:
     weight_decay: float | None = setting(
         None,
         least=0,
-        about="Weight decay of hidden matrices; none takes optimizer.weight_decay.",
+        about="Weight decay of hidden matrices; none uses optimizer.weight_decay.",
         fix="give 0 or more, or leave it out",
     )
     update_rms: float = setting(
-        0.2, above=0, about="Root mean square of an update before the learning rate; 0.2 is about that of AdamW."
+        0.2, above=0, about="Root mean square of an update at learning rate 1; AdamW's updates have about 0.2."
     )
 
     def __post_init__(self) -> None:
@@ -42,18 +42,18 @@ class MuonSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW for all parameters, or Muon for hidden matrices and AdamW for the others.
+    """AdamW for all parameters, or Muon for hidden matrices and AdamW for the other parameters.
 
     AdamW's weight decay applies to parameters with two or more dimensions, embeddings included, and not to norms and
     biases.
     """
 
     name: OptimizerName = setting(
-        "adamw", about="The optimizer: AdamW, or Muon for hidden matrices with AdamW for the rest.", resume=STAYS
+        "adamw", about="The optimizer: AdamW, or Muon for hidden matrices and AdamW for the rest.", resume=STAYS
     )
     lr: float = setting(1e-5, least=0, about="Base learning rate, which the schedule multiplies.")
     betas: tuple[float, float] = setting(
-        (0.9, 0.95), about="Decay rates of AdamW's two moments.", allowed="two numbers, 0 up to, but not including, 1"
+        (0.9, 0.95), about="Decay rates of AdamW's two moments.", allowed="two numbers of at least 0 and less than 1"
     )
     eps: float = setting(1e-8, least=1e-30, about="AdamW's epsilon.")  # smaller ones are 0 in float32
     weight_decay: float = setting(0.0, least=0, about="Weight decay of matrices; norms and biases have none.")
@@ -61,7 +61,7 @@ class OptimizerConfig:
         1.0,
         above=0,
         most=math.inf,
-        about="The gradient norm is clipped to this; none does not clip.",
+        about="Maximum gradient norm, to which larger gradients are scaled down; none does not clip.",
         fix='give more than 0, or "none"',
     )
     muon: MuonSettings = field(default_factory=MuonSettings)
@@ -93,9 +93,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """The learning-rate schedule: `warmup` steps up, then `kind` down to `final` times the learning rate."""
+    """The learning-rate schedule: a linear rise over `warmup` steps, then constant, or a decay to `final`."""
 
-    kind: ScheduleKind = setting("constant", about="The decay after the warmup; linear and cosine need run.steps.")
+    kind: ScheduleKind = setting("constant", about="Shape after the warmup; linear and cosine need run.steps.")
     warmup: int = setting(
         0, least=0, about="Number of steps over which the learning rate rises linearly.", fix="give 0 or more steps"
     )
@@ -104,7 +104,7 @@ class ScheduleConfig:
         least=0,
         most=1,
         about="The learning rate at run.steps, as a share of the base learning rate.",
-        fix="give a share of the learning rate, 0 to 1",
+        fix="give a share of the learning rate from 0 to 1",
     )
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the step.
 
-    warmup 4, steps 10, cosine      ¼ ½ ¾ 1 | .93 .75 .5 .25 .07 0        of the learning rate, steps 0 to 9
+    warmup 4, steps 10, cosine      ¼ ½ ¾ 1 | .93 .75 .5 .25 .07 0        the factor in steps 0 to 9
 
 The factor depends only on the step, so a resumed run needs no other state.
 """

@@ -1,4 +1,4 @@
-"""Partition samples into k parts of nearly equal cost.
+"""Partition samples into k parts of nearly equal cost. An optional cap limits the number of tokens in a part.
 
     costs 8 7 6 5 4 2    k = 2      ->  8 + 6 + 2 = 16,  7 + 5 + 4 = 16
 
@@ -8,9 +8,9 @@ The algorithm is deterministic and has two phases:
     exchange  pairs costly parts with cheap ones; each pair moves or swaps the sample that brings their costs closest.
               Repeats until the costliest part is within `TOLERANCE` of the mean or no exchange helps
 
-The cap, a limit on the tokens of a part, is never exceeded. If greedy finds no part for a sample, the initial
-assignment is made by balancing lengths instead of costs. If this fails too, `fill` makes it. The exchange phase then
-evens out the costs within the cap. If no initial assignment fits, `balance` raises `UserError`.
+The cap is never exceeded. If greedy finds no part for a sample, the initial assignment balances lengths instead of
+costs. If that also exceeds the cap, `fill` makes the initial assignment. The exchange phase then evens out the costs
+within the cap. If no initial assignment fits, `balance` raises `UserError`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
 
 TOLERANCE = 1e-4
-"""The exchange phase ends when the cost of the costliest part is at most this far above the mean, as a fraction of the
-mean.
-"""
+"""The exchange phase ends when the costliest part exceeds the mean cost by at most this fraction of the mean."""
 
 ROUNDS = 64
 """The maximum number of rounds of the exchange phase. A round handles all pairs of parts once."""
@@ -230,7 +228,7 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 
     The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on: k / 2 pairs at
     once. The samples of a part are one matrix row of `slots` [k, m], followed by at least one empty slot. A swap with
-    an empty slot is a plain move. If no pair can improve, new pairs are formed by rolling the list of cheap parts.
+    an empty slot is a plain move. If no pair can improve, new pairs are formed by shifting the list of cheap parts.
     """
     k, empty = len(parts), len(problem.cost)
     movable, fixed = _split_large(parts, equal=problem.equal_count)
@@ -274,7 +272,7 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 
 
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
-    """Split each part into the samples that the exchange phase may move, and the others.
+    """Split each part into the samples that the exchange phase may move, and the samples that stay.
 
     In a large part only every i-th sample is movable, so that a round compares at most 2 million pairs of samples. If
     `equal` is True, every part has the same number of movable samples, so that no slot is empty.

@@ -84,7 +84,7 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
     given: tuple[object, object] = (batches, values)
     if not all(isinstance(part, Iterable) for part in given):
         raise UserError(
-            "batches", f"got a {type(batches).__name__}", "give the list padfree.pack returned, and a tensor for each"
+            "batches", f"got a {type(batches).__name__}", "give the list from padfree.pack, and one tensor per batch"
         )
     batches, values = list(batches), list(values)
     if not all(isinstance(batch, PackedBatch) for batch in batches):
@@ -121,7 +121,7 @@ def collate(
 
 
 def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
-    """The prefix tree of these samples for a value of `share_prefixes`. If it is False, every sample is a root."""
+    """Build the prefix tree of the samples. If `share_prefixes` is False, every sample is a root of its own."""
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
     tokens = [sample.tokens for sample in samples]
@@ -133,9 +133,9 @@ def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: 
 
 
 def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: PrefixTree) -> PackedBatch:
-    """Convert a batch so that its samples are stored as the nodes of `tree`.
+    """Store the samples of a batch as the nodes of the prefix tree `tree`, so that each shared token is stored once.
 
-    If the samples share nothing, the batch is returned unchanged.
+    If the samples share no prefix, the batch is returned unchanged.
     """
     if not tree.is_shared:
         return batch

@@ -1,12 +1,12 @@
-"""Plan a step in which the cost of a pack decides how many ranks share it: one for short samples, many for long ones.
+"""Plan a step in which the cost of a pack decides how many ranks share it: one rank for short samples, more for long.
 
     wave         rank  0    1    2    3    4    5    6    7        all ranks run wave j at the same time
     0                  [ one sample of 60k    ][ 31k   ][ s ][ s ]   widths 4, 2, 1, 1
     1                  [ s ][ s ][ s ][ s ][ s ][ s ][ s ][ s ]      s: short samples, packed
 
 The width of a pack is the number of ranks that share it. In each wave every rank runs one micro-batch, alone or with
-its neighbours. Each width divides the next larger one, so that packs of any widths fit side by side, and each starts
-where a process group of its width starts.
+its neighbours. Each possible width divides the next larger one, so that packs of different widths fit side by side, and
+each pack starts at the first rank of a process group of its width.
 
 1. Start with as few waves as the tokens need. The *level* is the cost per rank and wave if all ranks had equal cost.
 2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
@@ -14,9 +14,9 @@ where a process group of its width starts.
 3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
 4. Packs are assigned to waves by their cost per rank, the costliest first.
 
-Widths are rounded up to available widths. If the packs then need too many ranks, the level is raised for wide packs. If
-the tokens do not fit, a wave is added. The cheapest of the plans found is used. Each wave has a fixed cost (`WAVE`),
-because the weights are gathered once per wave.
+Widths are rounded up to the available widths (`sizes`). If the packs then need too many ranks, the level is raised for
+wide packs. If the tokens do not fit, a wave is added. Of all plans found, the cheapest is used. Each wave has a fixed
+cost (`WAVE`), because the weights are gathered once per wave.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
 """The factors by which the level (the target cost per rank and wave) is raised for wide packs, tried in this order."""
 
 MORE_WAVES = 6
-"""While the plan is uneven, plans with more waves are tried: up to this many more than the tokens need."""
+"""While the best plan is uneven (`EVEN`), more waves are tried: up to this many more than the tokens need."""
 
 WAVE = 0.01
 """The fixed cost of one wave, as a fraction of the cost of the step."""
@@ -44,13 +44,13 @@ FEWEST_TOKENS = 512
 """With fewer tokens per rank than this, matmuls do not get faster."""
 
 EVEN = 1.02
-"""A plan with at most this imbalance is accepted without trying others."""
+"""A plan that takes at most this times as long as with perfectly equal costs is accepted without trying others."""
 
 
 def context_sizes(largest: int) -> tuple[int, ...]:
-    """The possible widths of packs on `largest` ranks.
+    """The possible widths of packs (numbers of ranks that share one pack) on `largest` ranks.
 
-    Each width divides the next: 8 gives 1 2 4 8, 12 gives 1 3 6 12.
+    Each width divides the next: `largest` 8 gives 1 2 4 8, and 12 gives 1 3 6 12.
     """
     found = [largest]
     while found[-1] > 1:
@@ -61,7 +61,7 @@ def context_sizes(largest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class WidePlan:
-    """The packs of each rank, in J waves.
+    """The packs of each rank. In each of J waves, every rank runs one pack.
 
     A pack that several ranks share appears in the list of each of these ranks.
     """
@@ -80,7 +80,9 @@ class _SizedPack:
 def plan_wide(
     length: Indices, cost: Floats, candidates: Indices, *, ranks: int, max_tokens: int, sizes: Sequence[int]
 ) -> WidePlan:
-    """Plan the samples with the indices `candidates`. `length` [n] and `cost` [n] describe all n samples.
+    """Assign the samples with the indices `candidates` to packs, ranks and waves.
+
+    `length` [n] and `cost` [n] describe all n samples.
 
     `sizes` are the possible widths of packs: the numbers of ranks that may share a pack. A sample that does not fit
     even at the largest width gets the largest width.
@@ -139,9 +141,9 @@ def _attempt(
 
 
 def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int], level: float) -> Indices:
-    """[n] for each sample, the smallest number of context ranks (its width) that is enough to share it.
+    """For each of n samples, the width: the number of ranks that share the sample, [n].
 
-    It is enough if the part of one rank has at most `max_tokens` tokens and costs at most `level`.
+    It is the smallest width at which the part of one rank has at most `max_tokens` tokens and costs at most `level`.
     """
     size = np.array(sizes)
     by_cost = np.minimum(cost / level if level else 0.0, np.maximum(length // FEWEST_TOKENS, 1))
@@ -155,7 +157,7 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to wide packs up to the level, always the costliest sample that fits.
+    """Add short samples to wide packs until a rank's cost reaches `level`, always the costliest sample that fits.
 
     `narrow` are the indices of the short samples. Returns the indices of the samples that remain.
     """
@@ -179,7 +181,7 @@ def _fill_wide(
 def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
     """Assign packs to waves and ranks. Wide packs are assigned first.
 
-    The number of free ranks of a wave is then always a multiple of the next width.
+    The number of free ranks of a wave is therefore always a multiple of the width of the next pack.
     """
     each = np.array([float(cost[pack.samples].sum()) / pack.width for pack in packs])
     width = np.array([pack.width for pack in packs])

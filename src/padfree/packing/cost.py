@@ -6,7 +6,8 @@
 
 Therefore two packs with equal numbers of tokens can take different times, if samples are long. The two factors (a and b
 in the table) come from the model's config (`from_config`, in FLOPs of forward and backward), or from times measured on
-the device (`fit`) and stored in a JSON file. Packing uses only ratios, so FLOPs and seconds serve equally well.
+the device (`fit`) and stored in a JSON file. Packing uses only ratios of costs, so their unit (FLOPs or seconds) does
+not matter.
 """
 
 from __future__ import annotations

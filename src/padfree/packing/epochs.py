@@ -116,7 +116,7 @@ class EpochReader(Generic[T]):
         if self.length is None and (shuffle or epochs != 1):
             raise UserError(
                 "source",
-                f"is an iterable without len and [i], but shuffle={shuffle} and epochs={epochs}",
+                f"is an iterable without len and [i], read once in order, but shuffle={shuffle} and epochs={epochs}",
                 "give a sequence, or shuffle and repeat the iterable itself",
             )
         if epochs is not None:
@@ -201,7 +201,7 @@ class EpochReader(Generic[T]):
     def restore(self, position: int, wanted: list[int]) -> list[tuple[int, T]]:
         """Move to this position, and read the samples at the `wanted` earlier positions again.
 
-        Returns (position, sample) for each of them.
+        Returns (position, sample) for each wanted position.
         """
         if self.length is not None:
             self.position = position
@@ -219,7 +219,9 @@ class EpochReader(Generic[T]):
             self.advance()
         if self.position < position:
             raise UserError(
-                "source", f"ends after {self.position} samples, but the state is at {position}", "give the same source"
+                "source",
+                f"ends after {self.position} samples, but the state is at {position}",
+                "give the source with which the state was saved",
             )
         return found
 
@@ -227,7 +229,7 @@ class EpochReader(Generic[T]):
 def shuffled(length: int, seed: int, epoch: int) -> Indices:
     """An order of `length` samples that depends only on seed and epoch.
 
-    Samples are sorted by a hash of (seed, epoch, index). A resumed run gets the same order, whatever the library
+    Samples are sorted by a hash of (seed, epoch, index). So a resumed run gets the same order, even with other library
     versions.
     """
     hashes = np.arange(length, dtype=np.uint64)

@@ -10,7 +10,7 @@ samples of length 300 into the 9,000 bins with 650 free tokens, two each" is one
 depends on the number of distinct lengths: 10 million samples take hardly more steps than 1 million. Afterwards numpy
 assigns individual samples to individual bins:
 
-    step      (length, free_tokens, per_bin, num_bins), in order
+    step      `num_bins` bins with `free_tokens` free tokens take `per_bin` samples of one length each
     slot      bins wait in one queue per number of free tokens; a slot is an index in a queue. A step takes num_bins
               slots from the front of its queue and appends them to the queue of the free tokens that remain.
     bin       following a slot back through the steps ends at the slot where its bin was opened.
@@ -139,9 +139,9 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
     """
     steps: list[_Step] = []
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
-    # number of bins that ever joined the queue of each number of free tokens
+    # for each number of free tokens, how many bins have ever joined its queue
     put: defaultdict[int, int] = defaultdict(int)
-    taken: defaultdict[int, int] = defaultdict(int)  # free tokens -> bins that left this queue
+    taken: defaultdict[int, int] = defaultdict(int)  # likewise, how many bins have left it
     for length, count in zip(values, counts, strict=True):
         while count:
             index = bisect_left(free_sizes, length)

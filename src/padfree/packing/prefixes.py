@@ -1,4 +1,4 @@
-"""Find the prefixes that the samples of a pack share, so that each is computed once: pure functions on token ids.
+"""Find the prefixes that the samples of a pack share, so that each prefix is computed once. Pure token-id functions.
 
     samples    0: p p p a a      1: p p p b b b      2: p p p b c        of one group
     nodes      0: p p p     1: a a     2: b     3: b b     4: c
@@ -8,8 +8,8 @@
 Samples of one group are compared from their first token on. A shared prefix may end anywhere: after the prompt, inside
 a response, or at the end of a sample. Equal samples end in the same node.
 
-Sharing has a cost, which `SharingCost` estimates: the keys of shared tokens are copied for every node below them, and
-every node is one more segment for the kernels. A prefix is shared only if this saves time.
+Sharing has a cost, which `SharingCost` estimates: the keys of a node's tokens are copied for every node below it in the
+tree, and every node is one more segment for the kernels. A prefix is shared only if this saves time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SharingCost:
     """The cost of sharing a prefix, in the unit "time to compute one token": `key` per copied key, `node` per new node.
 
     In a layer of a 4B model, copying one key in forward and backward moves about 24 KiB, and computing a token takes
-    0.6 GFLOP. The copy takes about 0.5% of the time of computing the token. A node wastes half a tile of queries on
-    average.
+    0.6 GFLOP. The copy takes about 0.5% of the time of computing the token. The last tile of queries of a node is only
+    half full on average.
     """
 
     key: float = 0.01

@@ -2,7 +2,7 @@
 
     samples      0 1 2 3 share a prompt     4 5 share another     6 shares nothing
     families     [0 1 2 3]                  [4 5]                 [6]
-    units        [0 1 2 3] [4 5] [6]        each planned like one sample: its tokens (shared ones once) and its cost
+    units        [0 1 2 3] [4 5] [6]        each unit is planned like one sample; its shared tokens count once
 
 A family that does not fit into a pack is divided, and each part computes the prefix again. As long as the ranks are
 unbalanced and the step gets cheaper, all families are divided into 2, 4, 8, ... parts. For example, a single group on
@@ -25,7 +25,7 @@ from padfree.packing.prefixes import PrefixTree
 from padfree.packing.step_plan import StepPlan, plan_step
 
 BALANCED = 1.02
-"""If the imbalance is at most this, families are not divided further, because each part computes the prefix again."""
+"""If the imbalance of a plan is at most this, families are not divided further: each part computes its prefix again."""
 
 
 def plan_shared_step(
@@ -42,9 +42,9 @@ def plan_shared_step(
     """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
 
     Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are
-    given, the samples of a group are never divided. `contexts` are the numbers of ranks that may share a pack. If there
-    are several, a part of a family has at most `max_tokens` tokens, which one rank holds. A longer sample shares
-    nothing, and its pack is divided over as many ranks as it needs.
+    given, the samples of a group are never divided. `contexts` are the numbers of ranks that may share a pack. With
+    several `contexts`, samples that share a prefix are planned as parts of at most `max_tokens` tokens. A sample longer
+    than `max_tokens` shares no prefix, and its pack is divided over as many ranks as it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]
@@ -82,7 +82,7 @@ def _whole_groups(groups: Sequence[Hashable]) -> list[Indices]:
 def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices]:
     """Group the samples into families: samples whose paths in the prefix tree have the same root.
 
-    The samples of a family are in tree order, so that neighbours share the most. A sample that shares nothing is a
+    The samples of a family are in tree order, so that neighbours share the most. A sample that shares no prefix is a
     family by itself.
     """
     order = np.argsort(prefixes.last, kind="stable")
@@ -96,7 +96,7 @@ def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices
 
 
 def _units(prefixes: PrefixTree, family: Indices, parts: int, max_tokens: int) -> list[Indices]:
-    """Divide the family into `parts` parts, or into more if one of these does not fit into a pack."""
+    """Divide the samples of a family into `parts` parts, and halve each part that does not fit into a pack."""
     units: list[Indices] = []
     todo = [part for part in np.array_split(family, min(parts, len(family))) if len(part)][::-1]
     while todo:
@@ -119,7 +119,7 @@ def _plan(
     model: CostModel,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan the step with each unit in place of a sample, then replace each unit by its samples."""
+    """Plan a step in which each unit (samples that stay in one pack) counts as one sample."""
     trees = [prefixes.restricted(unit) for unit in units]
     tokens = np.array([tree.num_tokens for tree in trees], dtype=np.int64)
     costs = [tree.cost(model) for tree in trees]

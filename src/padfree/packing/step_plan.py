@@ -40,7 +40,7 @@ from padfree.packing.prefixes import PrefixTree
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
 GOOD_ENOUGH = 1.002
-"""A plan with at most this imbalance is accepted. Otherwise a second plan with uneven slots is tried."""
+"""A plan with at most this `imbalance` is accepted. Otherwise a second plan with uneven slots is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -58,7 +58,7 @@ class StepPlan:
     micro_batches: MicroBatches  # [ranks][J]
     lengths: Indices  # [n] length of each sample after truncation; 0 for a dropped sample
     max_tokens: int
-    cost: Floats  # [ranks, J] of the rank's part
+    cost: Floats  # [ranks, J] cost of the rank's part of each pack
     truncated: Indices  # samples cut to max_tokens
     dropped: Indices  # samples in no micro-batch
     alone: Indices  # samples longer than max_tokens, each of them the only sample of its micro-batch
@@ -169,7 +169,7 @@ def plan_step(
 
     Without a cost model, the cost of a sample is its number of tokens. `max_tokens` limits the tokens of a micro-batch
     on one rank. `contexts` are the numbers of neighbouring ranks that may share a pack; each divides the next, and all
-    divide `ranks`. If there are several, the plan chooses one of them for every pack.
+    divide `ranks`. If `contexts` has several entries, the plan chooses one for every pack.
 
     Samples with the same entry in `groups` [n] go into one micro-batch and are planned like one sample. `costs` [n]
     gives the costs of the samples, if they do not follow from the lengths.
@@ -215,7 +215,7 @@ def _plan_groups(
         raise UserError(
             "overlong",
             "'truncate' cannot be used with groups",
-            "use error, drop or alone, or cut the samples beforehand",
+            "set overlong to error, drop or alone, or cut the samples beforehand",
         )
     numbers: dict[Hashable, int] = {}
     group = np.array([numbers.setdefault(name, len(numbers)) for name in groups])
@@ -246,10 +246,10 @@ def _plan(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan n samples of `length` [n]. Returns the plan.
+    """Plan a step over n samples of `length` [n].
 
-    The array `length` is changed in place: it gets the length that remains of each sample. `cost` is a function that
-    maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
+    The array `length` is changed in place: truncated samples get their new length, and dropped samples 0. `cost` is a
+    function that maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
     """
     limit = max_tokens * contexts[-1]
     too_long = np.flatnonzero(length > limit)
@@ -305,10 +305,11 @@ def _plan(
 
 
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
-    """Divide the samples of `problem` into few slots. The number of slots plus `num_alone` is a multiple of `ranks`.
+    """Divide the samples of `problem` into few slots. A slot is one micro-batch of one rank.
 
-    The number is found by binary search between the number that the tokens need and the number that `fill` needs. The
-    latter always suffices, but `partition` may succeed with fewer slots.
+    The number of slots plus `num_alone` (overlong samples, which have their own slots) is a multiple of `ranks`. It is
+    found by binary search between the number of slots that the tokens need and the number that `fill` needs. The second
+    always suffices, but `partition` may succeed with fewer slots.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):

@@ -51,7 +51,7 @@ class _Batcher(Generic[T]):
 
 
 class TokenBudgetBatcher(_Batcher[T]):
-    """Yields batches: lists of samples with at most `budget` tokens in total. The module docstring gives the rule.
+    """Yields batches: lists of samples with at most `budget` tokens in total, by the rule in the module docstring.
 
     source        anything with `len` and `[i]`, or any iterable (then without shuffle, and epochs = 1)
     shuffle       a different order in each epoch, which depends only on `seed` and is the same on every machine
@@ -120,7 +120,7 @@ class TokenBudgetBatcher(_Batcher[T]):
                 raise UserError(
                     "source",
                     f"none of its {self._reader.length} samples has a usable token (overlong={self.overlong!r})",
-                    "raise budget (in a recipe: batch.tokens) or give shorter samples that are not empty",
+                    "raise budget (in a recipe: batch.tokens), or give samples that are shorter and not empty",
                 )
 
     def _admitted(self, position: int, sample: T, *, again: bool = False) -> _Waiting[T] | None:
@@ -136,7 +136,7 @@ class TokenBudgetBatcher(_Batcher[T]):
             raise UserError(
                 "budget",
                 f"{self.budget} is less than the {tokens} tokens of sample {index} of the source",
-                "raise budget or set overlong to truncate, drop or alone (in a recipe: batch.tokens, or "
+                "raise budget or set overlong to truncate, drop or alone (in a recipe: raise batch.tokens, or set "
                 "batch.overlong=alone)",
             )
         self.num_overlong += not again
@@ -169,9 +169,9 @@ class TokenBudgetBatcher(_Batcher[T]):
 class FixedSizeBatcher(_Batcher[T]):
     """Yields batches: lists of `batch_size` samples, in order or shuffled. The last batch of an epoch may be smaller.
 
-    `max_length` limits the tokens of a sample. A longer sample raises an error. If `overlong` is "truncate", it is cut
-    instead and counted in `num_overlong`. `indices`, `step`, `shuffle`, `seed`, `epochs`, `length`, `parts` and the
-    state work as in `TokenBudgetBatcher`.
+    `max_length` limits the tokens of a sample. A longer sample raises an error, or, if `overlong` is "truncate", is cut
+    and counted in `num_overlong`. `indices`, `step`, `shuffle`, `seed`, `epochs`, `length`, `parts` and the state work
+    as in `TokenBudgetBatcher`.
     """
 
     SETTINGS = ("batch_size", "max_length", "overlong")
@@ -199,7 +199,7 @@ class FixedSizeBatcher(_Batcher[T]):
 
     def __next__(self) -> list[T]:
         while not self._reader.ended:
-            # The samples collected so far are kept if the next sample raises an error.
+            # If the next sample raises an error, the samples collected so far stay in `_batch`.
             self._batch.append(self._admitted(self._reader.peek()))
             self._reader.advance()
             if len(self._batch) == self.batch_size or self._reader.at_epoch_end:

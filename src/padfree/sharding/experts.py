@@ -24,11 +24,11 @@ ranks along another dimension:
 An expert's gradient contains the tokens of its whole group already, and FSDP2 sums it over the groups. No gradient is
 scaled. Routers and shared experts are sharded like all other weights.
 
-Every rank of a group must call each layer equally often, in forward and in backward. FSDP2 has the same requirement;
-ranks without samples compute a filler.
+All ranks of a group must call each layer the same number of times, in forward and in backward. FSDP2 has the same
+requirement; ranks without samples compute a filler.
 
-The module keeps its class and its own forward. The instance gets another forward, which passes a view of the module
-with this rank's experts to the original one. In a compiled layer it is a graph break.
+The class of the module and its forward stay unchanged. The instance gets a new forward, which calls the class's forward
+with a view of the module that has only this rank's experts. The new forward breaks the graph of a compiled layer.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from padfree.sharding.rules import Rule
 def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = False) -> list[Rule]:
     """Divide the stacked experts of a model over `mesh` [fsdp, expert] or [replicate, fsdp, expert], in place.
 
-    Returns the rule that shards each rank's part over the other dimensions. If the experts cannot be divided (a
-    reference model of another architecture), nothing changes, and there is no rule. With `recompute`, backward
-    recomputes the experts and sends their tokens again.
+    Returns the rule that shards each rank's part over the other mesh dimensions. If the experts cannot be divided (e.g.
+    those of a reference model of another architecture), nothing changes, and the list is empty. With `recompute`,
+    backward recomputes the experts and sends their tokens again.
     """
     over, rest = mesh["expert"], mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "expert")]
     if undivided(model, over.size(), mesh["fsdp"].size()) is not None:
@@ -87,7 +87,7 @@ class LocalExperts:
 def divided_forward(
     module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, *, group: ProcessGroup, recompute: bool = False
 ) -> Tensor:
-    """[T, D], [T, k], [T, k] -> [T, D]: the forward of stacked experts that are divided over the ranks of `group`."""
+    """The forward of stacked experts that are divided over the ranks of `group`: [T, D], [T, k], [T, k] -> [T, D]."""
     if recompute and torch.is_grad_enabled():
         return cast(Tensor, checkpoint(_forward, module, hidden, choices, weights, group, use_reentrant=False))
     return _forward(module, hidden, choices, weights, group)
@@ -106,11 +106,11 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """[R, D], [R] -> [R, D]: each row is computed by its expert, without routing weights."""
+    """Compute each row by its expert, without routing weights: rows [R, D] and experts [R] give [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
-        # One row of zeros, whose output is cut off: the weights get gradients of 0, which FSDP2 reduces with those of
-        # other ranks, and the graph stays connected, so that the exchanges of backward take place.
+        # Compute one row of zeros and cut off its output. So the weights get gradients of 0, which FSDP2 reduces with
+        # those of other ranks, and the graph stays connected, so that this rank takes part in backward's exchanges.
         row = rows.sum(0, keepdim=True)
         first = experts.new_zeros(1, 1)
         return cast(Tensor, own_forward(cast(nn.Module, local), row, first, row.new_ones(1, 1)))[:0]
@@ -119,7 +119,7 @@ def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tens
 
 
 class Routes(NamedTuple):
-    """Which rows travel between this rank and the others of its group."""
+    """Which rows (hidden states of single choices) this rank sends to and receives from the ranks of its group."""
 
     order: Tensor  # [T k] indices of the flattened choices [T, k], sorted by expert and so by rank
     send: list[int]  # rows to each rank
@@ -129,7 +129,7 @@ class Routes(NamedTuple):
 
 @torch.no_grad()
 def exchange_routes(choices: Tensor, local: int, group: ProcessGroup) -> Routes:
-    """The routes of choices [T, k] among experts of which every rank holds `local`. Synchronises the host once."""
+    """Find the routes of choices [T, k]. Every rank holds `local` experts. The host synchronises once. Collective."""
     ranks, flat = group.size(), choices.reshape(-1)
     order = torch.argsort(flat, stable=True)
     bounds = torch.arange(local * ranks + 1, device=flat.device)
@@ -142,7 +142,7 @@ def exchange_routes(choices: Tensor, local: int, group: ProcessGroup) -> Routes:
 
 
 class _Exchange(torch.autograd.Function):
-    """`exchange_rows`; backward sends the gradients the other way."""
+    """`exchange_rows` with autograd: backward sends the gradients in the opposite direction."""
 
     @staticmethod
     def forward(context: Any, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
@@ -155,5 +155,5 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
-    """[sum(send), D] -> [sum(receive), D] with autograd; both ordered by rank."""
+    """Send rows to all ranks, with autograd: [sum(send), D] -> [sum(receive), D], both ordered by rank. Collective."""
     return cast(Tensor, _Exchange.apply(rows, send, receive, group))  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """Shard a model with FSDP2: one unit per layer, and the root unit for all other parameters.
 
-A module whose parameters match any sharding rule but the last is a separate unit inside its layer, with its own mesh.
-If the mesh of the run divides experts over ranks, the rule for them is added in front (`padfree.sharding.experts`).
+A module whose parameters match another sharding rule than the last is a separate unit inside its layer, with a mesh of
+its own.
+If the mesh of the run divides experts over ranks, the rule for experts comes first (`padfree.sharding.experts`).
 Gradients are summed over ranks, not averaged: token weights already contain the global normaliser.
 """
 
@@ -35,8 +36,8 @@ def shard_model(
 ) -> None:
     """Shard a model over all data and context ranks, except parameters for which one of `rules` applies.
 
-    `recompute_experts`: recompute divided experts in backward. It is for compiled layers that recompute activations in
-    their graphs: divided experts are outside these graphs.
+    `recompute_experts`: recompute divided experts in backward. Set it for compiled layers that recompute activations
+    inside their graphs, because divided experts are outside these graphs.
     """
     lower = dtype != torch.float32
     # Inputs keep their dtype. Otherwise FSDP2 would traverse the batch and round its token weights and

@@ -10,10 +10,10 @@
 
 Files keep the original parameter names. In bfloat16 training, weights and gradients are float32 between steps and
 bfloat16 in forward and backward. FSDP2 converts them when it gathers weights; in a single process `master_weights`
-converts them. Frozen weights are kept in bfloat16, because every use would round them to it. With `reshard`, only the
-layers in use have a bfloat16 copy, and a single process uses FSDP2 too. Without `reshard`, all layers keep a bfloat16
-copy, which costs two bytes per weight and no time. With `offload`, shards, gradients and optimizer state are on the
-CPU, and the weights of a unit are on the device only while the unit computes.
+converts them. Frozen weights are kept in bfloat16, because every use would round them to bfloat16 anyway. With
+`reshard`, only the layers in use have a bfloat16 copy, and even a single process uses FSDP2. Without `reshard`, all
+layers keep a bfloat16 copy, which costs two bytes per weight and no time. With `offload`, shards, gradients and
+optimizer state are on the CPU, and the weights of a unit are on the device only while the unit computes.
 
 Embeddings, last norm and head belong to the root unit. They are gathered while `inside(model, function)` runs, so that
 `function` can score hidden states with the head's weight. All gradients of this weight, including that of a fused loss,
@@ -67,7 +67,7 @@ def transformations(
 ) -> list[Transformation]:
     """The transformations of a model, in the order in which they are applied.
 
-    `rules` select parameters that are not sharded over all ranks.
+    `rules` say which parameters are not sharded over all ranks, but over another mesh.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:

@@ -7,8 +7,8 @@ A rule places a parameter on a mesh with one dimension (sharded over it) or two 
 the second). `dim` is the tensor dimension that is sharded. A rule with `split` divides dimension 0 over another mesh
 first. FSDP2 does not gather over that mesh: each rank computes with its own part (`padfree.sharding.experts`).
 
-FSDP2 gathers the parameters of a module together. Therefore a module becomes an FSDP2 unit of its own if none of its
-parameters matches the last rule, and it raises an error if its parameters match rules with different meshes.
+FSDP2 gathers the parameters of a module together. Therefore all parameters of a module must match the same rule. A
+module that matches another rule than the last becomes an FSDP2 unit of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     applies: Callable[[ParameterInfo], bool]
     mesh: DeviceMesh
     dim: int = 0
-    split: DeviceMesh | None = None  # with it, `dim` is the first dimension after 0 that the ranks of `mesh` divide
+    split: DeviceMesh | None = None  # if set, not `dim` counts but the first dimension after 0 that `mesh` divides
 
     def dim_of(self, parameter: nn.Parameter) -> int:
         """The dimension of this parameter that is sharded over `mesh`."""
@@ -56,7 +56,7 @@ def shard_everything(mesh: DeviceMesh) -> Rule:
 
 
 def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, Rule]:
-    """For each module that directly holds parameters: the rule that applies to them."""
+    """Map each module that directly holds parameters to the rule that applies to these parameters."""
     roles, found = roles_of(model), dict[nn.Module, Rule]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

@@ -9,8 +9,9 @@ whiten the returns over all scored tokens of the rollout batch. `given` keeps th
 have. `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`) use another model. Entry j of an array belongs
 to token j.
 
-A group has no signal if all its rewards are equal (b above) or if it is a single sample. Its advantages are then 0, and
-it does not affect the weights. Every step counts these groups, and rollout files without any signal are refused.
+A group has no learning signal if all its rewards are equal (b above) or if it is a single sample. Its advantages are
+then 0, and the group does not change the model. Every step counts these groups, and rollout files in which no group has
+a signal are refused.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def _given(sample: Sample) -> NDArray[Any]:
     if sample.advantages is None:
         raise UserError(
             "advantages",
-            f"missing in sample {sample.uid!r}",
+            f"is missing in sample {sample.uid!r}",
             "give advantages, or set loss.advantage to another choice",
         )
     return sample.advantages
@@ -157,25 +158,25 @@ def _reward(sample: Sample, kind: str) -> float:
     if sample.reward is None or not np.isfinite(sample.reward):
         raise UserError(
             "reward",
-            f"{sample.reward} in sample {sample.uid!r}, but loss.advantage {kind!r} needs a finite number",
+            f"is {sample.reward} in sample {sample.uid!r}, but loss.advantage {kind!r} needs a finite number",
             "give a reward for every sample",
         )
     return sample.reward
 
 
 def _scored(samples: Sequence[Sample]) -> Tensor:
-    """Return [Σn]: the mask of scored tokens, for all samples concatenated."""
+    """Return bools [Σn] that mark the scored tokens of all samples laid end to end."""
     return torch.from_numpy(np.concatenate([sample.scored for sample in samples]))
 
 
 def _groups(samples: Sequence[Sample], kind: str) -> tuple[Tensor, int]:
-    """Return [B]: the group index of each sample, counted by first appearance; and the number of groups."""
+    """Number the groups by first appearance. Return the number of each sample's group, [B], and the group count."""
     numbers: dict[str | int, int] = {}
     for sample in samples:
         if sample.group is None:
             raise UserError(
                 "group",
-                f"missing in sample {sample.uid!r}, but loss.advantage {kind!r} compares samples within groups",
+                f"is missing in sample {sample.uid!r}, but loss.advantage {kind!r} compares samples within groups",
                 "give a group for every sample",
             )
         numbers.setdefault(sample.group, len(numbers))

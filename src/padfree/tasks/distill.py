@@ -3,10 +3,10 @@
     pack of samples [T/cp]  ->  teacher, no gradient   hidden [T/cp, E] --.
                             ->  student                hidden [T/cp, D] ---+-> divergence of each prediction, in chunks
 
-Both models use the same pack: its sample boundaries and its division over ranks do not depend on the model. The loss is
-computed while the FSDP root units of both models, which contain their heads, are gathered. The loss also computes the
-gradient of the student's hidden states. Backward therefore does not need the teacher, and its weights are resharded
-immediately.
+T tokens of a pack are divided over cp context ranks. E and D are the hidden sizes of teacher and student. Both models
+use the same pack: its sample boundaries and its division over ranks do not depend on the model. The loss is computed
+while the FSDP root units of both models, which contain their heads, are gathered. The loss also computes the gradient
+of the student's hidden states. Backward therefore does not need the teacher, whose weights are resharded immediately.
 """
 
 from __future__ import annotations

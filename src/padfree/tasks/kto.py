@@ -6,11 +6,11 @@
     loss       desirable     desirable_weight · (1 − σ(beta · (x − z₀)))           mean over the answers of the
                undesirable   undesirable_weight · (1 − σ(beta · (z₀ − x)))         global batch
 
-A mismatched pair is the prompt of an answer with the previous answer of the global batch; the first prompt gets the
-last answer: (p₁, a₁) (p₂, a₂) (p₃, a₃) -> (p₁, a₃) (p₂, a₁) (p₃, a₂). Both models score these pairs before the update.
-z₀ is therefore a property of the global batch, the same in every micro-batch, on every rank and in every layout. TRL's
-`KTOTrainer` computes the same value if its batch is the global batch. A pair may be longer than any sample; it is
-truncated to the length of the longest sample of the data, so that it fits wherever the samples fit.
+A mismatched pair is the prompt of a sample with the answer of the previous sample of the global batch; the first prompt
+gets the last answer: (p₁, a₁) (p₂, a₂) (p₃, a₃) -> (p₁, a₃) (p₂, a₁) (p₃, a₂). Policy and reference score these pairs
+before the update. z₀ is therefore the same in every micro-batch, on every rank and in every layout. TRL's `KTOTrainer`
+computes the same value if its batch is the global batch. A mismatched pair longer than the longest sample of the data
+is truncated to that length, so that it fits wherever the samples fit.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """Return [B]: the log-probability of each answer, i.e. the sum of `logprobs` [n], which is 0 at unscored tokens."""
+    """Return the log-probability of each of B answers, [B]: the sum of its `logprobs` [n] (0 if not scored)."""
     return np.array([own.sum(dtype=np.float64) for own in logprobs], dtype=np.float64)
 
 
@@ -137,8 +137,8 @@ def kto_loss(
 class KTOMicroBatchLoss:
     """The KTO loss of the answers of a pack.
 
-    Under context parallelism, a rank holds only some tokens of an answer. The rank returns its share of the answer's
-    loss. The gradient for its tokens is that of the whole loss.
+    Under context parallelism, a rank holds only some tokens of an answer and returns its share of the answer's loss.
+    The gradient that the rank computes for its tokens is that of the whole loss.
     """
 
     keeps_groups: ClassVar[bool] = False
@@ -159,7 +159,8 @@ class KTOMicroBatchLoss:
         labels, point = _known(batch)
         losses, slopes, rewards, right = kto_loss(totals, labels, point, self.settings)
         losses, weight = share * losses, 1.0 / batch.batch_samples
-        # The value is this rank's share of the loss. The gradient for this rank's tokens is that of the whole loss.
+        # The value of `attached` is this rank's share of the losses. Its gradient for this rank's tokens is that of the
+        # whole losses.
         attached = losses + slopes * (local - local.detach())
         by_label = {"desirable": share * labels, "undesirable": share * (1.0 - labels)}
         return LossOutput(

@@ -36,7 +36,7 @@ class PackMeasure(Protocol):
 
 
 class TokenMeasure:
-    """Measures the negative log-likelihood of the scored tokens, and the share of them that the model ranks first."""
+    """Measures the negative log-likelihood of the scored tokens, and the share that the model ranks first."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     keeps_groups: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class TokenMeasure:
 
 
 class PairMeasure:
-    """Measures loss, accuracy and margin of each pair of answers. A pair belongs to the source of its chosen answer."""
+    """Measures loss, accuracy and margin of each pair of answers. The sums of a pair are those of its chosen sample."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     keeps_groups: ClassVar[bool] = True

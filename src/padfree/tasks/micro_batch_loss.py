@@ -53,7 +53,7 @@ class MicroBatchLoss(Protocol):
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Return the loss of `batch`, with `token_losses` [T/cp].
 
-        `inside` (`padfree.sharding.parallelize`) calls this while the head and the embeddings are gathered.
+        `inside` (`padfree.sharding.parallelize`) calls this method while the head and the embeddings are gathered.
         """
 
 

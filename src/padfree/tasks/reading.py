@@ -29,7 +29,7 @@ class TrainingData:
     place: Callable[[int], str]  # the file and line of a sample
     parts: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # notes for the user about how the files were read
-    day: datetime.date | None = None  # the date that the chat template writes into the texts; None: it writes none
+    day: datetime.date | None = None  # the date that the chat template writes into the texts; None: no date
     given_ids: bool = False  # the files hold token ids, not text
 
 

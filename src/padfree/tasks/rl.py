@@ -100,9 +100,9 @@ class RL(Task):
 
 
 def _with_old_logprobs(samples: list[Sample], models: Models, loss: LossConfig) -> list[Sample]:
-    """Add the policy's log-probabilities to the samples that the updates compute; the others keep None.
+    """Add the policy's log-probabilities to the samples that the updates do not skip. Skipped samples keep None.
 
-    A critic is trained on all samples, and the samples of a pack must have the same arrays.
+    With a critic all samples get them: it is trained on all samples, and samples of a pack must have the same arrays.
     """
     skips = run_may_skip(loss) and models.critic is None
     computed = has_advantage(samples) if skips else np.ones(len(samples), np.bool_)

@@ -8,8 +8,8 @@ A sample is left out if the advantages of all its scored tokens are 0, and if it
 proportional to the advantage: an objective that declares `zero_without_advantage`, times its corrections. A KL, entropy
 or router term has a gradient for every token, so a loss with such a term computes all samples.
 
-The token weights are computed from all samples of the update. Without the samples that are left out, its gradient is
-therefore the same sum with fewer zeros in it.
+The token weights are computed from all samples of the update. Leaving out samples therefore only removes zeros from the
+sum that is the gradient.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def run_may_skip(loss: LossConfig) -> bool:
 
 
 def has_advantage(samples: Sequence[Sample]) -> NDArray[np.bool_]:
-    """[B] whether any scored token of a sample has an advantage other than 0.
+    """For each of B samples, whether any of its scored tokens has an advantage other than 0, as bools [B].
 
-    True for a sample without the array `advantages`: the loss will refuse it.
+    True for a sample without the array `advantages`, so that the loss sees this sample and reports the error.
     """
     return np.array(
         [sample.advantages is None or bool(sample.advantages[sample.scored].any()) for sample in samples], np.bool_

@@ -50,7 +50,7 @@ class BatchPreparer:
         rollouts: SampledBatches | None,
         end_tokens: tuple[int, ...] = (),
     ) -> None:
-        """Arguments that are None are not part of this run. `end_tokens`: token ids that end a response, if known."""
+        """An argument is None if the run has no such part. `end_tokens`: token ids that end a response, if known."""
         self.engine, self.batcher = engine, batcher
         self._loss, self._data, self._rollout, self._seed = loss, data, rollout, seed
         self.reference, self.teacher, self.critic = reference, teacher, critic
@@ -96,7 +96,7 @@ class BatchPreparer:
         return self.batcher.step
 
     def resume(self, step: int, *, remaining: int) -> None:
-        """Continue after a resume. `step`: updates made so far. `remaining`: updates left in the current batch."""
+        """Continue sampling after a resume. `step`: updates made so far. `remaining`: updates left in the batch."""
         if self.rollouts is not None:
             self.rollouts.resume(step, remaining=remaining)
 
@@ -114,7 +114,7 @@ class BatchPreparer:
             check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores in its `extra` dict, except the position in the data. Collective."""
+        """Return the entries of a checkpoint's `extra` dict, except the position in the data. Collective."""
         found = {} if self.rollouts is None else self.rollouts.state()
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 

@@ -3,11 +3,12 @@
     collector                                   reference       scorer           engine
     |weight_sync|waiting|sampling|rewards|  |reference|     |old_logprobs|  |update| |logging| |update| ...
     '------------- one call -------------'
-    '------------- a batch: what is in none of these phases is preparing --------'
+    '------------- a batch: the time outside of these phases is preparing -------'
 
-`seconds/update` is in the metrics of every update. The phases of a batch are in those of its first update. Logging,
-evaluations and checkpoints follow an update, so they are in the metrics of the next one. The phases of a line add up to
-the time from the end of the previous update to the end of this one, unless phases run at the same time.
+`seconds/update` is in the metrics of every update. The phases of a batch are in the metrics of its first update.
+Logging, evaluations and checkpoints follow an update, so they are in the metrics of the next update. The phases in one
+line of metrics add up to the time from the end of the previous update to the end of this update, unless phases run at
+the same time.
 
 The collector measures the phases of its last call itself and returns them as `timings`, in seconds by name; the rest of
 the call counts as sampling.
@@ -65,14 +66,14 @@ class BatchTimes:
 
     @contextmanager
     def measure_rest(self, part: str) -> Iterator[None]:
-        """Like `measure`, but only the time that is in no other phase of the block."""
+        """Like `measure`, but without the time that the block spends in other phases."""
         begin, known = time.perf_counter(), sum(self.seconds.values())
         yield
         rest = time.perf_counter() - begin - (sum(self.seconds.values()) - known)
         self.seconds[part] = self.seconds.get(part, 0.0) + max(rest, 0.0)
 
     def take(self) -> dict[str, float]:
-        """The seconds by metric name since the last call."""
+        """Return the seconds measured since the last call of `take`, by metric name."""
         found = {f"seconds/{part}": seconds for part, seconds in self.seconds.items()}
         self.seconds = {}
         return found

@@ -35,7 +35,7 @@ def check_source(
     sampled = rollout.source is not None
     limit = limits.positions
     shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
-    # Text cannot contain ids outside its tokenizer's vocabulary: scan its tokens only if that vocabulary is larger.
+    # Token ids of text are in the tokenizer's vocabulary: scan them only if it is larger than the model's vocabulary.
     text = isinstance(source.samples, StoredSamples) and not source.given_ids
     looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
     check_fits(
@@ -53,7 +53,7 @@ def check_source(
         if len(untrained) == len(source.samples):
             raise UserError(
                 setting,
-                f"none of {len(untrained):,} samples has a token to train, the first is {source.place(untrained[0])}",
+                f"none of {len(untrained):,} samples has a token to train (the first is {source.place(untrained[0])})",
                 "give a response_length of 1 or more, or a loss_mask with a 1 after the first token",
             )
     if sampled:
@@ -83,7 +83,8 @@ def check_lengths(
 ) -> None:
     """Refuse samples over the token cap of a device or the token budget of a step, if batch.overlong is "error".
 
-    `context`: the most context ranks that share a pack. `budget=False` skips the budget: an evaluation has no steps.
+    `context`: the largest number of context ranks that share a pack. With `budget=False`, the token budget is not
+    checked, because an evaluation has no steps.
     """
     if batch.overlong != "error":
         return
@@ -97,7 +98,7 @@ def check_lengths(
 
 
 def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Refuse a range of samples, from one entry of `starts` to the next, that has more tokens than the cap."""
+    """Raise a `UserError` if any range of samples, from one entry of `starts` to the next, exceeds the token cap."""
     lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)
     if not len(over):
@@ -155,7 +156,7 @@ def _check_columns(source: TrainingData, model: ModelConfig, reference: Referenc
 
 
 def _check_rows(source: TrainingData, name: str | None) -> None:
-    """Call a built-in reward for every row. It raises an error for a row that it cannot compute a reward for."""
+    """Call a built-in reward function for every row. It raises an error if it cannot compute a reward from the row."""
     if name not in BUILT_IN:
         return
     reward = load_reward(name)

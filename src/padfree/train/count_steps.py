@@ -14,14 +14,14 @@ from padfree.train.data_rows import epoch_order, in_rows, lengths_of, row_counts
 from padfree.train.training_data import make_batcher
 
 MANY_SAMPLES = 1_000_000
-"""With more samples than this, batches are not formed merely to count steps."""
+"""For more samples than this, steps are not counted, because counting forms all batches of an epoch."""
 
 
 def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     """The number of optimizer steps in all epochs of the data.
 
-    With a token budget, it assumes that all epochs are like the first. If the tokens alone show that there are at least
-    `enough` steps, it returns `enough` without counting.
+    With a token budget, the result assumes that all epochs have as many steps as the first. If the number of tokens
+    alone shows that there are at least `enough` steps, the result is `enough`.
     """
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None
@@ -62,7 +62,7 @@ def planned_steps(config: Config, source: TrainingData) -> int | None:
 
 
 class _Lengths(Sequence[Any]):
-    """Stands in for the samples if only their lengths are needed, so that no tokens are read."""
+    """A substitute for the samples that knows only their lengths, so that no tokens are read."""
 
     def __init__(self, samples: Samples, starts: Indices) -> None:
         self._lengths, self.row_starts = lengths_of(samples), starts

@@ -5,8 +5,8 @@
     every update     critic   ½ (v - return)², clipped around V  own optimizer, `critic.lr`
                      policy   as with any other advantage        skipped in the first `critic.warmup` updates
 
-Values, returns and advantages are stored in the samples. Every update of a batch therefore uses the same ones, for any
-packing and any number of ranks, also after a resume.
+Values, returns and advantages are stored in the samples. Every update of a batch therefore uses the same numbers, for
+any packing and any number of ranks, also after a resume.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
         if sample.reward is None or not np.isfinite(sample.reward):
             raise UserError(
                 "reward",
-                f"{sample.reward} in sample {sample.uid!r}, but loss.advantage 'gae' needs a finite number",
+                f"is {sample.reward} in sample {sample.uid!r}, but loss.advantage 'gae' needs a finite number",
                 "give a reward for every sample",
             )
     lengths = [len(sample) for sample in samples]

@@ -32,7 +32,7 @@ def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
 
 
 def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
-    """Return [R+1]: the index of the first sample of each of the R data rows, then the number of samples.
+    """Return the index of the first sample of each of the R data rows, then the number of samples, [R+1].
 
     `StoredSamples` record their rows. For other samples, the task defines the number of samples per row (1 in RL).
     """
@@ -135,7 +135,7 @@ def source_shares(
 
 
 def lengths_of(samples: Samples) -> Indices:
-    """Return [n]: the number of tokens of each sample. For a prompt, this includes a response of maximum length."""
+    """Return the number of tokens of each of n samples, [n]. A prompt counts with a response of maximum length."""
     if isinstance(samples, StoredSamples):
         return samples.lengths
     return np.array([len(sample) for sample in samples], dtype=np.int64)

@@ -113,7 +113,7 @@ def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
 
 
 def _row_of(place: str) -> str:
-    """Return the file and line of a sample. `place`: the same text, which may end with a turn number."""
+    """Remove a turn number from the place of a sample: "train.jsonl:17 turn 2" becomes "train.jsonl:17"."""
     before, turn, number = place.rpartition(" turn ")
     return before if turn and number.isdigit() else place
 

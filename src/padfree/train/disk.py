@@ -108,7 +108,7 @@ def disk_line(config: Config, model: PreTrainedModel) -> str:
     """Return what a dry run prints about disk space: the bytes that the run will write, and the free bytes."""
     use, free = disk_use(config, model), free_space(Path(config.run.folder))[0]
     export = f", the exported model {shown_size(use.export)}" if use.export else ""
-    when = "" if use.saves else ", which only a signal asks for,"
+    when = "" if use.saves else " (written only after a signal)"
     return f"disk: a checkpoint{when} takes {shown_size(use.checkpoint)}{export}; {shown_size(free)} are free"
 
 

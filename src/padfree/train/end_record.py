@@ -1,8 +1,8 @@
-"""How a run ended that wrote no checkpoint of its last step (`checkpoint.every=none`): `end.json` in the run folder.
+"""The file `end.json` of a run that ended without a checkpoint of its last step (`checkpoint.every=none`).
 
-It holds the entries of a checkpoint's `extra` that tell whether the run is finished: the step, the position in the
-data, and the settings and data that the run was made with. The weights of the last step are in the exported model only,
-so such a run cannot be continued. The next start that trains in the folder removes the file.
+The file tells later starts whether the run is finished: it holds the last step, the position in the data, and the
+settings and data that the run was made with. The weights of the last step are in the exported model only, so such a run
+cannot be continued. The next start that trains in the folder removes the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write_end(folder: Path, extra: Mapping[str, Any]) -> None:
 
 
 def read_end(folder: Path, *, resume: bool) -> dict[str, Any] | None:
-    """The record of the run folder; None if there is none, or if the run must not resume (`checkpoint.resume`)."""
+    """Return the contents of `end.json`; None if there is no such file, or if the run must not resume."""
     return read_json(folder / END) if resume else None
 
 
@@ -35,16 +35,16 @@ def remove_end(folder: Path) -> None:
 
 
 def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
-    """Whether the last thing that happened in the folder is the end of a run after `step` steps, with its export."""
+    """Whether the last event in the run folder is the end of a run of `step` steps or, with `exports`, its export."""
     last = last_line(folder / EVENTS)
     wanted = "export" if exports else "end"
     return (not exports or (folder / MODEL).is_dir()) and (last.get("kind"), last.get("step")) == (wanted, step)
 
 
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
-    """Refuse to train on after a run that ended without a checkpoint.
+    """Raise a `UserError` if training would have to continue after a run that ended without a checkpoint.
 
-    `raised_steps_only`: only if `run.steps` was raised, which is known without the data.
+    `raised_steps_only`: check only whether `run.steps` was raised, which is known before the data is read.
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)
@@ -52,7 +52,7 @@ def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_s
         return
     settings, step = end["made_with"]["settings"], int(end["step"])
     if not is_complete(folder, step, exports=settings["checkpoint.export"]):
-        return  # it was killed before its end, so there is nothing to lose
+        return  # the run was killed before its end, so there is no result that starting over could lose
     steps = run.steps
     raised = steps != settings["run.steps"] and (steps is None or steps > step)
     if raised_steps_only and not raised:
@@ -69,7 +69,7 @@ def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_s
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """The last JSON line of a run's file; empty if there is none."""
+    """Return the last JSON line of a file of the run folder as a dict, which is empty if there is no such line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = json.loads(lines[-1]) if lines else {}

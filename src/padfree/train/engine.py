@@ -68,7 +68,7 @@ class LossSettings:
     loss: TaskSettings | ValueSettings
     aggregation: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of aggregation "constant"
-    groups_are_rows: bool = False  # samples with the same `group` come from one data row and weigh as one sample
+    groups_are_rows: bool = False  # a `group` is a data row, whose samples count as one sample in the token weights
     sources: tuple[str, ...] = ()  # sources of a data mixture; the loss of each is reported
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # "low": the head uses about 1 GiB at most and recomputes part of its work
@@ -95,7 +95,7 @@ class StepReport:
 
     loss: float
     gradient_norm: float  # the norm before clipping
-    statistics: dict[str, float]  # means over the scored tokens that are computed; of the advantage: over all
+    statistics: dict[str, float]  # means over the scored tokens that are computed; for `advantage`, over all tokens
     num_samples: int
     num_tokens: int  # number of tokens of the samples, without padding
     num_labels: int
@@ -105,14 +105,14 @@ class StepReport:
     source_losses: Mapping[str, float] = field(default_factory=dict)  # weighted mean loss over the tokens of a source
     num_rows: int | None = None  # number of data rows, if several samples can come from one row; None: not known
     compute_seconds: tuple[float, ...] = ()  # forward time of the layers on each data rank; empty: not measured
-    skipped: SkippedSamples | None = None  # None: the loss does not allow to skip samples
+    skipped: SkippedSamples | None = None  # None: the loss does not allow skipping samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedStep:
     """A global batch that is planned and packed: the input of one optimizer step."""
 
-    samples: Sequence[Sample]  # those that are computed
+    samples: Sequence[Sample]  # the samples that are computed, without the skipped ones
     plan: StepPlan
     packs: Sequence[tuple[MicroBatch, Indices]]  # this rank's packs, each with the indices of its samples
     source: Indices | None = None  # [B] index of each sample's source, if the data is a mixture
@@ -147,7 +147,7 @@ class Engine:
         settings: LossSettings,
         micro_batch_loss: MicroBatchLoss | None = None,
     ) -> None:
-        """`micro_batch_loss` is the loss to minimise; the default is the loss of the task in `settings`."""
+        """`micro_batch_loss`: the loss to minimise. If it is None, the loss of the task in `settings` is minimised."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
         if micro_batch_loss is None:
             assert isinstance(settings.loss, TaskSettings)
@@ -286,11 +286,11 @@ class Engine:
         return sums
 
     def _zero_gradients(self, prepared: PreparedStep) -> _Sums:
-        """The gradients of a batch without any computed sample, without a pass over the model.
+        """Set the gradients of a batch whose samples are all skipped to 0, without a pass over the model.
 
         The optimizer must do the same as after a pass: it decays the moments and the weights of the parameters that
-        have a gradient, and of no others. Only a pass shows which parameters these are. If there was none yet, a pass
-        over a single unscored token finds out.
+        have a gradient, and of no others. Only a pass shows which parameters have a gradient. If there was no pass yet,
+        a pass over a single unscored token shows it.
         """
         assert prepared.skipped is not None
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
@@ -324,7 +324,7 @@ class Engine:
 
 
 class PendingStep:
-    """An update that the device may still be executing."""
+    """An optimizer step that the device may still be executing."""
 
     def __init__(
         self,
@@ -414,13 +414,13 @@ class PendingStep:
         if not where:
             listed = _listed([_uid(samples, index) for index in range(len(samples))])
             return NonFiniteError(
-                f"step {step}: gradient norm {norm} with a finite loss of {loss:.6g}, before the update; inspect its "
-                f"{len(samples)} samples ({listed}){cause}",
+                f"step {step}: the gradient norm is {norm} before the update, with a finite loss of {loss:.6g}; "
+                f"inspect the {len(samples)} samples of the step ({listed}){cause}",
                 whole(samples),
             )
         ranks = sorted(set(where.values()))
         return NonFiniteError(
-            f"step {step}: loss {loss} on rank {_listed(ranks)}, before the update; inspect sample "
+            f"step {step}: the loss is {loss} on rank {_listed(ranks)} before the update; inspect sample "
             f"{_listed([_uid(samples, index) for index in where])}{cause}",
             whole([samples[index] for index in where]),
         )
@@ -429,7 +429,7 @@ class PendingStep:
 def _computed(
     samples: Sequence[Sample], weights: Sequence[Floats]
 ) -> tuple[Sequence[Sample], Sequence[Floats], SkippedSamples]:
-    """The samples of a batch that have a gradient, with their token weights; and how much is left out."""
+    """Return the samples of a batch that have a gradient, their token weights, and the counts of the other samples."""
     computed = has_advantage(samples)
     if computed.all():
         return samples, weights, SkippedSamples()

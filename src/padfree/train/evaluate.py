@@ -44,7 +44,8 @@ from padfree.train.scorer import Scorer
 from padfree.train.step_pipeline import OnActivity
 
 Evaluate = Callable[[int], dict[str, float]]
-"""Function of the number of steps made so far that returns metrics of the current weights. Collective."""
+"""A function that evaluates the current weights and returns metrics. Its argument is the number of steps made so far.
+Collective."""
 
 EVALUATION_BATCH = 1 << 62
 """The batch number from which evaluations derive their sampling noise. No training batch has such a high number."""
@@ -67,7 +68,7 @@ class HeldOut:
     ) -> None:
         """`measure` computes the sums of a pack. `prepare`, if given, is called before each evaluation.
 
-        It returns the samples with everything that `measure` needs, e.g. log-probabilities of the reference.
+        `prepare` returns the samples with everything that `measure` needs, e.g. the reference's log-probabilities.
         """
         self.scorer, self.measure, self.on_activity = scorer, measure, on_activity
         self.prepare = prepare or (lambda: samples)

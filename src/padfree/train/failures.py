@@ -28,7 +28,7 @@ def one_line_failures(max_tokens: int) -> Iterator[None]:
         raise UserError(
             "batch.max_tokens",
             f"{max_tokens}, but the device ran out of memory ({first_sentence(error)})",
-            "lower it, or set parallel.checkpointing=full",
+            "lower batch.max_tokens, or set parallel.checkpointing=full",
         ) from error
 
 

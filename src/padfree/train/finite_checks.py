@@ -66,7 +66,8 @@ def _nonfinite_on_any_rank(model: nn.Module) -> str | None:
 def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sample], *, setting: str, what: str) -> None:
     """Raise a `UserError` if a score is not finite. All ranks must pass the same scores.
 
-    `scores[i]` [n]: scores of the tokens of sample i. `setting`: names the model. `what`: what a score is.
+    `scores[i]` [n]: scores of the tokens of sample i. For the message: `setting` is the setting of the model that
+    computed the scores, and `what` says what a score is, e.g. "log-probability".
     """
     for index, (values, sample) in enumerate(zip(scores, samples, strict=True)):
         finite = np.isfinite(values)

@@ -4,8 +4,8 @@
                                              done    2 updates were made, so the third part is next
 
 SFT makes one update per batch. RL makes epochs × mini-batches updates, and all of them use the advantages and the
-reference and old log-probabilities that were computed before the first. A run that stops between two updates of a batch
-needs bit-identical values when it resumes, so its checkpoint holds them:
+reference and old log-probabilities that were computed before the first update. A run that stops between two updates of
+a batch needs bit-identical values when it resumes, so its checkpoint holds these values:
 
     "rollouts"                JSON: the number of updates done; length, uid, group, reward, ... of every sample
     "rollouts/tokens"  [Σn]   and one tensor for each other array field, with all samples concatenated
@@ -73,7 +73,7 @@ class GlobalBatch:
         return [self.samples[i] for i in self.parts[update]]
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of the batch in its `extra` dict. Collective.
+        """Return the entries of a checkpoint's `extra` dict that store this batch. Collective.
 
         `raw_reward` is omitted because no update uses it.
         """
@@ -111,7 +111,7 @@ class GlobalBatch:
 
     @staticmethod
     def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> GlobalBatch:
-        """Restore the batch that `state` stored in `extra`. `epochs` and `mini_batches` must be as they were then."""
+        """Restore the batch that `state` stored in `extra`. `epochs` and `mini_batches` must be those of that batch."""
         about = extra[KEY]
         records = about["samples"]
         parts = update_parts(len(records), epochs=epochs, mini_batches=mini_batches, seed=seed, number=number)

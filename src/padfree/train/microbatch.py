@@ -1,8 +1,8 @@
 """Divide the samples of a step into packs, and build each pack on the device. All of padfree's packs are built here.
 
-    samples of the global batch, plan, weights        slot [5 9 12] of data rank 1
-    collate    [T]       5 5 5 9 9 12 12 12           padded to a multiple of the context ranks
-    shard      [T/cp]    this context rank's tokens, labels, weights, and its AttnContext
+    plan       slot [5 9 12] of data rank 1           a slot is one micro-batch of one data rank
+    collate    [T]       5 5 5 9 9 12 12 12           the tokens of samples 5, 9 and 12, padded to a multiple of cp
+    shard      [T/cp]    the tokens, labels, weights and AttnContext of one of cp context ranks
 
 A slot without tokens (fewer samples than slots) becomes a filler: a pack with one unscored token. Its rank must take
 part in every collective of the step, and the filler adds exactly 0 to the loss and to the gradients.
@@ -120,7 +120,7 @@ class Packer:
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
         """Assign samples to packs and ranks. A pack holds up to `max_tokens` tokens per context rank.
 
-        With `keep_groups`, samples of a group are in one pack. Without samples the plan has no packs.
+        With `keep_groups`, all samples of a group are in one pack. If there are no samples, the plan has no packs.
         """
         if not len(samples):
             return StepPlan.empty(ranks=self.mesh.data.size, max_tokens=self.max_tokens * self.mesh.context.size)
@@ -181,7 +181,7 @@ class Packer:
             self._warned_unshared = True
             if self.mesh.loss.rank == 0:
                 message = (
-                    "batch.share_prefixes: samples share prefixes, but each sample computes its own: "
+                    "batch.share_prefixes: samples share prefixes, but each sample computes its own prefix: "
                     f"{self.unshared_reason}"
                 )
                 warnings.warn(message, PadfreeWarning, stacklevel=2)
@@ -212,8 +212,8 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Build the pack of `samples[indices]`. `weights[i]` [n]: weights of the predictions of sample i.
 
-    `prefixes`: the prefixes that all `samples` share, from the step's plan. `width`: the number of context ranks of
-    this pack, if the plan chooses it for each pack.
+    `prefixes`: the prefix tree of all `samples`, from the step's plan. `width`: the number of context ranks of this
+    pack, if the plan chooses it for each pack.
     """
     context = mesh.sharing(width)
     chosen = [samples[i] for i in indices]

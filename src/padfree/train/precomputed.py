@@ -3,8 +3,8 @@
     reference.precompute = true      first start    reference scores every sample -> <cache>/<key>/logprobs.npy [Σn]
                                      later starts   open the file; nothing is scored
 
-The key is a hash of the samples, the reference's weights, and the settings and versions that affect the result. The run
-frees the reference model after this, so that training can use its memory.
+The key is a hash of the samples, the reference's weights, and the settings and versions that affect the result. After
+the scoring, the run frees the reference model, so that training can use its memory.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def with_reference(
     there = torch.tensor(int(intact(cache / key)), device=mesh.device)
     dist.all_reduce(there, op=dist.ReduceOp.MIN, group=mesh.loss.group)
     if not there:
-        # All ranks score together. Scoring must therefore not run under the lock of `find_or_build`: one rank holds it.
+        # All ranks score together. Scoring must therefore not run inside `find_or_build`, whose lock one rank holds.
         found = np.concatenate([np.empty(0, np.float32), *_scored(samples, reference)])
 
         def build(folder: Path) -> None:

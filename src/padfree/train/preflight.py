@@ -8,7 +8,7 @@
                        are not errors
 
 A run, its dry run and `padfree plan` all call `preflight`, so that they accept and refuse the same configurations.
-`padfree.config` refuses earlier what the settings alone show to be wrong.
+Errors that the settings alone show are found earlier, by `padfree.config`.
 """
 
 from __future__ import annotations
@@ -94,9 +94,8 @@ def preflight(
 ) -> Preflight:
     """Raise a `UserError` if the run cannot work. Collective: if one process refuses, all raise.
 
-    `dry`: do not import user code, and allow a device that this machine does not have. `planned`: for `padfree plan`;
-    skip the checks of the run folder and of lengths, because nothing is written and the plan counts samples over the
-    cap.
+    `dry`: do not import user code, and allow a device that this machine does not have. `planned`: skip the checks of
+    the run folder and of lengths, because `padfree plan` writes nothing and itself counts the samples over the cap.
     """
     day = data_day(config)
     if not dist.is_initialized():
@@ -173,7 +172,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
         raise UserError(
             "parallel.context",
             f"{context} times parallel.replicate {replicate} does not divide {processes} processes",
-            "change one of them",
+            "change one of the settings, or the number of processes",
         )
     check_expert_ranks(config.parallel.expert, processes // replicate)
     requested = config.model.attention
@@ -235,7 +234,7 @@ def _checked_model(config: Config, path: str, setting: str, init: Init, head: Mo
     model = skeleton(path, trust_remote_code=code, setting=setting, head=head)
     try:
         if Path(path).exists():
-            # Check which tensors its files hold. For a Hub id this would download all of them.
+            # Check which tensors the model's files hold. This is skipped for a Hub id, whose files are not here yet.
             init_setting = "model.init" if setting == "model.path" else None
             open_model(path, init=init, init_setting=init_setting, trust_remote_code=code)
         attach(model, config.model.attention)
@@ -257,7 +256,7 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
 
 
 def check_context(config: Config, model: PreTrainedModel, processes: int) -> None:
-    """Refuse parallel.context=auto if a layer or the context-parallel method does not support it."""
+    """Refuse parallel.context=auto if a layer or the context-parallel method does not support several context ranks."""
     if config.parallel.context != "auto":
         return
     sizes = ModelSizes.of(model.config)
@@ -341,7 +340,7 @@ def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool)
         yield f"optimizer.lr is 0: {'only the critic is trained' if config.critic.lr else 'no weight changes'}"
     if untrained := untrained_samples(source):
         count = f"{len(untrained):,} of {len(source.samples):,}"
-        yield f"data.path: {count} samples have no token to train, the first is {source.place(untrained[0])}"
+        yield f"data.path: {count} samples have no token to train (the first is {source.place(untrained[0])})"
     longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
     if trained is not None and longest > trained:
         yield f"samples have up to {longest} tokens, but the model supports {trained} (max_position_embeddings)"

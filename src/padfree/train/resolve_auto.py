@@ -2,8 +2,8 @@
 
     parallel.compile         inductor on a GPU, none on the CPU
     parallel.checkpointing   the first of none, host, selective, full (fastest first) that fits the device; `host` is
-                             tried only if a layer computes longer than the copy of its activations to the host takes
-    parallel.reshard         false (layers stay gathered between forward and backward) if that also fits
+                             tried only if computing a layer takes longer than copying its activations to the host
+    parallel.reshard         false (layers stay gathered between forward and backward) if this also fits, else true
 
 Values that the user sets are kept. Each resolved value comes with its reason, for display and for the event log.
 """
@@ -167,7 +167,7 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
 def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[ParallelConfig]:
     """Yield the settings to try for checkpointing and resharding, fastest first.
 
-    `may_offload`: whether a layer computes longer than the copy of its activations to the host takes.
+    `may_offload`: whether computing a layer takes longer than copying its activations to the host.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
     if not may_offload or parallel.compile == "none" or parallel.context != 1 or parallel.expert != 1:

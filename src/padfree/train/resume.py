@@ -3,11 +3,11 @@
     checkpoint               this start
     data      digest    ==   digest         of the training samples; file names and row numbers do not count
     model     fields    ==   fields         of the model's config that change what it computes
-    reference fields    ==   fields         and a fingerprint of its weights; likewise for a teacher
-    settings  by name   ->   by name        some may change: reported and written to events.jsonl; others are refused
+    reference fields    ==   fields         and a fingerprint of its weights; of a teacher, only the fingerprint
+    settings  by name   ->   by name        some may change, which is reported and logged; other changes are refused
 
-A run resumes on any number of processes. The order of the samples and the shapes of saved tensors must not change;
-settings that affect only future steps (learning rate, betas, schedule, loss coefficients) may.
+A run resumes on any number of processes. The order of the samples and the shapes of saved tensors must not change.
+Settings that affect only future steps (learning rate, betas, schedule, loss coefficients) may change.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
             "may change within RL": all(value not in (*TASKS, None) for value in (before, now)),
         }.get(rule, True)
         if not may:
-            when = "change it after the checkpoint's rollout batch is finished" if "between" in rule else "keep it"
+            when = "change it after the checkpoint's rollout batch is finished" if "between" in rule else "set it back"
             raise UserError(
                 name,
                 f", but {path} was made with {before!r}",
@@ -226,7 +226,7 @@ def check_made_with(
             raise UserError(
                 f"{blamed[0]}",
                 f"gives other samples ({sizes[1]}) than {before!r}, with which {path} was made ({sizes[0]})",
-                f"keep it, {start_over}",
+                f"set it back, {start_over}",
                 value=now,
             )
         raise UserError(
@@ -257,8 +257,8 @@ def check_made_with(
 def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Mapping[str, Any]], same: bool) -> None:
     """Raise an error if the fields of a model's config differ between the checkpoint and this run.
 
-    `fields`: those of the checkpoint, then those of this run. `same`: whether the same version of transformers wrote
-    both; then a field that only one of them has counts as a difference.
+    `fields`: the fields of the checkpoint, then those of this run. `same`: whether the same version of transformers
+    wrote both. If so, a field that only one of the two configs has counts as a difference.
     """
     there, here = fields
     for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
@@ -293,8 +293,8 @@ def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
 
 
 def data_day(config: Config) -> datetime.date:
-    """The date for chat templates: that of the run that ended, or of the checkpoint to resume from, or today."""
-    with suppress(KeyError, TypeError, ValueError, OSError):  # no day, or damaged, which loading will report
+    """The date for chat templates: the one stored by the ended run or in the checkpoint to resume from, else today."""
+    with suppress(KeyError, TypeError, ValueError, OSError):  # no date is stored; loading reports damaged files
         extra = read_end(Path(config.run.folder), resume=config.checkpoint.resume) or _newest_extra(config)[1]
         return datetime.date.fromisoformat(extra[KEY]["data"]["day"])
     return today()

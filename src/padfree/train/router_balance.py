@@ -1,7 +1,7 @@
 """Balance the load of experts: with a loss over the whole global batch, or a bias that moves once per step.
 
     f_e   choices of expert e / N              N: sample tokens of the global batch × layers with experts
-    p_e   sum of its probabilities / N         padding and fillers do not count
+    p_e   sum of the probabilities of e / N    padding and fillers do not count
     L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts; as transformers defines it for one batch
 
 L is not a sum over micro-batches, but a product of two means over the whole batch. f has no gradient. Once f of the
@@ -36,7 +36,7 @@ from padfree.train.microbatch import MicroBatch
 
 
 class RouterBalance:
-    """Balances the load of experts: counts how often a model's routers choose each expert, and corrects them."""
+    """Balances the load of experts: counts how many times the routers choose each expert, and corrects the routers."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh, *, coefficient: float, bias_rate: float) -> None:
         self.mesh, self.coefficient, self.bias_rate = mesh, coefficient, bias_rate
@@ -51,7 +51,7 @@ class RouterBalance:
             raise UserError(
                 "loss.router_bias",
                 f"{bias_rate}, but the routers of {name} have no bias",
-                "use loss.load_balancing=0.001",
+                "set loss.load_balancing=0.001 instead",
             )
         self.recorder = RouterRecorder(self.routers)
         self._counts: Tensor | None = None  # [R, E] choices in the global batch
@@ -74,7 +74,7 @@ class RouterBalance:
             self._counts = self._sum_over_ranks()
 
     def micro_batch_loss(self, inner: MicroBatchLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        """Return the loss of a pack (`inner`) plus the pack's part of the load-balancing loss. `inside` calls this."""
+        """Return the loss of a pack, which `inner` computes, plus the pack's part of the load-balancing loss."""
         self.recorder.clear()
         self.recorder.record(True)  # until `end`, so that recomputation in backward records too
         output = inner(model, batch)
@@ -123,7 +123,7 @@ class RouterBalance:
 
     @torch.no_grad()
     def _choices(self, batch: LocalBatch) -> Tensor:
-        """Return [R, E]: how often the sample tokens of this rank chose each of E experts, for each of R routers."""
+        """Count, for each of R routers, how many times this rank's sample tokens chose each of E experts: [R, E]."""
         found, real = self._zeros(), _real_tokens(batch)
         experts = torch.arange(self.routers[0].num_experts, device=found.device)
         for number, _, choices in self.recorder.calls:
@@ -131,7 +131,7 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """Return []: this rank's part of the load-balancing loss, E · Σ_e f_e · p_e with p of this rank's tokens."""
+        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, p of its tokens."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]
@@ -149,7 +149,7 @@ def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def _real_tokens(batch: LocalBatch) -> Tensor:
-    """Return [T/cp]: whether each token belongs to a sample, not to padding or a filler."""
+    """Return for each token whether it belongs to a sample, not to padding or a filler, as bools [T/cp]."""
     context, segments = batch.context, batch.context.segments
     num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length

@@ -264,7 +264,7 @@ def evaluate(
 
 
 def _pair_reference(config: Config, reference: ReferenceModel | None) -> ReferenceModel | None:
-    """Return the reference if evaluation needs it, which is so for preference pairs; otherwise None."""
+    """Return the reference if the task's loss, and so its evaluation, needs log-probabilities of it; otherwise None."""
     return reference if config.loss.task.has_reference else None
 
 
@@ -331,8 +331,8 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
     """Return arguments for `resolve_auto_on` that describe the data.
 
-    If the run generates rollouts, this is the number of tokens of the longest prompt. Otherwise, it is the number of
-    tokens per device in the micro-batch with the longest sample, and the number of keys that attention copies.
+    If the run generates rollouts, the only argument is the number of tokens of the longest prompt. Otherwise, there are
+    two: the tokens per device in the micro-batch with the longest sample, and the keys that attention copies per token.
     """
     samples = preflight_result.source.samples
     longest = longest_of(samples)

@@ -37,7 +37,9 @@ from padfree.train.finite_checks import check_scores
 from padfree.train.microbatch import MicroBatch, Packer, PackSettings
 
 PackScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
-"""Function that returns scores [T/cp] of this rank's tokens, 0 at positions without a label; or [e] of its entries."""
+"""Function that returns scores [T/cp] of this rank's positions, 0 at positions without a label. If samples share
+prefixes, it returns scores [e] of this rank's entries (`padfree.batch.Entries`).
+"""
 
 
 class Scorer:
@@ -110,7 +112,7 @@ class Scorer:
         return found_scores
 
     def _scores(self, temperature: float, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """Return [T/cp]: the log-probabilities of the labels of a pack."""
+        """Return the log-probabilities [T/cp] of the labels of a pack."""
         return score(
             hidden_states(model, batch),
             lm_head_of(model),
@@ -121,7 +123,7 @@ class Scorer:
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [e]: for each entry of this rank, the index of the token it predicts, in the concatenation of all samples.
+    """Return, for each of this rank's e entries, the index of the predicted token among the tokens of all samples, [e].
 
     `starts`: index of the first token of each sample. `indices`: the samples of the pack.
     """

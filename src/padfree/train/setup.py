@@ -41,7 +41,7 @@ from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 
 
 def check_placement(config: Config, device_type: str) -> None:
-    """Raise an error for settings that make no sense on this device type, or for a model without stored weights."""
+    """Raise an error for settings that make no sense on this device type, or for adapters without base weights."""
     if config.parallel.offload and device_type == "cpu":
         raise UserError("parallel.offload", "true, but the device is already the CPU", "set parallel.offload=false")
     if config.parallel.checkpointing == "host" and device_type == "cpu":
@@ -148,7 +148,8 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
         model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
     except UserError as error:  # the same on every rank
         raise error.at("rollout.reward", "model") from None
-    # The reward model's tokenizer may give more tokens than the run's. A text over the maximum becomes its own pack.
+    # The reward model's tokenizer may make more tokens of a text than the run's. A text that is too long for
+    # batch.max_tokens gets a pack of its own.
     scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
     return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config.data)

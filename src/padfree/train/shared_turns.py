@@ -28,7 +28,7 @@ MOST_ROWS = 64
 
 
 def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples) -> Indices:
-    """Return the indices of rows with several samples that may share prefixes.
+    """Return the indices of the data rows with several samples, which may share prefixes.
 
     The result is empty for preference pairs, rollouts and prompts.
     """
@@ -45,7 +45,7 @@ def run_cost(batch: BatchConfig, model: PreTrainedModel) -> CostModel:
 
 
 def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: CostModel) -> PrefixTree:
-    """Return the prefixes that the samples of row `row` share."""
+    """Return the prefix tree of the samples of data row `row`."""
     first, end = samples.row_starts[row : row + 2].tolist()
     return prefixes_of([samples[index] for index in range(first, end)], batch.share_prefixes, cost)
 
@@ -53,10 +53,9 @@ def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: Cost
 def copied_keys(
     batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, model: PreTrainedModel
 ) -> float:
-    """Return the number of keys that attention copies per computed token: the maximum over some rows.
+    """Return the number of keys that attention copies per computed token: the maximum over up to `MOST_ROWS` data rows.
 
-    These are the rows that are likely to copy most: the ratio of all their tokens to the tokens of their longest sample
-    is highest.
+    They are the rows that probably copy most: those with the most tokens per token of their longest sample.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:

@@ -156,7 +156,7 @@ def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpoint
 def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: Checkpointer) -> str | None:
     """Return a fingerprint of the teacher's weights, or None if the run has no teacher.
 
-    `teacher` is given if distillation is an advantage. If it is a loss, `engine` holds the teacher.
+    With `loss.advantage=teacher`, the teacher is `teacher`. In `padfree distill`, the loss in `engine` holds it.
     """
     found = engine.micro_batch_loss.teacher if teacher is None else teacher.model
     return None if found is None else checkpointer.fingerprint(named_tensors(found))
@@ -170,13 +170,13 @@ def _check_against_checkpoint(
     batches: BatchPreparer,
     note: OnNote,
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ from the checkpoint's, as (old, new). Raise an error if one must not change.
+    """Return the settings that differ from the checkpoint's, each as (old, new). Raise an error if one must not change.
 
     `record`: this run's settings, model and data. `note` receives notes for the user.
     """
     extra = checkpointer.extra(path)
     if MADE_WITH not in extra:
-        note(f"{path} was written by a version that did not record data, model and settings; they are not compared")
+        note(f"{path} does not record data, model and settings, so they are not compared with those of this run")
         return {}
     changed = check_made_with(path, extra[MADE_WITH], record, config, inside=KEY in extra)
     if changed:

@@ -31,12 +31,14 @@ OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each finished step, on every rank."""
 
 OnActivity = Callable[[str, int, int], None]
-"""Called with the current activity, the amount done, and the total (0: not known). For "step", done is its number."""
+"""Called with the name of the current activity, the amount done, and the total (0: not known). For the activity "step",
+the amount is the number of the step.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _UnfinishedStep:
-    """An unfinished update, and what its line of metrics needs."""
+    """An unfinished update, and the values that its line of metrics also contains."""
 
     pending: PendingStep
     step: int
@@ -60,7 +62,7 @@ class StepPipeline:
         on_step: OnStep | None,
         times: BatchTimes | None = None,
     ) -> None:
-        """`times`: also write the seconds of a step as `seconds/update`, and count the seconds of logging here."""
+        """If `times` is given, `seconds/update` is written too, and the time of logging is added to `times`."""
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
         self._times = times
@@ -84,7 +86,7 @@ class StepPipeline:
         wants_stop: bool,
         apply: bool = True,
     ) -> None:
-        """Begin an update. `begin`: the time at which the host started to work on it.
+        """Begin an update. `begin`: the time at which the host started to work on the update.
 
         `metrics` are written together with the metrics of the update. With `apply=False`, the metrics are computed, but
         no weight changes. Other arguments: see `Engine.begin`.
@@ -112,7 +114,7 @@ class StepPipeline:
             self._events.write("nonfinite", step=unfinished.step, file=path.name)
             raise NonFiniteError(f"{error}; the samples are in {path}", error.samples) from None
         end = time.perf_counter()
-        # While the device runs another update, logging takes no time of the run.
+        # Logging is not counted while the device runs another update, because then it does not delay the run.
         counted = self._times is not None and not self._unfinished
         with self._times.measure("logging") if counted and self._times is not None else nullcontext():
             self._log(unfinished, report, end)

@@ -204,9 +204,9 @@ class Trainer:
                     self._batch = None
                     with nullcontext() if self.batches.reference is None else self._times.measure("reference"):
                         self.batches.after_updates()
-                # While the device runs an update, use the votes that were collected when the previous update began.
                 if self.config.eval.every is not None and self.step % self.config.eval.every == 0:
                     self._run_evaluation()
+                # While the device runs an update, use the stop votes that were collected when the previous one began.
                 stopped = (
                     self.updates.stop_votes > 0 if self.updates.pending else any_rank_wants(signals.received, self.mesh)
                 )
@@ -245,7 +245,7 @@ class Trainer:
     # Evaluations
 
     def _run_evaluation(self) -> None:
-        """Evaluate the current weights, write the metrics, and keep a checkpoint if they are the best so far."""
+        """Evaluate the current weights and write the metrics. After the best evaluation so far, keep a checkpoint."""
         if self.evaluate is None:
             return
         self.updates.finish()
@@ -280,8 +280,8 @@ class Trainer:
     def _prepare_next(self, batch: GlobalBatch) -> None:
         """Prepare the next update if it does not depend on the current one.
 
-        In RL it may depend on it: the updated model generates the responses of the next batch, or computes their old
-        log-probabilities.
+        In RL the next update may depend on the current one: the updated model generates the responses of the next
+        batch, or computes their old log-probabilities.
         """
         self._prepared = None
         if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
@@ -367,7 +367,7 @@ class Trainer:
             self.response_log.drop()
 
     def _end_record(self) -> dict[str, Any]:
-        """The entries of a checkpoint's `extra` that show what was trained."""
+        """Return the entries of a checkpoint's `extra` dict that `end.json` stores (`padfree.train.end_record`)."""
         cursor = self._cursor or self.batches.cursor()
         found: dict[str, Any] = {"step": self.step, "batcher": cursor, MADE_WITH: self.made_with}
         return found if self._batch is None else {**found, ROLLOUTS: {}}

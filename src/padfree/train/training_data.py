@@ -46,14 +46,17 @@ Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
 
 
 BYTES_PER_TOKEN = 9
-"""Host memory per token of a step: an id, a mask and a log-probability."""
+"""Bytes of host memory per token of a step: an id, a mask and a log-probability."""
 
 UNGROUPED = ("reinforce++", "gae", "teacher", "given")
 """Advantages that do not compare the samples of a group."""
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The tokenizer of `model.tokenizer`, or else the model's own. None for rollout files if there is neither."""
+    """Load the tokenizer that `model.tokenizer` names, or else the model's own.
+
+    Returns None if there is neither, which is allowed for rollout files.
+    """
     if not check_tokenizer_files(config):
         return None
     field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
@@ -81,8 +84,9 @@ def load_training_data(
 ) -> TrainingData:
     """Load the samples or prompts of `data.path` or of all `data.sources`, with a report about unused rows.
 
-    `progress` shows the progress of tokenisation. With prompts, the reward is imported first, so that an error in it
-    shows early; `import_reward=False` skips this. `day`: the date for chat templates; None: today.
+    `progress` shows the progress of tokenisation. If the data are prompts, the reward function is imported before they
+    are read, so that an error in it shows early; `import_reward=False` skips the import. `day`: the date for chat
+    templates; None: today.
     """
     found = _load(config, tokenizer, {"progress": progress or False, "import_reward": import_reward, "day": day})
     chat = None
@@ -172,7 +176,7 @@ def load_held_out(
 
 
 def _first(config: Config, samples: Samples) -> Samples:
-    """Return the first `eval.samples` samples. They are whole data rows, counted like `batch.samples`."""
+    """Return the samples of the first data rows, as many rows as `eval.samples` says (counted like `batch.samples`)."""
     assert config.eval.samples is not None
     starts, size = row_starts(config.loss, config.rollout, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
@@ -233,7 +237,7 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
 
 
 def _check_step_memory(config: Config, samples: Samples) -> None:
-    """Refuse a step whose samples this machine cannot hold in memory."""
+    """Raise a `UserError` if the samples of one step do not fit into this machine's memory."""
     lengths = lengths_of(samples)
     total = int(lengths.sum()) * (config.data.epochs or LARGEST_COUNT)
     if config.batch.samples is not None:
@@ -244,7 +248,7 @@ def _check_step_memory(config: Config, samples: Samples) -> None:
     needed = BYTES_PER_TOKEN * min(size * tokens_each, total)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
-        gib = f"{needed / 2**30:.3g} GiB of memory, and this machine has {memory / 2**30:.3g}"
+        gib = f"{needed / 2**30:.3g} GiB of memory, but this machine has {memory / 2**30:.3g} GiB"
         most = int(memory / BYTES_PER_TOKEN / tokens_each)
         raise UserError(f"batch.{name}", f"a step of {size} {name} needs about {gib}", f"give at most {most}")
 

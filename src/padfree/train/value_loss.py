@@ -62,7 +62,7 @@ class ScalarScorer(Scorer):
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
-        """Return [B]: the score at the end of each sample, on every rank."""
+        """Return the score at the end of each of B samples, [B], on every rank."""
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)

@@ -1,15 +1,15 @@
 """Check that all models of a run use the same ids for the same tokens.
 
     run          tokenizer of model.tokenizer, or of model.path      "cat" -> 17
-    other model  its own tokenizer, in its folder                    "cat" -> 17; any other id is refused
+    other model  the tokenizer in the model's folder                 "cat" -> 17; any other id is refused
 
 The policy, the reference, the teacher and the critic all receive ids of the run's tokenizer. Therefore every token of
 this tokenizer must have the same id in each model's own tokenizer, which may have more tokens. The check compares the
 vocabularies, including added tokens, and not the files, because one vocabulary can be stored in several ways. A reward
 model receives text and tokenises it itself, so it may have any tokenizer.
 
-If `model.tokenizer` names another tokenizer than the trained model's own, the model's own may lack some of its tokens:
-the run trains the embeddings of these tokens.
+If `model.tokenizer` names another tokenizer than the trained model's own, the model's own tokenizer may lack some of
+the run's tokens. The run then trains the embeddings of these tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def compare_vocabularies(
     """Raise an error if a token of `own` has another id in `other` or is missing there.
 
     `own` is the vocabulary of the run's tokenizer `own_name`, and `other` that of the model `name`, which `setting`
-    names. With `may_lack`, missing tokens only give a note, which is returned, unless their ids belong to other tokens.
+    names. With `may_lack`, missing tokens do not raise an error but give a note, which is returned, unless their ids
+    belong to other tokens.
     """
     if own.items() <= other.items():
         return None
@@ -65,8 +66,8 @@ def compare_vocabularies(
     if may_lack and len(lacks) == len(differs) and not {index for index, _ in lacks} & set(other.values()):
         index, token = lacks[0]
         return (
-            f"model.tokenizer: {own_name} has {len(lacks):,} tokens that the tokenizer of {name} does not have, the "
-            f"first is {token!r} ({index}); their embeddings are untrained"
+            f"model.tokenizer: {own_name} has {len(lacks):,} tokens that the tokenizer of {name} does not have (the "
+            f"first is {token!r}, id {index}); the embeddings of these tokens are untrained"
         )
     index, token = differs[0]
     there = str(other[token]) if token in other else "unknown"
@@ -74,15 +75,15 @@ def compare_vocabularies(
     if may_lack:
         raise UserError(
             "model.tokenizer",
-            f"{own_name} has other token ids than the tokenizer of {name}: {token!r} is {index} in the former, "
-            f"{there} in the latter{more}",
+            f"{own_name} has other token ids than the tokenizer of {name}: {token!r} is {index} in model.tokenizer, "
+            f"but {there} in the model's own tokenizer{more}",
             "leave it out, or give a tokenizer with the ids of the model",
         )
     only_lacks = len(lacks) == len(differs)
     cure = f", or set model.tokenizer={name} if the trained model knows its tokens" if only_lacks else ""
     raise UserError(
         setting,
-        f"{name} has other token ids than {own_name}: {token!r} is {there} in the former, {index} in the latter{more}",
+        f"{name} has other token ids than {own_name}: {token!r} is {there} in that model, {index} in this run{more}",
         f"give a model with the same vocabulary{cure}",
     )
 

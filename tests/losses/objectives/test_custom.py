@@ -165,18 +165,18 @@ def test_a_module_that_is_not_there_and_one_of_python() -> None:
         ("return None", "returned a NoneType; return a tensor of losses, or an ObjectiveOutput"),
         (
             "return tokens.logprobs.sum()",
-            r"returned losses of shape \(\) for log-probabilities of shape \(27,\); return one value for",
+            r"returned losses of shape \(\) for log-probabilities of shape \(27,\); return one value per token",
         ),
         ("return tokens.logprobs.float()", "returned losses of torch.float32 for log-probabilities of torch.float64;"),
         ("return tokens.advantages", "returned losses without a gradient; compute them from tokens.logprobs"),
         ("return 1 / 0", "raised ZeroDivisionError: division by zero; correct the function"),
         (
             "return ObjectiveOutput(losses=tokens.logprobs, statistics={'a': tokens.logprobs[1:]})",
-            r"returned a of shape \(26,\) for log-probabilities of shape \(27,\); return one value for each",
+            r"returned a of shape \(26,\) for log-probabilities of shape \(27,\); return one value per token",
         ),
         (
             "return ObjectiveOutput(losses=tokens.logprobs, statistics={'a': 1.0})",
-            r"returned a of type float for log-probabilities of shape \(27,\); return one value for each",
+            r"returned a of type float for log-probabilities of shape \(27,\); return one value per token",
         ),
     ],
 )

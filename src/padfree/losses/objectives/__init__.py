@@ -1,11 +1,11 @@
 """The objectives of policy losses: one file per built-in objective, and support for user-defined ones.
 
-    clip, gspo, cispo, reinforce    built in: file and function have the name of the kind; the function takes settings
+    clip, gspo, cispo, reinforce    the built-in kinds: each file defines a function with the name of its kind
     contract                        the input and the output of an objective
     custom                          user-defined objectives, `loss.kind = "module:function"`
 
-An objective computes a token's loss from its log-probability and advantage. Corrections, KL and entropy are the same
-for all objectives; `padfree.losses.policy_loss` adds them.
+An objective computes a token's loss from its log-probability and advantage. `padfree.losses.policy_loss` then applies
+corrections and adds the KL and entropy terms, in the same way for all objectives.
 
 To add a kind of objective, add a file here with its function, and add its settings to `LossConfig` in
 `padfree.config.loss`.

@@ -13,10 +13,10 @@ decorator `objective` declares its traits:
     @objective(elementwise=True)
     def clip(tokens): ...
 
-    elementwise             a token's loss depends only on its own values. The fused head then calls the function for
-                            some tokens at a time, while their logits exist. Without it the function gets all tokens of
-                            the pack, with 0 for tokens without a label.
-    needs_no_old_logprobs   the objective accepts None as `old_logprobs`, so a run does not compute them just for it.
+    elementwise             a token's loss depends only on the token's own values. The fused head then calls the
+                            function for some tokens at a time, while their logits exist. Without this trait the
+                            function gets all tokens of the pack, with 0 for tokens without a label.
+    needs_no_old_logprobs   the objective accepts None as `old_logprobs`, so that a run need not compute them.
     zero_without_advantage  a sample whose advantages are all 0 has losses and gradients of exactly 0, and the losses of
                             other samples do not depend on it. A run then leaves such samples out of its updates.
 """
@@ -41,7 +41,7 @@ ATTRIBUTE = "padfree_objective"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What an objective declares about itself. The module docstring explains the fields."""
+    """The properties that an objective declares about itself. The module docstring explains the fields."""
 
     elementwise: bool = False
     needs_no_old_logprobs: bool = False
@@ -51,7 +51,7 @@ class Traits:
 def objective(
     *, elementwise: bool = False, needs_no_old_logprobs: bool = False, zero_without_advantage: bool = False
 ) -> Callable[[Function], Function]:
-    """A decorator that states the traits of an objective; the module docstring explains them."""
+    """Return a decorator that declares the traits of an objective. The module docstring explains the traits."""
 
     def decorated(function: Function) -> Function:
         traits = Traits(
@@ -66,7 +66,7 @@ def objective(
 
 
 def traits_of(function: object) -> Traits:
-    """The traits that the decorator `objective` declared, or the defaults, which are valid for any function."""
+    """The traits that the decorator `objective` declared for a function. All are False without the decorator."""
     found: Traits = getattr(function, ATTRIBUTE, Traits())
     return found
 
@@ -104,7 +104,7 @@ class ObjectiveInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObjectiveOutput:
-    """The losses of the tokens, and values for metrics. Every call must return the same fields and names."""
+    """The losses of the tokens, and values for metrics. Every call must set the same fields and statistics."""
 
     losses: Tensor  # [N]
     log_ratio: Tensor | None = None  # [N] shown as `ratio` and `approx_kl`

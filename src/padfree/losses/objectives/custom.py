@@ -72,7 +72,7 @@ class UserObjective:
                 raise UserError(
                     "loss.kind",
                     f"{self.path} returned {name} of {what} for log-probabilities of shape {tuple(wanted.shape)}",
-                    "return one value for each",
+                    "return one value per token",
                 )
         if output.losses.dtype != wanted.dtype:
             raise UserError(

@@ -1,10 +1,10 @@
-"""GSPO: the clipped ratio of a whole sequence, s = exp(mean over the sequence of log π - log π_old).
+"""GSPO: the clipped ratio of a whole sequence, s = exp(mean of log π - log π_old over the tokens of the sequence).
 
     max(-s A, -clamp(s, 1 - low, 1 + high) A)
 
 A is the advantage. In place of s, each token uses s · π / sg(π), where sg is the identity without gradient (GSPO-token
-in the paper). The value of this expression is s. Summed over the sequence, its gradient equals the gradient of s if all
-tokens of the sequence have the same advantage and the same weight; the weights of `aggregation.py` fulfil this. Because
+in the paper). The value of this expression is s. Averaged over the sequence, its gradient equals the gradient of s if
+all tokens of the sequence have the same advantage and the same weight, as with the weights of `aggregation.py`. Because
 each token has its own gradient, context ranks exchange only values, not gradients.
 """
 

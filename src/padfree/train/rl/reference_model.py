@@ -7,8 +7,8 @@
     rollout batch   1   2   3   4   5          with reference.refresh = 2
     reference       r   r   p2  p2  p4         r: initial reference; p2: the policy after batch 2
 
-A refreshed reference is an earlier state of the policy that no file holds. From then on checkpoints store it
-(`tensors_to_save`) together with the number of batches (`state_dict`).
+A refreshed reference is an earlier state of the policy that no file holds. After the first refresh, checkpoints
+therefore store the reference (`tensors_to_save`) and the number of batches (`state_dict`).
 
 With `reference.offload` the weights of a `ModelReference` stay on the CPU (FSDP2's offloading) and are on the device
 only while they are used. The setting has no effect in a run on the CPU.
@@ -37,7 +37,8 @@ from padfree.train.scorer import Scorer
 class ReferenceModel(ABC):
     """Base class: computes the reference's log-probabilities of samples.
 
-    After every `every` batches, the reference takes over the weights of the policy; if `every` is None, it never does.
+    After every `every` batches, the reference takes over the weights of the policy. If `every` is None, the reference
+    never changes.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
@@ -115,7 +116,7 @@ def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, eve
             "reference.refresh",
             f"{every}, but {name} is {_shape(own.get(name))} in the reference and {_shape(others.get(name))} in the "
             "policy",
-            "set reference.refresh=none, or reference.path to model.path",
+            "set reference.refresh=none, or set reference.path to the value of model.path",
         )
 
 

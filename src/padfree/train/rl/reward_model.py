@@ -3,7 +3,7 @@
     prompt of the row, text of the response  ->  tokens   by the reward model's own tokenizer and chat template, as
                                                           `padfree reward` reads a row's `prompt` and `chosen`
     responses of all ranks                   ->  packed and scored by all ranks together, each at its end
-    result                                   <-  one score per response, on the rank that asked for it
+    result                                   <-  one score per response, returned on the rank that passed the response
 
 The policy's token ids cannot be used, because the two models may have different tokenizers. The reward model scores the
 text without the token that ended the response. Its text therefore ends like the reward model's training texts, whether
@@ -59,8 +59,8 @@ class ModelReward:
         for (prompt, _), encoded in zip(answers, self._tokenize.answers(rows), strict=True):
             if isinstance(encoded, ValueError):
                 found.append(
-                    f"rollout.reward: the reward model cannot read {prompt.uid} ({encoded}); change the row, or "
-                    "data.prompt_format"
+                    f"rollout.reward: the reward model cannot read {prompt.uid} ({encoded}); change the row, or set "
+                    "another data.prompt_format"
                 )
             elif self._positions is not None and len(encoded.tokens) > self._positions:
                 found.append(

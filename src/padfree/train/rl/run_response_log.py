@@ -40,7 +40,10 @@ WITHOUT_EFFECT = (
 
 
 def settings_digest(made_with: Mapping[str, Any]) -> str:
-    """Return a digest of `made_with`, the record that every checkpoint stores (see `padfree.train.resume`)."""
+    """Return a digest of `made_with`, the record that every checkpoint stores (see `padfree.train.resume`).
+
+    The settings in `WITHOUT_EFFECT` do not count.
+    """
     settings = {name: value for name, value in made_with["settings"].items() if not name.startswith(WITHOUT_EFFECT)}
     return hash_of({**made_with, "settings": settings, "padfree": __version__})
 
@@ -62,8 +65,8 @@ class RunResponseLog:
     def begin(self, step: int, *, after: int, resume: bool) -> str | None:
         """Start logging. Return a note if there are responses to reuse.
 
-        `step` and `after` are the numbers of the last optimizer step and the last batch before the log. `resume` says
-        whether the run resumes; if it does not, responses in the log of an earlier run are deleted.
+        `step` and `after` are the numbers of the last optimizer step and the last batch before the log begins. `resume`
+        says whether the run resumes. If it does not, responses in the log of an earlier run are deleted.
         """
         origin = self._origin(step)
         error = None
@@ -79,7 +82,7 @@ class RunResponseLog:
         return f"reusing {found} responses from the response log" if found else None
 
     def start_part(self, step: int, *, after: int, last_batch: int) -> None:
-        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the newest requested batch.
+        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the last batch requested.
 
         Call this before the state for a checkpoint is collected.
         """
@@ -94,7 +97,7 @@ class RunResponseLog:
             self._response_log.drop(step_of(latest))
 
     def close(self, *, is_needed: bool = True) -> None:
-        """Close the log. `is_needed`: a resumed run may need it; otherwise it is removed."""
+        """Close the log. `is_needed`: whether a resumed run may need the log. If not, the log is deleted."""
         self.drop()
         self._response_log.close()
         if not is_needed and self._axis.rank == 0:
