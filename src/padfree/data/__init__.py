@@ -16,8 +16,8 @@ prepare        load_sft and load_pairs: turn files into data sets, with all of t
 rollouts       read_rollouts: reads rollout files into samples
 rewards        built-in and user-defined reward functions
 
-Names are imported on first use, so that a process that only computes rewards does not import torch. It starts ten times
-as fast.
+Names are imported on first use, so that a process that only computes rewards does not import torch. Such a process
+starts ten times faster.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class InProcessSampler:
 
 
 def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version: int) -> None:
-    """Refuse log-probabilities that are not finite, and name the weights that cause them."""
+    """Raise a `UserError` if a log-probability is not finite. The error names the weight that causes it."""
     wrong = next((value for each in responses for value in each.logprobs[~np.isfinite(each.logprobs)]), None)
     if wrong is None:
         return
@@ -146,9 +146,11 @@ def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version
     fact = f"the log-probability of a sampled token is {wrong}{after}"
     if weight is None:
         raise UserError(
-            "model", f"{fact}, although all weights are finite", "use model.dtype=float32, or other weights"
+            "model", f"{fact}, although all weights are finite", "set model.dtype=float32, or use other weights"
         )
-    raise UserError("model", f"{fact}: {weight} is not finite", "resume a checkpoint with a lower optimizer.lr")
+    raise UserError(
+        "model", f"{fact}, because {weight} is not finite", "resume an earlier checkpoint with a lower optimizer.lr"
+    )
 
 
 def _hf_attention(model: PreTrainedModel) -> str:

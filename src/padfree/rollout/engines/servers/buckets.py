@@ -1,15 +1,15 @@
 """Buckets of weights and their transfer: the code shared by the trainer and the servers.
 
-    bucket    q q q . k k v v v    uint8, one broadcast; every tensor starts at a multiple of ALIGNMENT bytes
+    bucket    q q q . k k v v v    uint8; every tensor starts at a multiple of ALIGNMENT bytes
 
-    trainer   join_group(rank 0)   sends the BucketForm by the engine's protocol   broadcasts, or writes a file
-    server    Receiver.join        Receiver.tensors(form): names and tensors       receives, or reads the file
+              connect              describe a bucket                             transfer it
+    trainer   join_group(rank 0)   sends a BucketForm by the engine's protocol   broadcasts it, or writes a file
+    server    Receiver.join        calls Receiver.tensors(form)                  receives it, or reads the file
 
 Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
 new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.
 
-The server imports this module too. The server's environment has torch and safetensors, but not all dependencies of
-padfree.
+The server imports this module too. Its environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Receiver:
         self._group = None
 
     def tensors(self, form: BucketForm) -> Iterator[tuple[str, Tensor]]:
-        """Receive a bucket; yield the name of each tensor and the tensor, which stays valid after the next bucket."""
+        """Receive a bucket. Yield the name of each tensor and the tensor, which stays valid after the next bucket."""
         if form.file is not None:
             return _read(form, self.device)
         if self._group is None:

@@ -101,7 +101,7 @@ class HttpConnection:
             raise UserError(
                 "rollout.servers",
                 f"{url} rejected {path} ({status}: {_message(content)})",
-                "start it with the model and the maximum lengths of this run",
+                "start the server with the model and the maximum lengths of this run",
             )
         return content
 

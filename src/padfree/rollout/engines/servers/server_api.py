@@ -7,12 +7,15 @@
     join, begin, bucket, finish      a weight sync (`buckets` defines a bucket)
     command, environment             command line and environment variables of a server that a run starts
 
-An engine is one subclass that implements the protocol of its servers. All coroutines run on one event loop. Everything
-else is generic: load balancing, retries, the canary, starting and watching servers, staleness.
+An engine is one subclass, which implements the protocol of its servers. All coroutines run on one event loop. The code
+for load balancing, retries, the canary, starting and watching servers, and staleness is the same for all engines.
 
-There are two kinds of failure. `ServerLostError`: the server is gone, hangs, returns an error or an incomplete answer;
-the request can be repeated on another server, or later. `UserError`: a retry would fail in the same way (unknown route,
-other vocabulary, weights of another version), and only the user can fix it.
+There are two kinds of failure:
+
+- `ServerLostError`: the server is gone, hangs, or returns an error or an incomplete answer. The request can be repeated
+  on another server, or later.
+- `UserError`: a retry would fail in the same way (unknown route, other vocabulary, weights of another version). Only
+  the user can fix it.
 """
 
 from __future__ import annotations
@@ -106,11 +109,13 @@ class ServerApi(ABC):
     # Whether the engine implements `load_adapters`. If not, adapters are merged into the weights.
     takes_adapters: ClassVar[bool] = False
     complete_name: ClassVar[str] = "complete"  # name of the `complete` call in messages
-    fix_stops: ClassVar[str] = "start it with the stop tokens of the run"
-    fix_length: ClassVar[str] = "start it with a maximum length of {length} tokens or more"
+    fix_stops: ClassVar[str] = "start the server with the stop tokens of the run"
+    fix_length: ClassVar[str] = "start the server with a maximum length of {length} tokens or more"
     fix_name: ClassVar[str] = "start all servers with the same name"
-    fix_weights: ClassVar[str] = "check that it can load weights of this model at run time, or raise rollout.canary"
-    fix_temperature: ClassVar[str] = "start it so that it reports log-probabilities at the sampling temperature"
+    fix_weights: ClassVar[str] = (
+        "check that the server can load weights of this model at run time, or raise rollout.canary"
+    )
+    fix_temperature: ClassVar[str] = "start the server so that it reports log-probabilities at the sampling temperature"
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
@@ -209,7 +214,7 @@ class ServerApi(ABC):
     def reading(self, what: str) -> Iterator[None]:
         """Context manager for code that parses an answer: an unexpected format becomes a `ServerLostError`.
 
-        `what`: the problem, for the message.
+        `what`: the problem that the error message states.
         """
         try:
             yield
@@ -224,7 +229,7 @@ class ServerApi(ABC):
             raise VersionError(
                 "rollout.servers",
                 f"{self.url} serves policy version {found!r}, not {version}",
-                "make sure that no other run uses it, and restart it",
+                "make sure that no other run uses the server, and restart the server",
             )
 
     async def respond(
@@ -281,7 +286,7 @@ class ServerApi(ABC):
             raise UserError(
                 "rollout.servers",
                 f"{self.url} sampled token {max(completion.tokens)} with a vocabulary of {sampling.vocabulary}",
-                "start it with the model of model.path",
+                "start the server with the model of model.path",
             )
         if not ended and completion.reason == "stop":
             raise UserError(
