@@ -56,10 +56,11 @@ class TemplateValue(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationShape:
-    """The shape of one conversation, with its leaves and its twin.
+    """The shape of one conversation: everything but its texts and numbers.
 
-    `key` is equal for all conversations of the shape. `leaves` are the texts and numbers of this conversation.
-    `shuffled` is the index of the first tool result that does not follow the order of the tool calls, or None.
+    `key` is equal for all conversations of the shape. `leaves` are the texts and numbers of this conversation. `twin`
+    is the conversation with markers in place of its leaves. `shuffled` is the index of the first tool result that does
+    not follow the order of the tool calls, or None.
     """
 
     key: Hashable
@@ -174,7 +175,7 @@ class _Dissection:
         return {name: self._value(one, f"{field}.{name}", message) for name, one in value.items()}
 
     def _identifier(self, value: str, field: str, message: int) -> str:
-        """Return the marker that replaces an id in the twin. Equal ids have the same marker.
+        """Return the marker that replaces the id of a tool call in the twin. Equal ids have the same marker.
 
         The marker is as long as the id, because some templates check the length: Mistral's ids have 9 characters.
         """
@@ -224,7 +225,7 @@ def written(value: str | int | float, form: str) -> str:
 
 
 class Slot(NamedTuple):
-    """A range of a twin's rendered text that shows a leaf.
+    """A range of a twin's rendered text that shows a leaf, i.e. the marker of a text or number.
 
     `form` is empty if the leaf is shown neither as plain text nor as JSON.
     """
@@ -250,7 +251,7 @@ def slots_of(text: str) -> list[Slot]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skeleton:
-    """The rendered text of a twin, split into literal texts and slots for the leaves, with its trained spans."""
+    """The rendered text of a twin, split into literal texts and slots for leaves (texts and numbers of a row)."""
 
     literals: tuple[str, ...]  # the texts before, between and after the slots
     slots: tuple[tuple[int, str], ...]  # (leaf, form)

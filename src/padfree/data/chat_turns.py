@@ -42,7 +42,8 @@ class UnstableError(RowError):
 class TurnCut:
     """The text of one sample, which contains the first `stop` messages.
 
-    `alone` says that only the last of these messages is trained. `joined` says that the text joins two renderings.
+    `alone`: whether only the last of these messages is trained. `joined`: whether the text joins two renderings, one
+    without the last message and one with it.
     """
 
     stop: int

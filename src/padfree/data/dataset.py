@@ -246,7 +246,7 @@ class TokenizedDataset(StoredSamples):
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64] | None:
-        """The number (margin or label) stored for each of the N samples of the folder [N]; None if there are none."""
+        """[N]: the number (margin or label) stored for each sample of the folder; None if no numbers are stored."""
         if not read_metadata(self.folder).get("numbers"):
             return None
         return np.asarray(open_array(self.folder, "numbers", (len(self._rows),)))

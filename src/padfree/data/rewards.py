@@ -121,7 +121,7 @@ def check_reward_name(name: str) -> None:
     if not is_path(name):
         raise UserError(
             "reward",
-            "is not a reward",
+            "is not the name of a reward",
             f"use one of {', '.join(BUILT_IN)}, or 'module:function', or 'model:folder'",
             value=name,
         )

@@ -375,7 +375,7 @@ def read_rollouts(
         if fields is not None and fields.kind == "text" and tokenizer is None:
             raise UserError(
                 "model.tokenizer",
-                f"is not set, but {source.name} holds text",
+                f"is not set, but {source.name} has rollouts as text",
                 "set it to a folder or Hub id, or give rollouts as token ids",
             )
         collected.rows_per_file[source.name] = 0

@@ -30,7 +30,7 @@ GREEDY = 0
 
 
 def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the random keys [R] of `responses` [R], which are numbers within the whole global batch `batch`."""
+    """Return the random keys [R] of responses. `responses` [R]: their numbers in the global batch `batch`."""
     values = np.zeros(len(responses), np.uint64)
     for part in (np.uint64(seed), np.uint64(batch), responses.astype(np.uint64)):
         values = splitmix64(values ^ part)

@@ -44,9 +44,10 @@ def tokenizer_size(tokenizer: Any) -> int:
 
 
 def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
-    """Return token ids as Python integers. Raise a `UserError` unless `ids` is a flat list of 0 to `vocabulary - 1`.
+    """Return token ids as Python integers.
 
-    `what`: the name of the ids in the error message.
+    Raise a `UserError` unless `ids` is a flat list of integers from 0 to `vocabulary - 1`. `what`: the name of the ids
+    in the error message.
     """
     if isinstance(ids, np.ndarray) or type(ids).__module__ == "torch":
         ids = ids.tolist()

@@ -380,7 +380,7 @@ class Collector:
             raise UserError(
                 "rollout.on_failure",
                 f"'skip', but every group of batch {queued.batch} failed (the first: {lines[0]['failure']})",
-                f"see {FAILURES} in the run folder",
+                f"correct the failures that {FAILURES} in the run folder lists",
             )
         failures = len(lines), len(failed)
         if self.mesh.loss.size == 1:

@@ -46,7 +46,7 @@ class RolloutGroup(Sequence[Prompt]):
         return range(self.first, self.first + self.size)
 
     def samples(self, settings: RolloutConfig) -> list[Sample]:
-        """Return one sample for each leaf of the episodes. Its reward includes the penalty for overlong responses."""
+        """Return one sample for each leaf of the episodes. The reward of a sample includes the overlong penalty."""
         samples = []
         for index, episode in enumerate(self.episodes, start=1):
             for place, leaf in enumerate(episode.leaves, start=1):

@@ -142,7 +142,7 @@ class CheckedSampler:
 
 
 class CheckedAsyncSampler(CheckedSampler):
-    """Wraps a user's `AsyncSampler` and checks its responses. The error of an invalid response becomes `failure`."""
+    """Wraps a user's `AsyncSampler` and checks its responses. `failure` is then the error of an invalid response."""
 
     _wrong: Exception | None = None
 
@@ -160,8 +160,7 @@ class CheckedAsyncSampler(CheckedSampler):
             try:
                 self._checked(response, requests[index], whole=False)
             except UserError as error:
-                # A thread of the engine runs this function. The error is stored in `failure`, which the main thread
-                # reads.
+                # A thread of the engine runs this function, so the error is stored. The main thread reads `failure`.
                 self._wrong = self._wrong or error
                 return
             on_response(index, response)

@@ -281,7 +281,7 @@ class VllmServer(HttpServer):
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)
             wanted += [("--enable-lora",), ("--max-lora-rank", str(rank))]
-        # Name the modules. Otherwise the head also gets an adapter, and vLLM cannot score prompts on the CPU with it.
+        # Name the modules with adapters. Otherwise the head gets one too, with which vLLM on the CPU cannot score.
         if served.adapted:
             wanted.append(("--lora-target-modules", *served.adapted))
         given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
@@ -295,7 +295,7 @@ class VllmServer(HttpServer):
 def _plain_sampling(temperature: float) -> dict[str, Any]:
     """Return request options that sample from the plain softmax and return ids instead of text.
 
-    They override the server's own defaults.
+    The options override the defaults of the server.
     """
     return {
         "n": 1,

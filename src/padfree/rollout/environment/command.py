@@ -93,7 +93,7 @@ def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> N
             raise UserError(
                 "rollout.agent",
                 f"contains a null character in {place}, which is not possible in an argument",
-                "remove it, or let the program read the row from standard input",
+                "remove the character, or let the program read the row from standard input",
                 value=given,
             )
         if (size := len(argument.encode("utf-8", "surrogatepass"))) > LONGEST_ARGUMENT:

@@ -32,7 +32,7 @@ class RewardWorkers:
         self._workers: list[_Worker] = []
 
     def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
-        """Return the reward of a text, computed in this thread with a time limit in seconds (see `call_within`).
+        """Return the reward of a text, computed in the calling thread with a time limit in seconds (`call_within`).
 
         `row`: the data row of the prompt. `uid`: the name of the sample, for messages.
         """

@@ -284,7 +284,9 @@ class _Session:
     async def respond(self, path: TurnPath, request: SamplingRequest) -> Response:
         if self._finished:
             raise UserError(
-                "rollout.environment", "an episode requests tokens after its end", "await all tasks that it creates"
+                "rollout.environment",
+                "an episode requests tokens after its end",
+                "await all tasks that the episode creates",
             )
         self._turns += 1
         # The timeout cannot end an episode that always waits for tokens, because its clock stops in the meantime.

@@ -77,7 +77,9 @@ class Rounds:
         assert name not in self._waiting, "each turn is sampled once"
         if episode not in self._num_waiting:
             raise UserError(
-                "rollout.environment", "an episode requests tokens after its end", "await all tasks that it creates"
+                "rollout.environment",
+                "an episode requests tokens after its end",
+                "await all tasks that the episode creates",
             )
         self._waiting[name] = request, future
         self._num_waiting[episode] += 1

@@ -96,7 +96,7 @@ class CachedModel:
         model.set_attn_implementation(name)
         run = torch.compile(_run_layer) if compiled else _run_layer
         for index, layer in enumerate(layers):
-            # Calls of the layer, but not of its `forward`, call this attribute. `nn.Module.compile` also sets it.
+            # A call of the layer, but not of its `forward`, calls this attribute, which `nn.Module.compile` also sets.
             object.__setattr__(layer, "_compiled_call_impl", partial(_call_layer, layer, index, run))
 
     def head(self) -> LmHead:

@@ -65,9 +65,9 @@ class InProcessSampler:
         compiled: bool = False,
         decodes: bool | None = None,
     ) -> None:
-        """`stops`: token ids that end a response. `cache_bytes`: size of the KV cache; None chooses it.
+        """`stops`: token ids that end a response. `cache_bytes`: size of the KV cache. If it is None, it is chosen.
 
-        `decodes`: whether to use padfree's `Decoder`; None uses it on a GPU if it supports the model.
+        `decodes`: whether to use padfree's `Decoder`. If it is None, it is used on a GPU if it supports the model.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled

@@ -107,7 +107,7 @@ class SlotSchedule:
                 self._report_tokens(self.on_tokens)
 
     def _report_tokens(self, on_tokens: OnTokens) -> None:
-        """Pass the tokens since the last call to `on_tokens`. Synchronises with the device."""
+        """Call `on_tokens` with the tokens that are new since the last report. Synchronises with the device."""
         buffers = self.buffers
         lengths, tokens, logprobs = (
             tensor.cpu().numpy() for tensor in (buffers.status[0], buffers.tokens, buffers.logprobs)

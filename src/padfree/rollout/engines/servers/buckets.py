@@ -33,7 +33,7 @@ ALIGNMENT = 64
 class BucketForm:
     """Names, dtypes and shapes of the tensors of a bucket.
 
-    `file`: the safetensors file that holds them; None if they are broadcast.
+    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast.
     """
 
     names: Sequence[str]
@@ -115,7 +115,10 @@ class Receiver:
         self._buffer_device = device  # the device of buffers for broadcast buckets
 
     def join(self, transfer_info: Mapping[str, Any], rank: int) -> None:
-        """Connect to the trainer with the `transfer_info` of `ServerApi.join`. Ranks of workers start at 1."""
+        """Connect to the trainer, which has rank 0. `rank`: the rank of this worker, from 1 on.
+
+        `transfer_info`: the argument of `ServerApi.join`.
+        """
         self._group = None
         if transfer_info["transport"] == "files":
             return

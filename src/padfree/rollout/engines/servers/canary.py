@@ -90,7 +90,7 @@ class CanaryScores:
 
 
 class Canary:
-    """Compares the log-probabilities of servers and trainer. It stores those of the last weight sync."""
+    """Compares the log-probabilities of servers and trainer. It remembers those of the last weight sync."""
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
         self.limit, self._api = limit, api

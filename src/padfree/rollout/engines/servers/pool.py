@@ -162,7 +162,7 @@ class RequestQueue:
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait and the only servers that answer are restarted ones without the weights."""
+        """Whether requests wait although no server has the weights. A restarted server must receive them first."""
         states = self._pool.states
         return bool(self._queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
 
@@ -216,11 +216,11 @@ class RequestQueue:
         return any(state.restarted for state in states) and not any(state.usable for state in states)
 
     def _assign(self) -> None:
-        """Send queued requests to the least loaded servers, as long as these have free slots."""
+        """Send queued requests to the least loaded servers, up to `max_in_flight` requests in flight."""
         pool, now = self._pool, time.monotonic()
         usable = [state for state in pool.states if state.usable]
         healthy = any(not state.failures for state in usable)
-        # The timeout does not run during a weight sync, which has its own timeout, or while one is needed.
+        # The timeout does not run during a weight sync, which has its own timeout, or while a weight sync is needed.
         if healthy or pool.gate.is_closed or not self._requests or self._needs_weights():
             self._last_progress = now
         if now - self._last_progress > pool.timeout:

@@ -143,7 +143,7 @@ class ServerSampler:
         self._sync_metrics[name] = self._sync_metrics.get(name, 0.0) + value
 
     async def _wait_for_server(self, deadline: float) -> str | None:
-        """Wait until a server answers. Return an error message if none does before `deadline`. Rank 0 only."""
+        """Wait until a server answers. Return an error message if no server answers before `deadline`. Rank 0 only."""
 
         async def answers(server: ServerApi) -> None:
             await server.version(timeout=PROBE)

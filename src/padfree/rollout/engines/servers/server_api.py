@@ -143,7 +143,7 @@ class ServerApi(ABC):
     async def complete(
         self, request: SamplingRequest, sampling: SamplingSettings, *, model: str, version: int, salt: str
     ) -> Completion:
-        """Sample a response from the full softmax with the seed `request.key`; greedily if it is `sampling_rng.GREEDY`.
+        """Sample a response from the full softmax with the seed `request.key`. The key `GREEDY` means greedy decoding.
 
         All tokens must be sampled from the weights of `version` (see `need_version`). The server may reuse cached keys
         and values only for requests with the same `salt` and version. `model`: the model's name on the server.
@@ -153,9 +153,10 @@ class ServerApi(ABC):
     async def score(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, temperature: float, model: str, salt: str
     ) -> list[tuple[list[int], list[float]]]:
-        """Extend each sequence by `num_sampled` tokens. Return its tokens, and log-probabilities of all but the first.
+        """Extend each sequence by `num_sampled` tokens.
 
-        The log-probabilities of given tokens are at temperature 1, and those of sampled tokens at `temperature`.
+        Return the tokens of each extended sequence, and the log-probabilities of all its tokens but the first. Those of
+        given tokens are at temperature 1, and those of sampled tokens at `temperature`.
         """
 
     @abstractmethod

@@ -157,7 +157,7 @@ class Launcher:
             await asyncio.sleep(EVERY)
 
     async def _check(self, one: LaunchedServer) -> str | None:
-        """Call `LaunchedServer.check`. An exception becomes an error message, because another thread waits for it."""
+        """Call `LaunchedServer.check`. An exception becomes an error message, which the waiting thread raises."""
         try:
             return await one.check()
         except OSError as error:  # the process limit, or a full disk

@@ -1,7 +1,7 @@
 """Make the sampler for inference servers: start or find the servers, check them, and build the sampler.
 
 rank 0     starts the servers (`rollout.launch`) or uses running ones (`rollout.servers`), and checks each of them
-all ranks  receive the URLs and the name of the model from rank 0, or its error
+all ranks  receive the URLs of the servers and the name of the model from rank 0, or an error
 """
 
 from __future__ import annotations
