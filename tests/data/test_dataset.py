@@ -100,7 +100,7 @@ def test_no_sample_left_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("max_length", "overlong", "words"),
     [
-        (1, "drop", "max_length: 1 is too short: .*; give 2 or more"),
+        (1, "drop", "max_length: 1 is too short, .*; give 2 or more"),
         (8, "cut", "overlong: 'cut'; give one of error, truncate, drop"),
     ],
 )

@@ -204,7 +204,7 @@ def test_malformed_messages_are_bad_rows(load: Load, row: dict[str, Any], words:
         ([GOOD], {"prompt_format": "raw"}, r"prompt_format: 'raw'; give one of auto, chat, plain"),
         ([GOOD], {"on_bad_row": "warn"}, r"on_bad_row: 'warn'; give one of error, skip"),
         ([GOOD], {"overlong": "cut"}, r"overlong: 'cut'; give one of error, truncate, drop"),
-        ([GOOD], {"max_length": 0}, r"max_length: 0 is too short: .*; give 2 or more"),
+        ([GOOD], {"max_length": 0}, r"max_length: 0 is too short, .*; give 2 or more"),
         ([GOOD], {"max_length": 4}, r"max_length: 4, but 1 of 1 samples are longer; the first is a\.jsonl:1"),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_function_of_the_current_folder(module: str) -> None:
     [
         (
             "exact",
-            r"reward: 'exact' is not a reward; use one of exact_match, number_after_hashes, or 'module:function'",
+            r"reward: 'exact' is not the name of a reward; use one of exact_match, number_after_hashes, or 'module",
         ),
         ("a:b:c", r"use one of"),
         (":f", r"use one of"),

@@ -132,9 +132,9 @@ class Refusing(LineService):
     [
         (
             Stale,
-            r"was sent policy version 1, but its log-probabilities differ from the trainer's by .*; check that it",
+            r"was sent policy version 1, but its log-probabilities differ from the trainer's by .*; check that the",
         ),
-        (Refusing, r"failed in bucket \(RuntimeError: another model\), 3 times; start it with the model of model.path"),
+        (Refusing, r"failed in bucket \(RuntimeError: another model\), 3 times; start the server with the model"),
     ],
 )
 def test_weights_that_do_not_arrive_end_the_run(
@@ -161,7 +161,7 @@ def test_errors_of_a_server_are_one_line(model_folder: Path) -> None:
         with pytest.raises(VersionError, match="serves policy version '3', not 4"):
             respond(url)
         service.version = "4"
-        with pytest.raises(ValueError, match=r"sampled token \d+ with a vocabulary of 1; start it with the model of"):
+        with pytest.raises(ValueError, match=r"sampled token \d+ with a vocabulary of 1; start the server with"):
             respond(url, vocabulary=1)
         with pytest.raises(ValueError, match=r"has a vocabulary of .*, but the model of this run has 7; start it"):
             asyncio.run(LineServer(url, 5.0).check(served_of(vocabulary=7)))

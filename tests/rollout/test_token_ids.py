@@ -85,7 +85,9 @@ def test_embeddings_without_a_token_are_allowed() -> None:
     assert vocabulary_of(build("qwen3", vocab_size=128)) == 128
     chat_tokenizer = ChatTokenizer(tokenizer(), None, SIZE + 10)
     assert chat_tokenizer.checked([SIZE + 9], "entry_point") == [SIZE + 9]
-    with pytest.raises(ValueError, match=f"token id {SIZE + 10} at index 0; give ids from 0 to {SIZE + 9}"):
+    with pytest.raises(
+        ValueError, match=f"token id {SIZE + 10} at index 0 is out of range; give ids from 0 to {SIZE + 9}"
+    ):
         chat_tokenizer.checked([SIZE + 10], "entry_point")
 
 

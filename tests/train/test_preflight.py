@@ -178,14 +178,14 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         PROMPTS,
         ["data.columns={}", 'rollout.agent=["python3", "agent.py", "{promt}"]'],
-        "rollout.agent: {promt}, but d.jsonl:1 has prompt, answer; did you mean {prompt}?",
+        "rollout.agent: contains {promt}, but d.jsonl:1 has prompt, answer; did you mean {prompt}?",
     ),
     (
         "rl-local",
         "qwen3",
         [*PROMPTS, {**PROMPTS[0], "level": 3}],
         ["data.columns={}", 'rollout.agent=["python3", "agent.py", "{level}"]'],
-        "rollout.agent: {level}, but d.jsonl:1 has prompt, answer",
+        "rollout.agent: contains {level}, but d.jsonl:1 has prompt, answer",
     ),
     (
         "rl-local",
@@ -245,7 +245,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         PROMPTS,
         ["data.columns={}", "rollout.reward=best"],
-        "reward: 'best' is not a reward; use one of exact_match",
+        "reward: 'best' is not the name of a reward; use one of exact_match",
     ),
 ]
 

@@ -5,19 +5,19 @@ data_settings  the settings that decide how rows become tokens
 fields         which columns hold which fields
 formats        the formats of data files, and the usual names of their columns
 sources        reads rows from JSON Lines, JSON, Parquet, folders and the Hub
-conversation   reads messages of several spellings into one common spelling
+conversation   reads messages in several formats into one format
 rows           reads a row as a conversation or as a plain prompt
 chat_renderer  renders conversations as text, and finds the characters that the assistant wrote
 encode         turns text into tokens and loss masks
 tokenize       turns chunks of rows into tokens and loss masks
-store          tokens on disk, keyed by everything they depend on
+store          tokens on disk, in folders named by a hash of everything that the tokens depend on
 dataset        TokenizedDataset: the samples of a store; MixedDataset: the samples of several sources
 prepare        load_sft and load_pairs: turn files into data sets, with all of the above
 rollouts       read_rollouts: reads rollout files into samples
 rewards        built-in and user-defined reward functions
 
-Names are imported on first use, so that a process that only computes rewards does not import torch. It starts ten times
-as fast.
+Names are imported on first use, so that a process that only computes rewards does not import torch. Such a process
+starts ten times faster.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Form:
 
 
 def forms_of(conversation: Conversation) -> Iterator[Form]:
-    """Yield the usual form first, then every other form that makes a difference for this conversation."""
+    """Yield the usual form (that of `read_conversation`), then each other form that changes this conversation."""
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     either, usual = (False, True), (False,)
     for parts, bare, text, null in product(
@@ -41,7 +41,7 @@ def forms_of(conversation: Conversation) -> Iterator[Form]:
 
 
 def formed(conversation: Conversation, form: Form) -> tuple[list[Message], list[Any] | None]:
-    """Convert a conversation to this form. Returns the messages and the tools."""
+    """Convert a conversation to `form`. Return its messages and its tools."""
     tools = conversation.tools
     if tools is not None and form.bare_tools:
         tools = [tool.get("function", tool) for tool in tools]
@@ -54,7 +54,7 @@ def formed_message(message: Message, form: Form) -> Message:
         return message
     changed = dict(message)
     if "reasoning_content" in changed:
-        changed.setdefault("thinking", changed["reasoning_content"])  # as transformers does, for gpt-oss
+        changed.setdefault("thinking", changed["reasoning_content"])  # transformers does the same for gpt-oss
     if form.content_parts and changed["content"]:
         changed["content"] = [{"type": "text", "text": changed["content"]}]
     if calls and form.null_content and not changed["content"]:

@@ -1,15 +1,15 @@
 """Check that a chat template neither drops nor garbles parts of a conversation.
 
-1. Every message and every field of a message appears in the text. A template that does not know a role, a field or
-   tools drops them silently, and the model would be trained on something other than the data.
+1. Every message and every field of a message appears in the rendered text. A template that does not know a role, a
+   field or tools drops them silently, and the model would be trained on something other than the data.
 2. A field is rendered as its text or as JSON, not as Python's repr (`[{'type': 'text'}]`, `None`) or as JSON encoded
    twice.
 
-The checks run once per conversation shape, on its twin: a conversation of the same shape in which every text is a
-marker (`chat_shape`). If a template depends on the texts themselves, so that a row is not rendered like its twin, the
-checks run on the row.
+Conversations that differ only in their texts and numbers have the same shape (`chat_shape`). The checks run once per
+shape, on its twin: a conversation of that shape in which every text is a marker. If the template renders a row
+differently from the twin, because the template depends on the texts themselves, the checks run on the row.
 
-The following parts may be missing from the text:
+The following parts of a conversation may be missing from the rendered text:
 
     reasoning of earlier turns    if the template shows it while the turn is the last one and strips it afterwards
     ids of tool calls             if the results come in the order of their calls
@@ -34,10 +34,11 @@ SCHEMA_TEXTS = ("name", "description")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """The rendered text of the first `stop` messages of a conversation, as a training sample or as a `prompt`.
+    """The rendered text of the first `stop` messages of a conversation.
 
-    `again(other)` renders another conversation in the same way. `alone(i)` renders the messages up to and including
-    message i. Both return None if the template raises an error.
+    `prompt`: whether the text is a prompt with the generation prompt; otherwise it is a training sample. `again(other)`
+    renders another conversation in the same way. `alone(i)` renders the messages up to and including message i. Both
+    functions return None if the template raises an error.
     """
 
     text: str
@@ -48,7 +49,7 @@ class Shown:
 
 
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text of a twin. If `keep_thoughts` is True, the reasoning of all turns must appear in it."""
+    """Check the rendered text of the twin of a shape. `keep_thoughts`: the reasoning of all turns must appear in it."""
 
     def found(text: str) -> set[int]:
         slots = [slot for slot in slots_of(text) if slot.leaf < len(shape.leaves)]
@@ -61,7 +62,7 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text of a conversation that is not rendered like its twin."""
+    """Check the rendered text of a conversation that the template renders differently from the twin of its shape."""
 
     def found(text: str) -> set[int]:
         leaves = enumerate(shape.leaves)
@@ -133,7 +134,7 @@ def _named(conversation: Conversation, index: int) -> str:
 
 
 def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> None:
-    """Check messages that have no text. If such a message is removed, the rendered text must change."""
+    """Raise an error if a message without text is dropped, i.e. if the rendered text is the same without it."""
     messages = conversation.messages
     for index in range(len(messages)):
         if index in traced or len(messages) == 1:
@@ -164,9 +165,9 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_arguments(conversation: Conversation, shown: Shown) -> None:
-    """Check the keys, booleans, nulls, lists and objects in the arguments of tool calls.
+    """Check that the rendered text has the keys, booleans, nulls, lists and objects in the arguments of tool calls.
 
-    Strings and numbers are leaves of the conversation shape and are checked elsewhere.
+    The strings and numbers in arguments are leaves of the conversation, which `_check` checks.
     """
     for index, message in enumerate(conversation.messages):
         for at, call in enumerate(message.get("tool_calls", ())):
@@ -176,7 +177,10 @@ def _check_arguments(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
-    """Check arguments that are rendered one by one, as in `<arg_key>city</arg_key><arg_value>Paris</arg_value>`."""
+    """Check arguments that the template does not render as one JSON object.
+
+    Some templates render each argument by itself: `<arg_key>city</arg_key><arg_value>Paris</arg_value>`.
+    """
 
     def again(changed: dict[str, Any]) -> str | None:
         message = conversation.messages[index]
@@ -205,8 +209,10 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
 
 
 def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
-    """Whether the first difference between the two texts is the JSON of `value` in `text` and of its negation in
-    `changed`.
+    """Whether the template renders `value` as JSON: `true`, `false` or `null`.
+
+    `changed` is `text` rendered again with `not value` in place of `value`. At the first difference between the two
+    texts, `text` must have the JSON of `value` and `changed` the JSON of `not value`.
     """
     if changed is None:
         return False
@@ -254,10 +260,7 @@ def _check_tools(conversation: Conversation, text: str) -> None:
 
 
 def _schema_texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) for the texts of a tool's schema that must be shown.
-
-    These are names, descriptions and names of parameters.
-    """
+    """Yield (path, text) for each name, description and parameter name in a tool's schema."""
     if isinstance(value, list):
         for index, one in enumerate(value):
             yield from _schema_texts(one, f"{path}[{index}]")

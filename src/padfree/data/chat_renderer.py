@@ -3,24 +3,25 @@
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                            [------------)          the span of the assistant's turn
 
-To find a turn, the template renders the earlier messages with the generation prompt: the turn begins where this text
-ends. The turn ends where the text of the messages up to and including the turn ends. White space after the closing
-special token of a turn (`<|im_end|>\\n`) is not part of the turn, because the model stops at the special token. If the
-template has `{% generation %}` markers, they decide which part of a turn is trained.
+A turn begins where the rendered text of the earlier messages, with the generation prompt, ends. It ends where the
+rendered text of the messages up to and including the turn ends. White space after the closing special token of a turn
+(`<|im_end|>\\n`) is not part of the turn, because the model stops at the special token. If the template has
+`{% generation %}` markers, they decide which part of a turn is trained.
 
-A conversation is one sample, unless the template renders earlier turns differently once other messages follow. Qwen3's
-template strips the reasoning of earlier turns and adds an empty reasoning block to the last turn only. In this case
-each trained turn becomes a sample:
+A conversation is one sample, unless the template renders a turn differently once other messages follow. For example,
+Qwen3's template strips the reasoning of earlier turns and adds an empty reasoning block to the last turn only. With
+such a template, each trained turn becomes a sample:
 
     sample 1    user, assistant                         trains the first answer
     sample 2    user, assistant, user, assistant        trains the second answer; the first is context
 
-Messages after the last trained turn are then in no sample.
+Messages after the last trained turn are then not in any sample.
 
-How a template renders a conversation depends on its shape (`chat_shape`). Spans (`chat_turns`) and checks
-(`chat_guard`) are therefore computed once per shape, on its twin, a conversation in which every text is a marker. Each
-row is rendered and compared with the text that its shape predicts. If the two differ, because the template depends on
-the texts themselves, spans and checks are computed for that row alone.
+Conversations that differ only in their texts and numbers have the same shape (`chat_shape`), and most templates render
+them alike. The spans (`chat_turns`) and checks (`chat_guard`) are therefore computed once per shape, on its twin: a
+conversation of the shape in which every text is a marker. The rendered twin, with the markers replaced by the texts of
+a row, predicts the rendered text of the row. If the template renders the row differently, because the template depends
+on the texts themselves, spans and checks are computed for that row alone.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ ROLE_ALIASES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Other names of the four roles, case-insensitive. They are replaced by the role, except names that occur in
-comparisons of the template.
+"""Other names of the four roles, case-insensitive. A name is replaced by its role, unless the template compares the
+role with that name.
 """
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -74,8 +75,8 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class RenderedSample:
     """The text of one sample.
 
-    `spans` are the ranges of trained characters: sorted, disjoint and not empty. `messages` holds the index of each
-    message with the range of its text.
+    `spans` are the ranges of trained characters: sorted, disjoint and not empty. `messages` has a pair (index of the
+    message, range of its text) for each message.
     """
 
     text: str
@@ -85,7 +86,7 @@ class RenderedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """Whether a conversation becomes a prompt or samples, and with which settings."""
+    """What to make of a conversation: a prompt, or training samples with the settings `loss_on` and `turns`."""
 
     prompt: bool = False
     loss_on: LossOn = "assistant"
@@ -94,7 +95,7 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What all conversations of a shape share: the form of the messages, and where turns begin and end."""
+    """What all conversations of one shape (`chat_shape`) share: the form of messages, and the borders of turns."""
 
     form: Form
     cuts: tuple[tuple[TurnCut, Skeleton | None], ...]
@@ -162,12 +163,12 @@ class ChatRenderer:
         return self._rendered(usual, tools, generation_prompt)[0]
 
     def prompt(self, conversation: Conversation) -> str:
-        """The text that the model sees before it answers: the conversation with the generation prompt."""
+        """Return the text that the model sees before it answers: the conversation with the generation prompt."""
         (sample,) = self._made(conversation, _Task(prompt=True))
         return sample.text
 
     def samples(self, conversation: Conversation, *, loss_on: LossOn, turns: Turns) -> list[RenderedSample]:
-        """The samples of a conversation, in the order of its turns.
+        """Return the training samples of a conversation, in the order of its turns.
 
         `loss_on` says what is trained: "assistant" trains every assistant message that is not in
         `conversation.untrained`, "last" only the last assistant message, and "all" the whole text, always as one
@@ -184,7 +185,8 @@ class ChatRenderer:
         if isinstance(plan, _Plan):
             made = self._predicted(conversation, shape, plan, task)
             return self._by_itself(conversation, shape, task, plan.form) if made is None else made
-        # a template that depends on the texts can fail for the twin but not for the row
+        # A template that depends on the texts can raise an error for the twin, whose texts are markers, but not for
+        # the row.
         if isinstance(plan, _RaisedError):
             return self._first_right(conversation, lambda form: self._by_itself(conversation, shape, task, form))
         raise RowError(str(plan))
@@ -211,7 +213,10 @@ class ChatRenderer:
     def _predicted(
         self, conversation: Conversation, shape: ConversationShape, plan: _Plan, task: _Task
     ) -> list[RenderedSample] | None:
-        """The samples that the shape predicts for this row. None if the template renders the row differently."""
+        """Return the samples of a row as the `plan` for its shape (`chat_shape`) predicts them.
+
+        Return None if the template renders the row differently from the prediction.
+        """
         made = []
         messages, tools = formed(conversation, plan.form)
         for cut, skeleton in plan.cuts:
@@ -241,10 +246,11 @@ class ChatRenderer:
         return made
 
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
-        """Call `work` with each form of the conversation, and return the first result that passes the checks.
+        """Call `work` with each form of the messages (`chat_forms`), and return the first result.
 
-        If no form passes, the error of the usual form is raised. If that error is about tool calls, or was raised by
-        the template, the error of the form that got furthest into the conversation is raised instead.
+        `work` raises a `RowError` if the rendered text fails a check. If `work` raises an error for every form, the
+        error of the usual form is raised. But if this error is about tool calls, or comes from the template, the error
+        about the latest message is raised instead.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):
@@ -313,7 +319,7 @@ class ChatRenderer:
         return found
 
     def _with_roles(self, conversation: Conversation) -> Conversation:
-        """Replace aliases of roles, except names that occur in comparisons of the template."""
+        """Replace other names of roles (`ROLE_ALIASES`), unless the template compares the role with that name."""
         source = self._sources[conversation.tools is not None]
         messages = []
         for message in conversation.messages:
@@ -353,8 +359,8 @@ def _checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, ValueError):
             raise UserError(
                 f"data.template_arguments.{name}",
-                f"has the type {type(value).__name__}",
-                "give a string, a number, a boolean, or a list or table of these",
+                f"has the type {type(value).__name__}, which JSON does not have",
+                "give a string, a number, a boolean, or a list or table of such values",
             ) from None
     return dict(arguments)
 
@@ -388,9 +394,9 @@ def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
 
 
 def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
-    """Find the span of each message in the text of a row that was rendered differently from its shape's prediction.
+    """Return (index of the message, span) for each message of a row that is rendered differently from its prediction.
 
-    The texts of the message's leaves are searched for, in order.
+    The spans are found by searching for the messages' leaves (texts and numbers) in the rendered text, in order.
     """
     message_spans: dict[int, Span] = {}
     done = 0
@@ -409,7 +415,7 @@ def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[
 def chat_renderer(
     tokenizer: PreTrainedTokenizerBase, settings: TextSettings, *, day: datetime.date | None = None
 ) -> ChatRenderer | None:
-    """The renderer of prompts. None if the settings say that prompts are used as plain text."""
+    """Return the renderer of conversations, or None if prompts are used as plain text (`prompt_format`)."""
     plain = settings.prompt_format == "plain"
     if plain or (settings.prompt_format == "auto" and not (settings.chat_template or tokenizer.chat_template)):
         return None

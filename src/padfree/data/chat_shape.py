@@ -1,17 +1,19 @@
 """The shape of a conversation, and its twin: a conversation of the same shape in which every text is a marker.
 
+The texts and numbers of a conversation are its leaves. Everything else is its shape: roles, keys, booleans, nulls, the
+white space at the ends of a text, and the tags around reasoning (`<think>a</think>b` has two texts).
+
     {"role": "user", "content": " Hi\\n"}      shape   user, content " ", a text, "\\n"
                                               leaves  "Hi"
                                               twin    {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
 
-A template treats the twin like every other conversation of the shape: it shows the same texts, in the same places and
-the same form. Only a template that depends on the texts themselves does not. A marker has a backslash, a quotation mark
-and a non-ASCII letter, so that its plain text, its JSON and its Python repr all differ:
+A template renders the twin like every other conversation of the shape, with the same leaves in the same order and the
+same form, unless the template depends on the texts themselves. A marker has a backslash, a quotation mark and a
+non-ASCII letter, so that its plain text, its JSON and its Python repr all differ:
 
     text    zq0x\\"éw          JSON    zq0x\\\\\\"éw          repr, JSON encoded twice, HTML ...    something else
 
-Numbers have markers as well. Booleans, nulls, keys, roles and the white space at the ends of a text belong to the
-shape. The tags around reasoning belong to the shape too: `<think>a</think>b` has two texts.
+In the twin, numbers are replaced by markers as well.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ THOUGHT_FIELDS = ("reasoning_content",)
 RESULT_ROLES = ("tool", "function", "ipython")
 MAX_LEAVES = 10_000
 _TAGS = re.compile(r"(\s*(?:</?(?:think|thinking|thought|reasoning)>|\[/?THINK\])\s*)")
-# the marker of a number; the marker of a number; the four digits before 07 are the index of the leaf
+# The marker of a number: 70000, four digits with the index of the leaf, and 07.
 _FIRST_NUMBER = 70_000_000_007
 _MARKER = re.compile(
     r'zq(?P<text>\d+)x(?:(?P<plain>\\"éw)|(?P<json>\\\\\\"éw)|(?P<ascii>\\\\\\"\\u00e9w))?'
@@ -41,8 +43,8 @@ _MARKER = re.compile(
 class TemplateValue(NamedTuple):
     """A leaf of a conversation: a text or a number.
 
-    `thought` says that it is reasoning, which a template may drop once other messages follow. `identifier` says that it
-    is the id that connects a tool call with its result.
+    `thought`: whether the text is reasoning, which a template may drop once other messages follow. `identifier`:
+    whether the text is the id that connects a tool call with its result.
     """
 
     message: int
@@ -54,11 +56,11 @@ class TemplateValue(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationShape:
-    """The shape of one conversation, with its leaves and its twin.
+    """The shape of one conversation: everything but its texts and numbers.
 
-    `key` is equal for all conversations of the shape. `leaves` are the texts and numbers of this conversation.
-    `shuffled` is the index of the first tool message that is not the result of the next call in order. It is None if
-    there is none.
+    `key` is equal for all conversations of the shape. `leaves` are the texts and numbers of this conversation. `twin`
+    is the conversation with markers in place of its leaves. `shuffled` is the index of the first tool result that does
+    not follow the order of the tool calls, or None.
     """
 
     key: Hashable
@@ -76,7 +78,7 @@ class _Dissection:
         self._key: list[Hashable] = []
         self._leaves: list[TemplateValue] = []
         self._identifiers: dict[str, int] = {}
-        # tool calls without a result so far, each with the leaf of its name
+        # The tool calls that have no result yet, each with the index of the leaf of its name.
         self._waiting: list[tuple[Message, int]] = []
         self._shuffled: int | None = None
 
@@ -111,7 +113,11 @@ class _Dissection:
         return twin
 
     def _answered(self, message: Message, index: int) -> tuple[Message, int] | None:
-        """The tool call that a result belongs to: the call with the same id, or else the next call."""
+        """Return the tool call that the tool result `message` answers, with the index of the leaf of the call's name.
+
+        This is the call with the same id, or else the first call without a result. Return None if all calls have
+        results.
+        """
         if not self._waiting:
             return None
         answered = message.get("tool_call_id")
@@ -169,9 +175,9 @@ class _Dissection:
         return {name: self._value(one, f"{field}.{name}", message) for name, one in value.items()}
 
     def _identifier(self, value: str, field: str, message: int) -> str:
-        """The marker that replaces an id. It is the same at each occurrence of the id, and as long as the id.
+        """Return the marker that replaces the id of a tool call in the twin. Equal ids have the same marker.
 
-        The length matters because some templates check it: the ids of Mistral have 9 characters.
+        The marker is as long as the id, because some templates check the length: Mistral's ids have 9 characters.
         """
         leaf = self._identifiers.setdefault(value, len(self._leaves))
         if leaf == len(self._leaves):
@@ -219,7 +225,7 @@ def written(value: str | int | float, form: str) -> str:
 
 
 class Slot(NamedTuple):
-    """A range of a twin's text that shows a leaf.
+    """A range of a twin's rendered text that shows a leaf, i.e. the marker of a text or number.
 
     `form` is empty if the leaf is shown neither as plain text nor as JSON.
     """
@@ -245,7 +251,7 @@ def slots_of(text: str) -> list[Slot]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skeleton:
-    """The text of a twin, split into literal texts and slots for the leaves, with its trained spans."""
+    """The rendered text of a twin, split into literal texts and slots for leaves (texts and numbers of a row)."""
 
     literals: tuple[str, ...]  # the texts before, between and after the slots
     slots: tuple[tuple[int, str], ...]  # (leaf, form)
@@ -253,7 +259,10 @@ class Skeleton:
 
     @staticmethod
     def of(text: str, spans: Sequence[Span]) -> Skeleton | None:
-        """The skeleton of a text with these trained spans. None if a span begins or ends inside a leaf."""
+        """Return the skeleton of a twin's rendered `text` with these trained `spans`.
+
+        Return None if a span begins or ends inside a leaf.
+        """
         literals, slots, done = [], [], 0
         starts = []
         for slot in slots_of(text):
@@ -274,9 +283,9 @@ class Skeleton:
         return Skeleton(literals=tuple(literals), slots=tuple(slots), borders=tuple(borders))
 
     def filled(self, leaves: Sequence[TemplateValue]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
-        """Fill in the leaves of a conversation of the shape.
+        """Fill the slots with the `leaves` of another conversation of the same shape.
 
-        Returns the predicted text, its trained spans, and the span of each message.
+        Return the predicted text, its trained spans, and (index, span) of each message.
         """
         parts = [self.literals[0]]
         starts = [0]

@@ -9,9 +9,9 @@ the second text is a prefix of the whole rendered conversation, all turns are tr
 Otherwise each turn is trained in its own sample (`apart`).
 
 Some templates render the earlier messages differently once the turn is added: Mistral-Nemo's template shows the system
-message only if the last message is from the user. For such a template, the sample of a turn joins two renderings: the
-conversation as the model sees it before it answers, followed by the text of the turn. This requires that both
-renderings agree on everything between the content of the previous message and the turn.
+message only if the last message is from the user. For such a template, the sample of a turn joins the two renderings
+above: all of the first (the conversation as the model sees it before it answers), and the text of the turn from the
+second. The two renderings must agree on everything from the content of the previous message up to the turn.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Span = tuple[int, int]
 Render = Callable[[Sequence[Message], bool, bool], tuple[str, list[Span]]]
 """A function render(messages, generation_prompt, markers) that returns the rendered text and spans.
 
-`generation_prompt` says whether to append the generation prompt. `markers` says whether to return the spans inside `{%
-generation %}` markers.
+`generation_prompt` says whether to append the generation prompt. `markers` says whether to return the spans inside the
+template's `generation` markers.
 """
 
 _OTHER_ANSWER = "\u00a4"
@@ -42,7 +42,8 @@ class UnstableError(RowError):
 class TurnCut:
     """The text of one sample, which contains the first `stop` messages.
 
-    `alone` says that only the last of these messages is trained. `joined` says that the text joins two renderings.
+    `alone`: whether only the last of these messages is trained. `joined`: whether the text joins two renderings, one
+    without the last message and one with it.
     """
 
     stop: int
@@ -125,8 +126,9 @@ class TurnCutter:
         return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
-        """The index of the first character at which markers of a turn can begin. 0 if all assistant messages are
-        trained.
+        """Return the index of the first character at which a `{% generation %}` span of message `turn` can begin.
+
+        Return 0 if all assistant messages are trained, because then no span has to be left out.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if turn == 0 or list(trained) == turns:
@@ -156,7 +158,7 @@ class TurnCutter:
 
 
 def _common(one: str, other: str) -> str:
-    """The longest common prefix of two texts."""
+    """Return the longest common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))]
 

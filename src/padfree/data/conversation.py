@@ -72,7 +72,7 @@ class Conversation:
         return self.messages[0]["role"] in ("system", "developer")
 
     def with_system(self, text: str) -> Conversation:
-        """The same conversation with a system message in front."""
+        """Return the same conversation with a system message in front."""
         return replace(
             self,
             messages=({"role": "system", "content": text}, *self.messages),
@@ -90,9 +90,9 @@ def read_conversation(
 ) -> Conversation:
     """Read a list of messages, or such a list as JSON text.
 
-    A message has the keys of OpenAI's format (`role`, `content`) or of ShareGPT's (`from`, `value`). `column` is the
-    column of the messages, for error messages. `system` is a system prompt from another column or setting, which
-    becomes the first message.
+    A message has the keys of OpenAI's format (`role`, `content`) or of ShareGPT's format (`from`, `value`). `column`
+    and `tools_column` are the names of the columns in error messages. `system` is a system prompt from another column
+    or from a setting, and becomes the first message.
     """
     listed = _listed(messages, column, "a list of messages")
     if not listed:
@@ -207,7 +207,7 @@ def _from_sharegpt(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _text(content: object, name: str) -> str:
-    """The text of a message's content. If the content is a list of text parts, they are concatenated."""
+    """Return the text of a message's content. If the content is a list of text parts, their texts are concatenated."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -326,7 +326,7 @@ def _tools(tools: object, column: str) -> list[Any] | None:
 
 
 def _plain(value: Any, name: str, *, nulls: bool = False, depth: int = 0) -> Any:
-    """A checked copy of a JSON value. Keys whose value is null are dropped, unless `nulls` is True."""
+    """Return a checked copy of a JSON value. Keys whose value is null are dropped, unless `nulls` is True."""
     if depth > DEEPEST:
         raise RowError(f"{name[:100]}... is nested too deeply; expected at most {DEEPEST} levels")
     if isinstance(value, str):

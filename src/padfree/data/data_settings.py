@@ -16,7 +16,7 @@ def check_max_length(max_length: int | None) -> None:
     if max_length is not None and max_length < 2:
         raise UserError(
             "max_length",
-            "is too short: the first token of a sample is never predicted",
+            "is too short, because the first token of a sample is never predicted",
             "give 2 or more, or None for no limit",
             value=max_length,
         )
@@ -26,9 +26,10 @@ def check_max_length(max_length: int | None) -> None:
 class TextSettings:
     """The settings of `[data]` that decide how rows become tokens, for all tasks.
 
-    Error messages name them as in a recipe (`data.columns`).
+    Errors about a row or a file name a setting as in a recipe (`data.columns`).
 
     - `columns` maps a column of the file to a field: `{"question": "prompt", "answer": "response", "note": "unused"}`.
+      A column mapped to "unused" is ignored.
     - `prompt_format`: render a prompt with the chat template (`chat`) or use it as plain text (`plain`). `auto` is
       `chat` if there is a template.
     - `chat_template` replaces the tokenizer's template, and `template_arguments` are passed to the template, such as
@@ -70,10 +71,10 @@ class TextSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTDataSettings(TextSettings):
-    """The settings for SFT data. `loss_on` says which tokens are trained.
+    """The settings for SFT data.
 
-    The values are `assistant` for every assistant turn, `last` for the last assistant turn only, and `all` for all
-    tokens.
+    `loss_on` says which tokens are trained: those of every assistant turn (`assistant`), those of the last assistant
+    turn only (`last`), or all tokens (`all`).
     """
 
     loss_on: LossOn = "assistant"
@@ -87,7 +88,7 @@ class SFTDataSettings(TextSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutDataSettings(TextSettings):
-    """The settings for rollout files. There are none besides `TextSettings`.
+    """The settings for rollout files, which are those of `TextSettings`.
 
-    Columns of a row (`response_length`, `loss_mask`) decide which tokens are trained.
+    Which tokens are trained is not a setting: the columns `response_length` and `loss_mask` of a row decide.
     """

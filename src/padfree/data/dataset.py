@@ -14,9 +14,9 @@ earlier turns of a conversation: then each trained turn is one sample.
     uid          train.jsonl:17 | train.jsonl:18 turn 1, turn 2, turn 3 | train.jsonl:19
     group        None | train.jsonl:18 for each of the three | None
 
-`max_length` is applied here and not when tokenising, so that changing it does not require tokenising again. Truncation
-keeps the first tokens. A sample that has no trained token after truncation is dropped, and listed as dropped in the
-report.
+`max_length` is applied when a data set is opened, not when its files are tokenised, so that changing it does not
+require tokenising again. Truncation keeps the first tokens. A sample that has no trained token after truncation is
+dropped, and the report lists it as dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SCANNED_TOKENS = 1 << 22
 class StoredSamples(ABC):
     """The interface of data sets whose lengths and rows are known without reading tokens.
 
-    `report` counts the rows that are used and the rows that are not used.
+    `report` counts the rows of the files: used, skipped, dropped and truncated ones.
     """
 
     lengths: NDArray[np.int64]  # [N] tokens of each sample
@@ -59,7 +59,7 @@ class StoredSamples(ABC):
     def digest(self) -> str:
         """A hash of the tokens and masks of all samples.
 
-        It is equal if different files or settings give the same samples.
+        Data sets with the same samples have the same hash, even if their files or settings differ.
         """
 
     @abstractmethod
@@ -67,13 +67,13 @@ class StoredSamples(ABC):
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """The location of a sample, for messages: its file and line, and the turn if the row has several samples."""
+        """Return the name of a sample in messages: its file and line, and the turn if the row has several samples."""
 
     @abstractmethod
     def first_token_from(self, least: int) -> tuple[int, int] | None:
-        """Find the first sample with a token id of `least` or more. Reads all tokens.
+        """Find the first sample with a token id of `least` or more.
 
-        Returns the index of the sample and the token id, or None if there is none.
+        Return the index of the sample and the token id, or None if no sample has such a token. Reads all tokens.
         """
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class TokenizedDataset(StoredSamples):
     """The samples of one folder of the token cache."""
 
     samples_per_row: ClassVar[int | None] = None  # None: rows may have any number of samples
-    # if one sample of a row is dropped, the whole row is dropped, also with overlong="truncate"
+    # Whether all samples of a row are dropped if one of them is dropped, also with overlong="truncate".
     drops_whole_rows: ClassVar[bool] = False
 
     def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
@@ -139,7 +139,7 @@ class TokenizedDataset(StoredSamples):
         )
 
     def _limit(self) -> tuple[list[SkippedRow], list[SkippedRow]]:
-        """Apply `max_length`. Returns the truncated rows and the dropped rows.
+        """Apply `max_length`. Return the truncated rows and the dropped rows.
 
         `overlong="drop"` drops a whole row if one of its samples is too long. `overlong="truncate"` cuts the sample,
         and drops it if no trained token is left; the other samples of the row are kept.
@@ -196,7 +196,7 @@ class TokenizedDataset(StoredSamples):
         return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
 
     def _turn(self, stored: int) -> int | None:
-        """The number of a sample among the samples of its row, counted from 1. None if the row has only this sample."""
+        """Return the number of a sample in its row, counted from 1, or None if the row has only this sample."""
         row = self._row_of[stored]
         first, end = self._first_of_row[row], self._first_of_row[row + 1]
         return None if self.samples_per_row is not None or end - first == 1 else int(stored - first) + 1
@@ -246,13 +246,13 @@ class TokenizedDataset(StoredSamples):
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64] | None:
-        """The number stored for each of the N samples of the folder, [N]. None if the rows have no numbers."""
+        """[N]: the number (margin or label) stored for each sample of the folder; None if no numbers are stored."""
         if not read_metadata(self.folder).get("numbers"):
             return None
         return np.asarray(open_array(self.folder, "numbers", (len(self._rows),)))
 
     def number(self, index: SupportsIndex) -> float | None:
-        """The number stored for a sample's row (a margin or a label). None if rows have no numbers."""
+        """Return the number stored for a sample's row (a margin or a label), or None if rows have no numbers."""
         numbers = self._numbers
         return None if numbers is None else float(numbers[self._kept[as_index(index)]])
 
@@ -264,7 +264,7 @@ class PairDataset(TokenizedDataset):
     """Preference pairs: sample 2i is the chosen answer of pair i, sample 2i + 1 the rejected one.
 
     Both samples of a pair have the same `group`. `reward` is 1 for the chosen answer and 0 for the rejected one.
-    `report` counts pairs. If rows have margins, the margin of a pair is `terms["margin"]` of its chosen answer.
+    `report` counts pairs. If rows have margins, the chosen sample of a pair has the margin as `terms["margin"]`.
     """
 
     samples_per_row: ClassVar[int | None] = 2
@@ -286,8 +286,8 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    The field `source` of a sample is the name of its source. The fields `uid` and `group` begin with this name, unless
-    it is the name of the file.
+    The field `source` of a sample is the name of its source. The name is put in front of `uid` and `group`, unless they
+    already begin with it because the source is named after its file.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:
@@ -327,7 +327,7 @@ class MixedDataset(StoredSamples):
 
 
 def of_source(name: str, sample: Sample) -> Sample:
-    """A copy of the sample, labelled as a sample of the source `name` of a mixture."""
+    """Return a copy of the sample, labelled as a sample of the source `name` of a mixture."""
     return replace(
         sample,
         uid=None if sample.uid is None else labelled(name, sample.uid),

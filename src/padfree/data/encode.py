@@ -6,10 +6,10 @@
                each text is tokenised on its own; bos (if the tokenizer adds one) before them, eos after them
 
 A joined text is tokenised as a whole, as is usual for conversations. A token can then span a border, for example if a
-header ends with a newline and the reply begins with one. No mask is right for such a token, and the model never sees it
-at inference, because its prompt ends at the border. In this case the text is cut at its borders and each piece is
-tokenised on its own. If the tokens of the pieces do not decode to the same text, the row raises an error. This happens
-with tokenizers that add a space in front of every text.
+header ends with a newline and the reply begins with one. Such a token is partly trained text and partly not, so neither
+mask value is right. The model also never sees this token at inference, because the prompt ends at the border. In this
+case the text is cut at its borders and each piece is tokenised on its own. If the tokens of the pieces do not decode to
+the same text, the row raises an error. This happens with tokenizers that add a space in front of every text.
 
 Separate texts are never joined, so that no token can span their border. The mask is exact, and the prompt has the same
 tokens as at inference.
@@ -46,8 +46,8 @@ class Piece(NamedTuple):
 class Passage:
     """The text of one sample in pieces.
 
-    `joined` says that the pieces are one text, which already contains its special tokens. `begun` says that the pieces
-    are separate texts, and that the first one already has the special tokens that belong at the beginning.
+    `joined`: whether the pieces are one text, which already contains its special tokens. `begun`: whether the first of
+    several separate texts already has the special tokens that belong at the beginning.
     """
 
     pieces: tuple[Piece, ...]
@@ -56,9 +56,9 @@ class Passage:
 
     @staticmethod
     def of_spans(text: str, spans: Sequence[tuple[int, int]]) -> Passage:
-        """A joined text in which the characters inside these spans are trained.
+        """Return a joined passage in which the characters inside `spans` are trained.
 
-        Spans are sorted, disjoint and not empty.
+        The spans must be sorted, disjoint and not empty.
         """
         pieces: list[Piece] = []
         done = 0
@@ -92,7 +92,7 @@ class Encoder:
     def encode(self, passages: Sequence[Passage]) -> list[Encoded | RowError]:
         """Encode all passages with one call of the tokenizer, which is several times as fast as one call per passage.
 
-        Returns, for each passage, its tokens and loss mask, or a `RowError`.
+        Return the tokens and loss mask of each passage, or a `RowError` if the passage cannot be encoded.
         """
         texts: list[str] = []
         firsts: list[int | RowError] = []
@@ -156,7 +156,7 @@ class Encoder:
         return _concatenated([(ids, piece.trained) for ids, piece in zip(cut, passage.pieces, strict=True)])
 
     def _borders(self, passage: Passage, batch: Any, index: int) -> list[int] | None:
-        """The index of the first token after each border between pieces. None if a border is inside a token."""
+        """Return the index of the first token after each border between pieces, or None if a token spans a border."""
         if len(passage.pieces) > 1 and not self._tokenizer.is_fast:
             return None
         found: list[int] = []
@@ -184,7 +184,7 @@ def _concatenated(parts: Sequence[tuple[list[int], bool]]) -> Encoded:
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the tokenizer adds before a text: `[bos]` for most tokenizers that have one, otherwise none."""
+    """Return the tokens that the tokenizer adds before a text: `[bos]` or, if it adds none, `[]`."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer("a")["input_ids"]
     starts = [start for start in range(len(full)) if full[start : start + len(plain)] == plain]

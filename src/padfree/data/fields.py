@@ -7,7 +7,7 @@
 
 A format is a set of fields that together make a sample. A field is recognised by its own name or by another usual name
 (`question` for `prompt`), case-insensitive. `data.columns` maps a column to a field, or to `unused`. If a file can be
-read in several ways, an error lists them, each as a `data.columns` setting that works.
+read in several ways, an error lists the `data.columns` setting that selects each of them.
 
 Some columns change the meaning of a row, for example a `label` that marks the answer as bad. A row with a value in such
 a column raises an error, unless its format uses the column or `data.columns` marks it as unused. Every row is checked,
@@ -49,10 +49,11 @@ class Format:
 class Schema:
     """The formats that a reader accepts. All column names are in lower case.
 
-    `names` are the column names that are recognised as a field. `hints` are the column names that an error message
-    suggests for a field. `guarded` maps columns that change the meaning of a row to the reason. `elsewhere` maps
-    columns of data for another command to the advice in the error message. `rest` says what happens to the other
-    columns.
+    `names` maps a field to other column names that are recognised as this field. `hints` maps a field to column names
+    that are not recognised, but that an error message suggests for it. `guarded` maps a column that changes the meaning
+    of a row to the reason in the error message. `elsewhere` holds pairs (columns, advice): a file with these columns is
+    meant for another command, which the advice names. `rest` is the text that tells users what happens to columns that
+    are not fields.
     """
 
     formats: tuple[Format, ...]
@@ -88,13 +89,13 @@ class Fields:
     columns: Mapping[str, str]
     used: tuple[str, ...] = ()  # columns of the first row that are read
     unused: tuple[str, ...] = ()  # columns of the first row that are not read
-    # maps columns (in lower case) that must be empty to the reason
+    # the columns (in lower case) that must be empty, each with the reason
     watched: Mapping[str, str] = field(default_factory=dict)
     resolved: frozenset[str] = frozenset()  # columns that `check` does not look at
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The columns that must be read from a table: those that are used, and those that `check` looks at."""
+        """The columns that must be read from a Parquet file: those that are used, and those that `check` looks at."""
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
     def __getitem__(self, name: str) -> str:
@@ -147,10 +148,9 @@ def setting(mapping: Mapping[str, str]) -> str:
 
 
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
-    """The arguments that add the mapping `more` to a command line that already sets `mapping`.
+    """Return the arguments that add the mapping `more` to a command line that already sets `mapping`.
 
-    If the command line uses the form `data.columns={...}`, which replaces an earlier mapping, the result repeats the
-    earlier mapping.
+    If `more` needs the form `data.columns={...}`, which would replace `mapping`, the result repeats `mapping`.
     """
     words = setting(more)
     return setting({**mapping, **more}) if words.startswith("data.columns=") else words
@@ -161,7 +161,7 @@ def resolve(
 ) -> Fields:
     """Determine how to read a file, from its first row and the mapping in `data.columns`.
 
-    `also` are further columns to read, which `data.prompt_template` names.
+    `also`: the columns that `data.prompt_template` names. They are read in addition to the fields.
     """
     for column, name in mapping.items():
         if column not in first and name != UNUSED:  # a column mapped to `unused` may occur in a later row only
@@ -195,16 +195,16 @@ class _Reading:
 
 
 def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> list[_Reading]:
-    """All ways to read a file in this format.
+    """Return all ways to read a file in this format.
 
-    The list is empty if a field is missing, and has several entries if a field has several candidate columns.
+    The list is empty if no column can be a required field. It has several entries if several columns can be one field.
     """
     mapped = {name: column for column, name in mapping.items() if name != UNUSED}
     if not format.takes(mapped):
         return []
     free = [column for column in first if column not in mapping]
-    # Columns with the names of the fields, such as `prompt` and `response`, are certain. Other names can be ambiguous,
-    # such as `question`, `answer` and `response` together.
+    # If each required field has a column of exactly its name, such as `prompt` and `response`, other columns are not
+    # considered. Other names can be ambiguous, such as `question`, `answer` and `response` together.
     certain = all(name in mapped or name in free for name in format.needs) and "messages" not in format.needs
     found: dict[str, list[str]] = {}
     for name in (*format.needs, *format.may):
@@ -230,7 +230,7 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
 
 
 def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
-    """The most specific ways to read a file. Among these, preferred formats take precedence."""
+    """Return the readings whose formats need the most fields. Among these, `schema.preferred` takes precedence."""
     needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
     # Drop readings that use fewer fields. A row with prompt, chosen and rejected could also be read as chosen and
     # rejected only.
@@ -315,9 +315,9 @@ def _all_names(schema: Schema) -> set[str]:
 
 
 def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
-    """The `data.columns` setting that selects one interpretation of the columns.
+    """Return the `data.columns` setting that selects one of several readings of a file.
 
-    It maps the columns that the interpretation requires, and marks the columns that it does not use as unused.
+    The setting maps the columns of the required fields, and marks guarded columns that the reading ignores as unused.
     """
     needed = {reading.columns[name]: name for name in reading.format.needs}
     lost = [name for name, value in first.items() if name.lower() in schema.guarded and has_value(value)]
@@ -327,7 +327,7 @@ def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, s
 
 
 def _cure(first: Mapping[str, Any], schema: Schema) -> str:
-    """The fix in the error message for a file that matches none of the formats."""
+    """Return the fix in the error message for a file that matches none of the formats."""
     likely = _likely(first, schema)
     ways = [what for columns, what in schema.elsewhere if columns <= {name.lower() for name in first}]
     if likely is not None:
@@ -336,7 +336,10 @@ def _cure(first: Mapping[str, Any], schema: Schema) -> str:
 
 
 def _likely(first: Mapping[str, Any], schema: Schema) -> dict[str, str] | None:
-    """Guess a mapping that may fit these columns, by usual names, then by order. None if there is no guess."""
+    """Guess a mapping from columns to the fields of a format: by usual names, or else by the order of the columns.
+
+    Return None if no mapping is likely.
+    """
     for format in schema.formats:
         found = {name: _hinted(name, first, schema) for name in format.needs}
         if all(found.values()) and len(set(found.values())) == len(found):
@@ -353,7 +356,7 @@ def _likely(first: Mapping[str, Any], schema: Schema) -> dict[str, str] | None:
 
 
 def _hinted(name: str, first: Mapping[str, Any], schema: Schema) -> str | None:
-    """The column that probably holds the field `name`. None if there is no likely column."""
+    """Return the column that probably holds the field `name`, or None if there is no likely column."""
     names = (*schema.names_of(name), *schema.hints.get(name, ()))
     columns = {column.lower(): column for column in reversed(list(first))}
     found = (columns[each] for each in names if each in columns)

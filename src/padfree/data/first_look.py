@@ -1,11 +1,13 @@
-"""A first look at the inputs of a run: names, model folders and columns, in well under a second.
+"""Check the inputs of a run in well under a second: file names, model folders and columns.
 
-    check_inputs(config)  models and data files exist
-                          model folders have a config, weights and a tokenizer
-                          the first row of each data file has the columns that the command needs
+`check_inputs(config)` checks that
 
-Nothing here imports torch, which takes seconds. Everything is checked again, and in full, by `padfree.train.preflight`;
-what this look leaves out (data sets of the Hub, mixtures, large JSON arrays) is refused there.
+- models and data files exist,
+- model folders have a config, weights and a tokenizer,
+- the first row of each data file has the columns that the command needs.
+
+The module does not import torch, because this import takes seconds. `padfree.train.preflight` repeats the checks later,
+and also checks the inputs that are left out here: data sets of the Hub, mixtures and large JSON arrays.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from padfree.data.formats import SCHEMAS
 from padfree.data.sources import open_sources
 
 LARGE = 1 << 24
-"""A JSON array is parsed as a whole: files of more bytes are left to the run."""
+"""The maximum number of bytes of a JSON array to check. Its first row cannot be read without parsing all of it."""
 
 
 def check_inputs(config: Config) -> None:
-    """Refuse inputs that are missing or cannot be read, before torch is imported."""
+    """Raise a `UserError` if an input is missing or cannot be read. Torch is not imported."""
     check_names(config)
     check_model_folders(config)
     check_columns(config)
 
 
 def check_columns(config: Config) -> None:
-    """Refuse data files whose first row lacks the columns that the command needs."""
+    """Raise a `UserError` if the first row of a data file lacks a column that the command needs."""
     paths = [Path(name).expanduser() for name in config.data.path]
     if not all(path.suffix in DATA_FILES and path.is_file() for path in paths):
         return

@@ -6,9 +6,9 @@
     prompts   prompt | messages
     rollouts  tokens | prompt_tokens, response_tokens | prompt, response
 
-A column of another usual name counts as the field: `output` or `answer` as `response`, and so on (`NAMES`). Alpaca,
-ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are these formats with other names. docs/guides/data.md has
-the list. Nothing here imports torch, so that wrong columns are refused before it is imported.
+A field is also recognised by other usual column names (`NAMES`), for example `response` by `output` or `answer`.
+Alpaca, ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are the formats above with other column names.
+docs/guides/data.md has the list. This module does not import torch, so that wrong columns are reported within a second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TEXT_ONLY = "which is not text; padfree trains on text only"
 _PROMPT = "which belongs to the prompt"
 _RESPONSE = "which belongs to the response"
 _TOKENS = "which is about token ids in 'input_ids'"
-_CHAT = "which this format cannot have, only a conversation or a prompt"
+_CHAT = "which only a conversation or a prompt can have"
 _WEIGHT = "which weighs rows; padfree supports weights of sources (data.sources) and of messages only"
 GUARDED = {
     "label": "which marks answers as good or bad; padfree kto reads it, but this command would train on all answers",
@@ -180,7 +180,7 @@ def _is_sharegpt(messages: object) -> bool:
 
 
 def reading_notes(files: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """One note for each way in which files are read, with the file names: `data: train.jsonl is read as ...`."""
+    """Return one note for each way in which files are read, with their names: `data: train.jsonl is read as ...`."""
     names: dict[str, list[str]] = {}
     for file in files:
         if file.get("read_as"):

@@ -1,11 +1,12 @@
 """Turn text files into a `TokenizedDataset`.
 
-They are tokenised once, by several processes, and then opened from the cache.
+The files are tokenised once, by several processes. Later calls open the tokens from the cache.
 
     sources -> chunk 1, chunk 2, ... -> process i tokenises chunks i, i + k, i + 2k, ... -> results in order -> store
 
-Every process works on one chunk at a time and gets the next chunk after its result has been received. Therefore results
-arrive in the order of the rows for any number of processes, memory stays bounded, and no pipe can block.
+A chunk is a number of consecutive rows. Each of the k processes works on one chunk at a time, and gets its next chunk
+after its result has been received. Therefore results arrive in the order of the rows for any number of processes,
+memory stays bounded, and no pipe can block.
 
 `padfree.data.tokenize` turns rows into samples.
 """
@@ -69,7 +70,7 @@ def load_pairs(
     progress: bool | Progress = False,
     margins: bool = False,
 ) -> PairDataset:
-    """Load preference pairs from the columns `chosen` and `rejected`, and the prompt.
+    """Load preference pairs from the columns `chosen`, `rejected` and, if there is one, the prompt.
 
     The arguments are those of `load_sft`. If `margins` is True, a row can have a `margin`, which becomes
     `terms["margin"]` of its chosen answer.
@@ -126,7 +127,7 @@ def load_rows(
 ) -> Dataset:
     """Load rows with the formats of `schema`.
 
-    `kind` is the class that turns rows into samples, `dataset` that of the result.
+    `kind` is the class that turns rows into samples. `dataset` is the class of the result.
     """
     settings = settings or SFTDataSettings()
     found = _tokenised(data, kind, schema, tokenizer, settings, cache, num_workers, progress)
@@ -143,7 +144,7 @@ def _tokenised(
     num_workers: int | None,
     progress: bool | Progress,
 ) -> Path:
-    """Tokenise the data unless the cache already holds it, and return its folder in the cache."""
+    """Tokenise the data unless the cache has its tokens, and return the folder of the tokens in the cache."""
     check_mapping(settings.columns, schema)
     if num_workers is not None and num_workers < 0:
         raise UserError("num_workers", "is negative", "give 0 or more", value=num_workers)
@@ -172,7 +173,7 @@ def _tokenised(
 def _identity(
     sources: list[RecordSource], tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings, cache: Path
 ) -> dict[str, Any]:
-    """Everything that the tokens depend on. The hash of the result is the cache key."""
+    """Return everything that the tokens depend on. The hash of the result is the cache key."""
     import tokenizers
     import transformers
 
@@ -254,7 +255,10 @@ def _build(
 def _reading_of(
     source: RecordSource, settings: SFTDataSettings, tokenize: RowTokenizer, schema: Schema
 ) -> tuple[Fields, str] | None:
-    """Determine how a file is read. Returns `Fields`, and a text for the user. None if none of its rows can be read."""
+    """Determine how a file is read. Return its fields and a description for the user.
+
+    Return None if no row of the file can be parsed.
+    """
     first = source.first_row()
     if first is None:
         return None
@@ -277,7 +281,7 @@ def _reading_of(
 
 
 def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, renders_chat: bool) -> str:
-    """A text for the user: whether the chat template renders this file, and which settings do not apply to it."""
+    """Return the end of a file's description: whether the chat template is used, and which settings do not apply."""
     plain = not renders_chat or (fields.kind == "implicit" and not is_messages(first.get(fields["chosen"])))
     how = ""
     if fields.kind in ("pair", "prompted", "continued", "implicit"):
@@ -318,7 +322,8 @@ def _in_order(
             process.start()
             theirs.close()
             stack.callback(process.join)
-            # close connections before `process.join`, because a process ends when its connection closes
+            # Callbacks run in reverse order. The connections are closed before the processes are joined, because a
+            # process ends when its connection closes.
             stack.callback(ours.close)
             connections.append(ours)
         waiting: list[_Task | None] = [None] * num_workers

@@ -57,7 +57,7 @@ class SkippedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataReport:
-    """The numbers of rows used and not used: `num_rows` = used + skipped + dropped. Truncated rows count as used.
+    """The numbers of used, skipped and dropped rows, whose sum is `num_rows`. Truncated rows count as used.
 
     A used row gives one or more samples. `used` is the number of used rows, or None if each of them gives one sample.
     """
@@ -82,7 +82,7 @@ class DataReport:
 
     @staticmethod
     def merged(reports: Mapping[str, DataReport]) -> DataReport:
-        """Merge the reports of several named sources into one. File names get the name of their source in front."""
+        """Merge the reports of several named sources. The name of its source is put in front of each file name."""
         each = list(reports.items())
 
         def rows(field: str) -> tuple[SkippedRow, ...]:
@@ -104,7 +104,7 @@ class DataReport:
         )
 
     def summary(self) -> str:
-        """The report as one line: `7473 rows: 7470 samples, 1234567 tokens; 2 skipped, 1 dropped, 4 truncated`."""
+        """Return one line: `7473 rows: 7470 samples, 1234567 tokens; 2 skipped, 1 dropped, 4 truncated`."""
         return (
             f"{self.num_rows} rows: {self.num_samples} samples, {self.num_tokens} tokens; {len(self.skipped)} skipped, "
             f"{len(self.dropped)} dropped, {len(self.truncated)} truncated"
@@ -124,7 +124,7 @@ class DataReport:
 
 
 def labelled(name: str, label: str | int) -> str:
-    """The label of a file, sample or group in a mixture: `label` with the name of its source in front.
+    """Return the label of a file, sample or group in a mixture: `label` with the name of its source in front.
 
     source "math"       train.jsonl:18 -> math/train.jsonl:18
     source "a.jsonl"    a.jsonl:18 -> a.jsonl:18              the label already begins with the name of the source
@@ -211,7 +211,7 @@ def check_encodable(text: str, field: str) -> str:
 
 
 def number(record: Mapping[str, Any], field: str) -> float:
-    """The value of a field as a finite number. true and false count as 1 and 0."""
+    """Return the value of a field as a finite number. `true` and `false` count as 1 and 0."""
     value = present(record, field, "a number")
     if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
         raise RowError(f"{field!r} is {shown(value)}; expected a finite number")

@@ -1,12 +1,14 @@
 """A worker process that computes rewards for `padfree.rollout.environment.reward_workers`.
 
-It communicates through pipes.
+The worker reads requests from its standard input and writes answers to its standard output. A message is a pickled
+tuple after its length in bytes (8 bytes).
 
-    request: length (8 bytes), (text, row, uid)   ->   response: length, (True, reward) or (False, the `UserError`)
+    request    (text, row, uid)
+    answer     (True, reward) or (False, UserError)
 
 The standard output of the reward function is redirected to standard error, and its standard input is empty, so that the
 function cannot disturb the protocol. The process ends when its input ends. If the reward function cannot be imported,
-every response is this import error.
+every answer has the error of the import.
 """
 
 from __future__ import annotations

@@ -53,15 +53,15 @@ def number_after_hashes(response: str, row: Mapping[str, Any]) -> float:
 
 
 def hashed_number(text: str) -> Decimal | None:
-    """The number after the last `####` in a text. None if there is none."""
+    """Return the number after the last `####` in a text, or None if there is none."""
     _, found, after = text.rpartition("####")
     return leading_number(after) if found else None
 
 
 def leading_number(text: str) -> Decimal | None:
-    """The number that a text begins with. None if there is none.
+    """Return the number that a text begins with, or None if there is none.
 
-    It can have a sign, a currency sign, thousands separators, and a full stop after it.
+    The number can have a sign, a currency sign and thousands separators, and a full stop can follow it.
     """
     match = _NUMBER.match(text.strip())
     if match is None:
@@ -115,13 +115,13 @@ class Reward:
 
 
 def check_reward_name(name: str) -> None:
-    """Raise `UserError` if the name cannot be that of a reward. Imports nothing and runs no user code."""
+    """Raise a `UserError` if `name` cannot be the name of a reward. Nothing is imported and no user code is run."""
     if name in BUILT_IN or model_of(name):
         return
     if not is_path(name):
         raise UserError(
             "reward",
-            "is not a reward",
+            "is not the name of a reward",
             f"use one of {', '.join(BUILT_IN)}, or 'module:function', or 'model:folder'",
             value=name,
         )

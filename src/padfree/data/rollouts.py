@@ -3,28 +3,26 @@
     {"tokens": [5, 6, 7, 8, 9], "response_length": 3, "reward": 1.0, "logprobs": [-0.1, -0.2, -0.3]}
      tokens     5    6    7    8    9         entry j of every array belongs to token j
      loss_mask  0    0    1    1    1
-     logprobs   0    0  -.1  -.2  -.3         given for the response: aligned with its tokens, 0 before them
+     logprobs   0    0  -.1  -.2  -.3         the row has the 3 numbers of the response; tokens of the prompt get 0
 
-A row has one of these sets of columns. If it has both tokens and text, the tokens are used, because they are the ones
-that were sampled.
+A row has the prompt and the response in one of three sets of columns. If a row has both token ids and text, the token
+ids are used, because they were sampled.
 
-    tokens, and response_length or loss_mask (or both)
-    prompt_tokens and response_tokens
-    prompt and response       text; needs a tokenizer. The prompt is rendered with the chat template and the generation
-                              prompt, or used as plain text. The response is tokenised on its own, with eos after it
-                              (`append_eos`)
+- `tokens`, with `response_length`, `loss_mask` or both
+- `prompt_tokens` and `response_tokens`
+- `prompt` and `response` as text. This needs a tokenizer. The prompt is rendered with the chat template and the
+  generation prompt, or used as plain text. The response is tokenised on its own, followed by eos (`append_eos`).
 
-A row also has `reward`, a number. It can have
+A row must also have a number in `reward`. These columns are optional:
 
-    loss_mask                                           0 or 1 (multi-turn: 0 for the output of tools)
-    logprobs, ref_logprobs, advantages, returns, values one number per token; null allowed for untrained tokens
-    group                                               a string or integer, in every row or in none; without it, rows
-                                                        with the same prompt form a group
-    uid, raw_reward
+- `loss_mask`: 0 or 1 for each token. In multi-turn rollouts, the output of tools has 0.
+- `logprobs`, `ref_logprobs`, `advantages`, `returns`, `values`: a number for each token, or null for untrained tokens.
+- `group`: a string or an integer, in every row or in none. Without it, rows with the same prompt form a group.
+- `uid`, `raw_reward`
 
 `loss_mask` and the arrays have one entry per token of the sample, or one per token of the response. The response is the
-last `response_length` tokens or, if there is only a loss mask, all tokens from the first trained one on. The same group
-name in several files means the same group.
+last `response_length` tokens or, if there is only a loss mask, all tokens from the first trained one on. Rows of
+different files with the same `group` are in the same group.
 
 A rollout without trained tokens is kept, because its reward counts in its group. Truncation at `max_length` keeps the
 first tokens.
@@ -115,7 +113,7 @@ class _RolloutReader:
         return () if self._rows is None else self._rows.template_names
 
     def read(self, chunk: Chunk, fields: Fields) -> list[_RolloutRead | RowError]:
-        """For each row of the chunk, in order: its sample, or its error."""
+        """Return the sample of each row of a chunk, in order, or the error of the row."""
         rows = [attempt(record_of, record) for record in chunk.records]
         if fields.kind == "text":
             tokens = self._encoded(rows, fields)
@@ -205,7 +203,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
 
 
 def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: int) -> NDArray[np.bool_]:
-    """The loss mask [length] of a row: the one in `column`, or 1 for the whole response if there is none."""
+    """Return the loss mask [length] of a row: the one in `column`, or else 1 for all tokens of the response."""
     mask = np.zeros(length, dtype=np.bool_)
     if row.get(column) is None:
         mask[response_start:] = True
@@ -225,9 +223,9 @@ def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: in
 def _token_array(
     row: dict[str, Any], column: str, response_start: int, mask: NDArray[np.bool_], is_logprob: bool
 ) -> NDArray[np.float32] | None:
-    """Read a column with one number per token, as [n]. Tokens without a number get 0.
+    """Return a column with one number per token as an array [n], in which tokens without a number get 0.
 
-    Returns None if the row does not have the column.
+    Return None if the row does not have the column.
     """
     if row.get(column) is None:
         return None
@@ -246,9 +244,9 @@ def _token_array(
 
 
 def _aligned(entries: int, column: str, length: int, response_start: int) -> int:
-    """The index of the token that the first entry of a per-token array belongs to.
+    """Return the index of the token that the first entry of a per-token array belongs to.
 
-    The array has `entries` entries: one per token of the sample, or one per token of the response.
+    The array has `entries` entries: one per token of the sample (`length`), or one per token of the response.
     """
     if entries == length:
         return 0
@@ -293,7 +291,7 @@ class _CollectedRollouts:
             self._unnamed.append((self.samples[-1], file, line, unit))
 
     def _refuse_unnamed(self) -> None:
-        """Skip rows without a group if other rows have one, because their advantages would be wrong."""
+        """If some rows have a group, treat the others as bad rows, because their advantages would be wrong."""
         if self._first_named is None or not self._unnamed:
             return
         error = RowError(f"has no group, but {self._first_named} has one; give every row a group, or none")
@@ -377,13 +375,13 @@ def read_rollouts(
         if fields is not None and fields.kind == "text" and tokenizer is None:
             raise UserError(
                 "model.tokenizer",
-                f"is not set, but {source.name} holds text",
+                f"is not set, but {source.name} has rollouts as text",
                 "set it to a folder or Hub id, or give rollouts as token ids",
             )
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(fields.needed if fields else ()):
             collected.rows_per_file[source.name] += len(chunk.numbers)
-            # If no row can be read, `fields` is None. Any `Fields` will do then, because every row gives an error.
+            # If no row of the file can be parsed, its fields are unknown. The errors of the rows are reported anyway.
             results = reader.read(chunk, fields or Fields(kind="tokens", columns={}))
             for line, result in zip(chunk.numbers, results, strict=True):
                 if isinstance(result, RowError):

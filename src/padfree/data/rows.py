@@ -1,16 +1,21 @@
 """Read a row as a conversation, or as a prompt in plain text.
 
+`RowReader.prompt` and `RowReader.completed` read a row with a prompt and a response. Only the response is trained, and
+not earlier assistant turns.
+
     {"instruction": "Add.", "input": "2+2", "output": "4"}
         prompt       user: "Add.\\n\\n2+2"
-        completed    user: "Add.\\n\\n2+2"   assistant: "4"     the response is trained, earlier assistant turns are not
+        completed    user: "Add.\\n\\n2+2"   assistant: "4"
+
+`RowReader.pair` reads a preference pair. The messages at the beginning of both conversations (u: user, a and b:
+assistant) are the context of both answers.
 
     {"chosen": [u1, a1, u2, a2], "rejected": [u1, a1, u2, b2]}
-        pair         u1 a1 u2 | a2          u1 a1 u2 | b2        the common messages are the context of both answers
+        pair         u1 a1 u2 | a2          u1 a1 u2 | b2
 
 A prompt or an answer is a text, a list of messages, or such a list as JSON text. An answer can also be a whole
 conversation that includes the prompt. Then the prompt must be the first messages of this conversation, or its last user
-turn. White space around messages is ignored in this comparison. The first message after the context is always from the
-assistant.
+turn, apart from white space around the content of messages. The answer must begin with an assistant message.
 """
 
 from __future__ import annotations
@@ -61,15 +66,15 @@ class RowReader:
     # Conversations
 
     def conversation(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """The conversation in the field `messages` of a row."""
+        """Return the conversation in the field `messages` of a row."""
         return self._with_default(self._own_conversation(row, fields))
 
     def prompt(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """The field `prompt` of a row as a conversation, with the fields `input`, `history` and the system prompt."""
+        """Return the prompt of a row as a conversation, with the fields `input` and `history` and the system prompt."""
         return self._with_default(self._own_prompt(row, fields))
 
     def completed(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """The fields `prompt` and `response` as one conversation.
+        """Return the fields `prompt` and `response` of a row as one conversation.
 
         Only the assistant messages of the response are trained.
         """
@@ -80,8 +85,9 @@ class RowReader:
         return self._with_default(found)
 
     def pair(self, row: Mapping[str, Any], fields: Fields) -> tuple[Conversation, Conversation] | PlainPair:
-        """The two conversations of a preference pair: the context that they share, followed by the chosen or rejected
-        answer.
+        """Return the chosen and the rejected conversation of a preference pair.
+
+        Each is the common context, followed by an answer. If no chat template is used, the texts are returned instead.
         """
         columns = fields["chosen"], fields["rejected"]
         if not self._renders_chat or (fields.kind == "implicit" and _are_texts(row, columns)):
@@ -148,7 +154,7 @@ class RowReader:
     # Plain text
 
     def plain_prompt(self, row: Mapping[str, Any], fields: Fields) -> str:
-        """The prompt of a row as plain text, without a chat template."""
+        """Return the prompt of a row as plain text, without a chat template."""
         for name in ("system", "history", "tools"):
             column = fields.columns.get(name)
             if column is not None and column not in self.template_names and has_value(row.get(column)):
@@ -246,9 +252,9 @@ def _read_tools(row: Mapping[str, Any], fields: Fields) -> list[Any] | None:
 
 
 def _history(row: Mapping[str, Any], fields: Fields) -> list[Message]:
-    """The earlier turns in Alpaca's field `history`, as messages.
+    """Return the earlier turns in Alpaca's field `history` as messages.
 
-    The field is a list of [prompt, response] or of messages.
+    The field is a list of pairs [prompt, response], or a list of messages.
     """
     column = fields.columns.get("history")
     if column is None or not has_value(row.get(column)):
@@ -265,7 +271,7 @@ def _history(row: Mapping[str, Any], fields: Fields) -> list[Message]:
 
 
 def _filled(row: Mapping[str, Any], fields: Fields, name: str) -> str:
-    """The text that replaces the placeholder of a column in `data.prompt_template`."""
+    """Return the text that replaces the placeholder of the column `name` in `data.prompt_template`."""
     column = name if name in row else fields.columns.get(name, name)
     value = row.get(column)
     if isinstance(value, (bool, int, float)):
@@ -292,7 +298,7 @@ def _with_system(found: Conversation, system: str | None, system_column: str, co
 def _joined(
     context: Conversation, answer: Conversation, prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """Join a prompt and an answer. Returns all messages, and the index of the first message of the answer."""
+    """Join a prompt and an answer. Return all messages, and the index of the first message of the answer."""
     asked, said = context.messages, answer.messages
     if said[0]["role"] in ("assistant", "tool"):
         messages, start = (*asked, *said), len(asked)
@@ -314,9 +320,9 @@ def _joined(
 def _whole(
     asked: Sequence[Message], said: Sequence[Message], prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """Like `_joined`, for an answer that is a whole conversation and includes the prompt.
+    """Join a prompt and an answer as `_joined` does, if the answer is a whole conversation that includes the prompt.
 
-    `asked` are the messages of the prompt, and `said` those of the answer.
+    `asked` are the messages of the prompt, and `said` are the messages of the answer.
     """
     own, rest = _split(asked)
     system, turns = _split(said)
@@ -343,7 +349,10 @@ def _split(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Mes
 def _conversation(
     messages: tuple[Message, ...], start: int, context: Conversation, answer: Conversation | None = None
 ) -> Conversation:
-    """A conversation in which only the messages from index `start` on are trained."""
+    """Return a conversation in which only assistant messages from index `start` on are trained.
+
+    Messages that are untrained in `answer` (OpenAI's `weight: 0`) stay untrained.
+    """
     untrained = {index for index in range(start) if messages[index]["role"] == "assistant"}
     if answer is not None:
         before = len(messages) - len(answer.messages)
@@ -355,7 +364,7 @@ def _conversation(
 
 
 def _context_length(chosen: Sequence[Message], rejected: Sequence[Message], columns: tuple[str, str]) -> int:
-    """The number of messages that the two conversations of a pair share before their answers."""
+    """Return the number of messages that the two conversations of a pair share before their answers."""
     start = 0
     while start < min(len(chosen), len(rejected)) and _alike([chosen[start]], [rejected[start]]):
         start += 1
@@ -404,7 +413,7 @@ def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
 
 
 def _common_words(one: str, other: str) -> int:
-    """The length of the common prefix of two texts, cut at the end of a word.
+    """Return the length of the common prefix of two texts, cut at the end of a word.
 
     Both texts keep at least one character after the prefix.
     """

@@ -5,10 +5,10 @@
     "openai/gsm8k"                              not a local path: a Hub id, read with the datasets package
     -> RecordSource ... -> Chunk(rows 1 to 512), Chunk(rows 513 to 1024), ...
 
-A sample is named by its file and line (`train.jsonl:17`), whatever folder the file is in. Lines, records and rows count
-from 1. Blank lines are skipped but counted. A byte order mark at the start of a file is ignored. A `.json` file holds
-one list of records; a `.json` file that begins with `{` is read as JSON Lines, because most such files are JSON Lines.
-Hidden files and folders, and files with other suffixes, are ignored.
+A row is named by its file and its number, counted from 1 (`train.jsonl:17`). In JSON Lines, the number is that of the
+line. Blank lines are skipped but counted. A `.json` file holds one list of records. If it begins with `{`, it is read
+as JSON Lines, because most such files are JSON Lines. A byte order mark at the start of a file is ignored. In folders,
+hidden files and folders, and files with other suffixes, are ignored.
 
 Chunks of JSON Lines hold unparsed bytes, so that the tokenising processes also do the parsing.
 """
@@ -47,7 +47,7 @@ Record = bytes | Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Consecutive rows of one source. `size` is their share of the source's size in bytes."""
+    """Consecutive rows of one source. `numbers`: their numbers in the source. `size`: about their size in bytes."""
 
     source: str
     unit: str
@@ -76,10 +76,10 @@ class RecordSource(ABC):
 
     @abstractmethod
     def first_row(self) -> dict[str, Any] | None:
-        """The first row that can be read. None if there is none."""
+        """Return the first row that can be read, or None if there is none."""
 
     def columns(self) -> list[str] | None:
-        """The names of the columns. None if no row can be read."""
+        """Return the names of the columns, or None if no row can be read."""
         first = self.first_row()
         return None if first is None else list(first)
 
@@ -284,13 +284,13 @@ def open_sources(
                 found.append(path)
             else:
                 found.append(_hub_dataset(str(entry), split, subset))
-        # for example, the name is too long, permission is denied, or the user of `~user` does not exist
+        # For example: the name is too long, permission is denied, or the user of `~user` does not exist.
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
                 "data", f"{shortened(str(entry))} cannot be read ({reason})", "give a file, a folder or a Hub id"
             ) from None
-    # The names of samples must not change if the folder is moved or files are added to it.
+    # Name files relative to their common folder: names must not change if this folder is moved or gets more files.
     base = os.path.commonpath(bases) if bases else ""
     sources = [
         _file_source(source, source.relative_to(base).as_posix()) if isinstance(source, Path) else source

@@ -47,14 +47,14 @@ _MINIMUM_AGE = 2_000_000_000  # nanoseconds; the hash of a file that changed les
 
 
 def default_cache_folder() -> Path:
-    """The folder `$PADFREE_CACHE` if this variable is set, else `padfree` in the user's cache folder."""
+    """Return the folder `$PADFREE_CACHE` if this variable is set, else `padfree` in the user's cache folder."""
     if folder := os.environ.get("PADFREE_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "padfree"
 
 
 def content_digest(source: RecordSource, cache: Path) -> str:
-    """The hash of a source's content. If the file has not changed, the hash is read from the cache."""
+    """Return a hash of a source's content. If the file has not changed, the hash is read from the cache."""
     if not isinstance(source, FileSource):
         return source.digest()
     now = time.time_ns()
@@ -76,7 +76,7 @@ def content_digest(source: RecordSource, cache: Path) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A hash of everything that affects how a tokenizer encodes a text or renders a conversation."""
+    """Return a hash of everything that affects how a tokenizer encodes a text or renders a conversation."""
     identity: dict[str, Any] = {
         "class": type(tokenizer).__name__,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
@@ -103,7 +103,7 @@ def hash_of(value: Any) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A block that turns an `OSError` while writing into a `UserError`."""
+    """Turn an `OSError` that the `with` block raises into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -239,9 +239,9 @@ def _write_text(path: Path, text: str) -> None:
 def find_or_build(
     cache: Path, key: str, build: Callable[[Path], None], *, intact: Callable[[Path], bool] = Path.exists
 ) -> Path:
-    """The cache folder of this key. If it is missing or not `intact`, `build` creates it.
+    """Return the cache folder of `key`. If it is missing, or `intact(folder)` is False, `build` creates it.
 
-    If several processes call this function, one builds the folder and the others wait.
+    If several processes call this function, one process builds the folder and the others wait.
     """
     folder = cache / key
     if intact(folder):
@@ -279,7 +279,7 @@ def find_or_build(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """A block in which this process holds the lock. On a file system without locks, it does not wait."""
+    """Hold the lock file `path` during the `with` block. On a file system without locks, nothing is locked."""
     from filelock import FileLock
 
     lock = FileLock(path)
@@ -343,7 +343,7 @@ def read_skipped(folder: Path) -> list[SkippedRow]:
 
 
 def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Open one array of a cache folder, memory-mapped. Raises `UserError` if it does not have this shape."""
+    """Open one array of a cache folder, memory-mapped. Raise a `UserError` if it does not have this shape."""
     path = folder / f"{name}.npy"
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -2,8 +2,9 @@
 
 A template comes with a model from the Hub, so it is untrusted code. The sandbox of transformers protects Python's
 internals, but it does not stop `{{ 'a' * 10**10 }}`, ten nested loops over `range(100000)`, or forty nested `[x, x]`.
-Here every Jinja operation that can make a large value from small ones is checked before it runs:
+Here every Jinja operation that can make a large value from small ones has a limit:
 
+    operation                    limited quantity
     +  ~  joined blocks          the size of the result
     *  **  %  methods  filters   the product of the sizes of all operands, if the operation can multiply them
     [a, b]  (a, b)  {k: v}       the number of values inside; a shared value counts each time it occurs
@@ -136,7 +137,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateBoundError(f"rendering takes more than {MAX_SECONDS:.0f} seconds")
 
     def _steps(self, iterable: Iterable[Any]) -> Iterable[Any]:
-        """Iterate over the iterable of a loop, and check the time in each step."""
+        """Return the iterable of a loop. If it is long, the time is checked while the loop runs."""
         self._check_time()
         if isinstance(iterable, (Undefined, str)) or (isinstance(iterable, Sized) and len(iterable) < 256):
             return iterable
@@ -176,9 +177,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_checks(template: nodes.Template) -> nodes.Template:
-    """Change a template's syntax tree: loops, list and dict literals, and `~` then pass through filters that check
-    them.
-    """
+    """Change a template's syntax tree so that filters check the iterables of loops, literals, and results of `~`."""
 
     def checked(node: Any, name: str) -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
@@ -299,12 +298,14 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 @lru_cache(maxsize=64)
 def compiled(source: str, day: datetime.date) -> Any:
-    """Compile a Jinja template. Raises a `UserError` if its text is not a valid template."""
+    """Compile a Jinja template. Raise a `UserError` if its text is not a valid template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     if len(source) > MAX_SOURCE:
         raise UserError(
-            "data.chat_template", f"the template has {len(source)} characters", f"shorten it to at most {MAX_SOURCE}"
+            "data.chat_template",
+            f"the template has {len(source)} characters",
+            f"shorten it to at most {MAX_SOURCE} characters",
         )
     environment = BoundedEnvironment(_compile_jinja_template("").environment, day)
     try:
@@ -315,7 +316,7 @@ def compiled(source: str, day: datetime.date) -> Any:
 
 @lru_cache(maxsize=64)
 def compared_texts(source: str) -> frozenset[str]:
-    """The string constants in comparisons of a template. They include the roles that the template knows."""
+    """Return the string constants in comparisons of a template. They include the roles that the template knows."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     comparisons = _compile_jinja_template("").environment.parse(source).find_all((nodes.Compare, nodes.Filter))
@@ -329,7 +330,7 @@ def compared_texts(source: str) -> frozenset[str]:
 
 
 def _constants(side: nodes.Node) -> Iterator[nodes.Const]:
-    """The constants of one operand of a comparison.
+    """Yield the constants in one operand of a comparison.
 
     An operand is a constant (`role == 'user'`), or a list or tuple of constants (`role in ['user', 'tool']`). Other
     operands, such as the subscript in `tool['function']`, have no constants.
@@ -375,7 +376,7 @@ def _collect(stream: Iterable[str], blocks: list[str], messages: Any, variables:
 
 
 def _length(value: Any) -> int:
-    """The number of characters in all strings inside a value."""
+    """Return the number of characters in all strings inside a value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -3,7 +3,7 @@
     columns            sample                                                               trained tokens
     messages           the conversation rendered with the chat template; one sample, or     the assistant turns
                        one per turn if the template changes earlier turns (`turns`)
-    prompt, response   the same                                                             the response
+    prompt, response   the conversation of both, rendered in the same way                   the response
       no template      prompt and response as plain text, each tokenised on its own, eos    response and eos
     text               the text, eos                                                        all
     input_ids          these ids                                                            tokens with a label, or all
@@ -91,7 +91,7 @@ class RowTokenizer:
         )
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
-        """The number that is stored with a row (a margin or a label), if the schema defines one."""
+        """Return the number that is stored with a row (a margin or a label), or 0 if the schema has none."""
         return 0.0
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
@@ -106,9 +106,9 @@ class RowTokenizer:
         return [Passage(pieces=(Piece(prompt, self._settings.loss_on == "all"), Piece(response, True)))]
 
     def rendered(self, row: Mapping[str, Any], fields: Fields) -> list[tuple[Conversation, RenderedSample]]:
-        """The samples that the chat template renders from a row, each with its conversation.
+        """Return the samples that the chat template renders from a row, each with its conversation.
 
-        Empty for a row of plain text.
+        The list is empty if the row is plain text or token ids.
         """
         if self._chat is None or fields.kind in ("text", "tokens"):
             return []
@@ -119,7 +119,7 @@ class RowTokenizer:
 
 
 def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = False) -> Encoded:
-    """The token ids of a row, without the padding that `attention_mask` marks.
+    """Return the token ids of a row, without the padding that `attention_mask` marks, and their loss mask.
 
     The column `labels` or `loss_mask` decides which tokens are trained. Without these columns, or if `everything` is
     True, all tokens are trained.
@@ -148,7 +148,7 @@ def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = F
 
 
 def _labelled(row: Mapping[str, Any], column: str, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """For each of n tokens, whether it has a label, [n]. Labels are not shifted: the label of a token is its own id."""
+    """Return [n]: whether each of n tokens has a label. Labels are not shifted: the label of a token is its own id."""
     labels = items(row, column, "a list of labels")
     if len(labels) != len(tokens):
         raise RowError(f"{column!r} has {len(labels)} entries; expected {len(tokens)}, one per token")
@@ -172,7 +172,7 @@ def _zeros_and_ones(row: Mapping[str, Any], column: str, length: int) -> NDArray
 
 
 def _problem(encoded: Encoded | RowError) -> str | None:
-    """The reason why a row cannot be used. None if it can."""
+    """Return the reason why a row cannot be used, or None if it can."""
     if isinstance(encoded, RowError):
         return str(encoded)
     if not encoded.loss_mask[1:].any():
@@ -181,9 +181,7 @@ def _problem(encoded: Encoded | RowError) -> str | None:
 
 
 class PairTokenizer(RowTokenizer):
-    """Turns each row with two answers into two samples: the shared context with the chosen and with the rejected
-    answer.
-    """
+    """Turns a row with two answers into two samples: the context with the chosen answer, and with the rejected one."""
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
         found = self.reader.pair(row, fields)
@@ -210,8 +208,9 @@ class PairTokenizer(RowTokenizer):
         return Passage.of_spans(samples[0].text, samples[0].spans)
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
-        """Encode prompts (texts, messages or conversations) with one answer each, in the same way as `__call__` encodes
-        pairs.
+        """Encode pairs (prompt, answer) in the same way as `__call__` encodes the two samples of a row.
+
+        A prompt is a text, a list of messages or a conversation.
         """
         passages = [attempt(self._answer_to, prompt, answer) for prompt, answer in rows]
         encoded = iter(self._encoder.encode([one for one in passages if isinstance(one, Passage)]))
@@ -231,7 +230,7 @@ class PairTokenizer(RowTokenizer):
 class RewardTokenizer(PairTokenizer):
     """Like `PairTokenizer`, for rows with an optional `margin`.
 
-    It says how much higher the chosen answer should score.
+    The margin says how much higher the chosen answer should score than the rejected one.
     """
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:

@@ -46,7 +46,7 @@ OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingRequest:
-    """A request for one response: at most `max_new_tokens` tokens after `tokens`, with random numbers from `key`."""
+    """A request for one response of at most `max_new_tokens` tokens. `key` determines its random numbers."""
 
     tokens: NDArray[np.integer[Any]]  # [n] the prompt
     max_new_tokens: int
@@ -58,7 +58,11 @@ class SamplingRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Response:
-    """A sampled response. `ended`: the last token is a stop token; otherwise the response reached its token limit."""
+    """A sampled response.
+
+    `ended`: whether the last token is a stop token. If not, the response reached its token limit, or is partial because
+    a weight sync interrupted it.
+    """
 
     tokens: NDArray[np.int64]  # [m]
     logprobs: NDArray[np.float32]  # [m] log-probabilities of the tokens at the sampling temperature
@@ -89,7 +93,7 @@ class Sampler(Protocol):
     """Samples responses from a policy. All ranks call the same methods in the same order."""
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
-        """Sample from the current weights of `trained` from now on. `version`: their policy version. Collective."""
+        """From now on, sample from the current weights of `trained`, whose policy version is `version`. Collective."""
 
     def sample(
         self,
@@ -120,10 +124,10 @@ class AsyncSampler(Sampler, Protocol):
 
     @property
     def stuck(self) -> bool:
-        """Whether requests are waiting, but no reachable server has the weights any more. If so, call `renew`."""
+        """Whether requests are waiting although no reachable server has the current weights. If so, call `renew`."""
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
-        """Queue these requests after the earlier ones, and return at once. Other threads call `on_response`."""
+        """Append `requests` to the queue and return without waiting. Other threads call `on_response`."""
 
     def renew(self) -> None:
         """Send the weights of the last `update_weights` again. Collective."""

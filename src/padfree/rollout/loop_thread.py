@@ -64,8 +64,8 @@ class LoopThread:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run the loop until `close`, even if an episode stops it or a task calls `sys.exit()`.
 
-        If a task raises SystemExit or KeyboardInterrupt, asyncio raises it from `run_forever` too. It can be ignored
-        here, because whoever awaits the task also gets it.
+        If a task raises SystemExit or KeyboardInterrupt, `run_forever` raises the same exception. It can be ignored
+        here, because the code that awaits the task gets it too.
         """
         while not self._closing:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -76,7 +76,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run the coroutine in the loop, and return its result. An interrupt of the waiting thread cancels it."""
+        """Run the coroutine in the loop and return its result. An interrupt of the calling thread cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()

@@ -5,11 +5,12 @@
 
 A row has a `prompt`, or `messages` that end before the assistant's turn, in one of the formats of
 `padfree.data.formats`. Depending on `prompt_format`, a prompt is rendered by the chat template with the generation
-prompt, or used unchanged. All columns of a row are kept, under their column names and their field names, because the
-reward may need any of them.
+prompt, or used unchanged. `Prompt.row` keeps all columns of the row, because the reward may need any of them. A column
+that is mapped to a field is stored under both names, such as `question` and `prompt` above.
 
-`max_new_tokens` of a prompt is the setting `rollout.max_new_tokens`. With `overlong` "truncate" it is lowered to the
-number of tokens that `max_length` leaves; a prompt that leaves none is dropped and reported as dropped.
+The `max_new_tokens` of a prompt is the setting `rollout.max_new_tokens`. If a prompt and its longest response exceed
+`max_length`, the setting `overlong` decides. With "truncate", `max_new_tokens` is lowered to `max_length` minus the
+length of the prompt; a prompt of `max_length` tokens or more is dropped. With "drop", the prompt is dropped.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompts:
-    """The prompts of files, in the order of the rows, with a report on all rows."""
+    """The prompts of files, in the order of the rows, and a report about skipped, dropped and truncated rows."""
 
     prompts: Sequence[Prompt]
     report: DataReport
@@ -94,7 +95,7 @@ def read_prompts(
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(tuple(first or ())):
             collected.rows_per_file[source.name] += len(chunk.numbers)
-            # If no row can be parsed, there are no fields. Reporting the errors of the rows does not need them.
+            # If no row of the file can be parsed, its fields are unknown. The errors of the rows are reported anyway.
             results = reader.read(chunk, fields or Fields(kind="prompt", columns={}))
             for line, result in zip(chunk.numbers, results, strict=True):
                 collected.add(result, source.name, line, source.unit)
@@ -200,7 +201,7 @@ class _CollectedPrompts:
             )
 
     def _tokens_left(self, length: int, file: str, line: int) -> int:
-        """Return the maximum length of the response to a prompt of `length` tokens; 0 if the prompt is dropped."""
+        """Return the maximum length of a response to a prompt of `length` tokens, or 0 if the prompt is dropped."""
         limit, wanted = self._settings.max_length, self._max_new_tokens
         if limit is None or length + wanted <= limit:
             return wanted

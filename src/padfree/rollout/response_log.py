@@ -269,7 +269,8 @@ def _step_of(path: Path) -> int:
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
     """Return the files that belong to a run resumed at `origin`, each with its first line; oldest first.
 
-    These are the part with this origin, the parts that its first line lists, and the parts whose first line lists it.
+    A part belongs to the run if it has this origin, if the first line of the part with this origin lists it, or if its
+    own first line lists the origin.
     """
     heads = [(path, head) for path in files if (head := _head(path)) is not None]
     own = [head for _, head in heads if _origin_of(head) == origin]

@@ -30,7 +30,7 @@ GREEDY = 0
 
 
 def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the random keys [R] of `responses` [R], which are numbers within the whole global batch `batch`."""
+    """Return the random keys [R] of responses. `responses` [R]: their numbers in the global batch `batch`."""
     values = np.zeros(len(responses), np.uint64)
     for part in (np.uint64(seed), np.uint64(batch), responses.astype(np.uint64)):
         values = splitmix64(values ^ part)
@@ -73,20 +73,22 @@ LARGE = 4096
 
 CANDIDATES = 20.0
 RARE = 2.0**-10
-"""`gumbel_argmax` ignores a token if its probability is below RARE / CANDIDATES and its hash is not in the top RARE."""
+"""`gumbel_argmax` ignores a token if its probability is below RARE / CANDIDATES, unless its hash is among the highest:
+a fraction of RARE of all hashes.
+"""
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tensor:
     """Compute `(scores + gumbel_noise(keys, position, V)).argmax(1)`, [R] int64, for log-probabilities [R, V].
 
     On the CPU the noise of a large vocabulary would cost more than the model. There, all tokens are hashed, but the two
-    logarithms are computed only for candidates, the tokens that may have the largest sum. Other tokens cannot have it:
+    logarithms of the noise are computed only for candidates. The sum of score and noise of other tokens has a bound:
 
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)
 
-    If the largest sum is above -log(CANDIDATES), it therefore belongs to a candidate. Only once in exp(CANDIDATES),
-    about 5e8, samples it is not above that bound; then all V tokens are compared. The result is always exact.
+    If the largest sum of the candidates is above this bound, it is therefore the largest sum of all tokens. It is below
+    the bound about once in exp(CANDIDATES) = 5e8 samples. Then all V tokens are compared. The result is always exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:
@@ -110,8 +112,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
     sums = scores[responses, tokens] + _gumbel(_mixed_on_device(at_position[responses] ^ tokens))
     best, first = _largest(sums.numpy(), responses.numpy(), num_responses)
     sampled = torch.from_numpy(np.append(tokens.numpy(), 0)[first])
-    # If the best sum is this small, a token that is not a candidate may have a larger one, so all tokens are compared.
-    # 1e-3 is far larger than the rounding of a sum. NaN scores are also compared in full.
+    # If the largest sum of the candidates is below the bound, another token may have a larger sum, so all tokens are
+    # compared. 1e-3 is far larger than the rounding of a sum. NaN scores are also compared in full.
     unsure = torch.from_numpy(~(best > 1e-3 - math.log(CANDIDATES)))
     if unsure.any():
         noise = gumbel_noise(keys[unsure], _select(position, unsure), vocabulary)

@@ -1,11 +1,11 @@
-"""Time limits for calls of user functions. A late call raises a UserError.
+"""Call user functions with a time limit. A call that exceeds the limit raises a `UserError`.
 
-    main thread       SIGALRM interrupts the function, e.g. while it sleeps or matches a regular expression
-    other threads     a separate daemon thread runs the function, and is abandoned if it is late
+    called in the main thread    SIGALRM interrupts the function, e.g. while it sleeps or matches a regular expression
+    called in another thread     a new daemon thread runs the function, and is abandoned when the limit is exceeded
 
-A reward function that is called in the main thread runs there, because libraries that grade answers set alarms
-themselves (`signal.alarm`), which is possible in the main thread only. The alarm of such a library replaces this time
-limit.
+In the main thread, a reward function is not moved to a new thread, because libraries that grade answers set alarms
+themselves (`signal.alarm`), which is possible in the main thread only. The alarm of such a library replaces the alarm
+of this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from padfree.errors import UserError, shown_error
 Result = TypeVar("Result")
 
 AGAIN = 1.0
-"""Seconds between repeated alarms: a function may catch the exception of the first alarm."""
+"""Seconds between repeated alarms. The alarm repeats, because the function may catch the exception of the first one."""
 
 
 class _AlarmError(BaseException):
@@ -30,7 +30,7 @@ class _AlarmError(BaseException):
 
 
 def call_within(seconds: float, message: str, function: Callable[..., Result], *args: Any) -> Result:
-    """Return `function(*args)`. Raise a `UserError` with this message if the call takes longer than `seconds`."""
+    """Return `function(*args)`. Raise a `UserError` with the text `message` if the call takes longer than `seconds`."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         return _with_alarm(seconds, message, function, *args)
     return _in_thread(seconds, message, function, *args)
@@ -87,7 +87,7 @@ def _in_thread(seconds: float, message: str, function: Callable[..., Result], *a
 
 
 def shown_safely(error: BaseException) -> str:
-    """Return the result of `shown_error`, or only the name of the class if the error's own `__str__` fails."""
+    """Return the first line of the error, or only the name of its class if its `__str__` raises an exception."""
     try:
         return shown_error(error)
     except Exception:

@@ -1,14 +1,17 @@
 """Check token ids and responses from user code, agents and servers, at the point where they arrive.
 
-    an agent's call    prompt: [1, 2, 999999]        status 400; the episode continues      (environment.gateway)
-    an environment     policy.add([999999])          the episode fails                      (environment.episode_policy)
-    text of either     a tokenizer may have more tokens than the model has embeddings       (environment.episode_policy)
-    a user's engine    Response(tokens=[-1], ...)    the run ends with a UserError          (engines)
-    a server           "token_ids": [true]           the request is retried                 (engines.servers)
+    source             invalid input                 consequence                            checked in
+    an agent's call    prompt: [1, 2, 999999]        status 400; the episode continues      environment.gateway
+    an environment     policy.add([999999])          the episode fails                      environment.episode_policy
+    a user's engine    Response(tokens=[-1], ...)    the run ends with a UserError          engines
+    a server           "token_ids": [true]           the request is retried                 engines.servers
+
+Text from agents and environments is checked after it is tokenised (`environment.episode_policy`), because a tokenizer
+may have more tokens than the model has embeddings.
 
 A token id outside of the embedding matrix crashes a GPU process without a useful message, so no such id may enter a
 batch. Ids that the tokenizer does not have, but the padded embedding matrix has, are allowed: the policy can sample
-them, and a program may send them back.
+them, and an agent may send them back.
 """
 
 from __future__ import annotations
@@ -41,34 +44,37 @@ def tokenizer_size(tokenizer: Any) -> int:
 
 
 def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
-    """Return the ids as Python integers. Raise a `UserError` unless they are a flat list of 0 to `vocabulary - 1`.
+    """Return token ids as Python integers.
 
-    `what`: what the message calls them.
+    Raise a `UserError` unless `ids` is a flat list of integers from 0 to `vocabulary - 1`. `what`: the name of the ids
+    in the error message.
     """
     if isinstance(ids, np.ndarray) or type(ids).__module__ == "torch":
         ids = ids.tolist()
     if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray, memoryview)):
-        raise UserError(f"{what}", f"{shown(ids)}", "give a list of token ids")
+        raise UserError(f"{what}", f"{shown(ids)} is not a list of token ids", "give a list of integers")
     found = list(ids)
     for index, token in enumerate(found):
         if type(token) is not int:
             if not isinstance(token, np.integer):
-                raise UserError(f"{what}", f"{shown(token)} at index {index}", "give token ids, which are integers")
+                raise UserError(
+                    f"{what}", f"{shown(token)} at index {index} is not an integer", "give token ids as integers"
+                )
             token = found[index] = int(token)
         if not 0 <= token < vocabulary:
             raise UserError(
                 f"{what}",
-                f"token id {shown(token)} at index {index}",
+                f"the token id {shown(token)} at index {index} is out of range",
                 f"give ids from 0 to {vocabulary - 1}, for which the model has embeddings",
             )
     return found
 
 
 def checked_response(response: Any, request: SamplingRequest, vocabulary: int, what: str, *, whole: bool) -> Response:
-    """Check a response of a user's engine, and return it. Raise a `UserError` if it is invalid.
+    """Return the response of a user's engine. Raise a `UserError` if the response is invalid.
 
-    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `what`: the engine's name in
-    the message.
+    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `what`: the name of the
+    engine in the error message.
     """
 
     def need(right: bool, problem: str, fix: str) -> None:

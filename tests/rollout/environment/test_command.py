@@ -19,9 +19,12 @@ def test_placeholders_are_replaced_by_columns() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("{qestion}", r"rollout.agent: \{qestion\}, but d.jsonl:3 has question, .*; did you mean \{question\}\?"),
-        ("x{xyz}", r"rollout.agent: \{xyz\}, but d.jsonl:3 has .*; name a column that every row has"),
-        ("{empty}", r"rollout.agent: \{empty\}, but d.jsonl:3 has no value in that column"),
+        (
+            "{qestion}",
+            r"rollout.agent: contains \{qestion\}, but d.jsonl:3 has question, .*; did you mean \{question\}\?",
+        ),
+        ("x{xyz}", r"rollout.agent: contains \{xyz\}, but d.jsonl:3 has .*; name a column that every row has"),
+        ("{empty}", r"rollout.agent: contains \{empty\}, but d.jsonl:3 has no value in that column"),
     ],
 )
 def test_a_column_that_a_row_does_not_have(argument: str, message: str) -> None:

@@ -110,7 +110,7 @@ FAILURES = {
     "k": r"took more than 0.7 s \(rollout.episode_timeout\)",
     "n": "raised ValueError: could not convert string to float: 'x'",
     "o": "returned the answer 7 for",
-    "p": "generate with max_tokens 1.5; give an integer",
+    "p": "calls generate with max_tokens=1.5; give an integer",
     "r": "has requested tokens 50 times",
     "s": "raised StopAsyncIteration",
     "t": "raised ",

@@ -218,7 +218,7 @@ def test_a_stream() -> None:
         ({"messages": []}, "chat/completions", 400, "messages: a list of 0; give a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat/completions", 400, "is not text"),
         ([1], "chat/completions", 400, "the body is not a JSON object"),
-        ({"prompt": ["a", "b"]}, "completions", 400, "prompt: 'a' at index 0; give token ids, which are integers"),
+        ({"prompt": ["a", "b"]}, "completions", 400, "prompt: 'a' at index 0 is not an integer; give token ids"),
         ({}, "embeddings", 404, "no route POST /v1/embeddings"),
     ],
 )

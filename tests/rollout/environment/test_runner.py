@@ -200,8 +200,8 @@ FAILURES = {
     "n": "returned null for 'rows.jsonl:n'; return policy.trajectory",
     "i": "returned the reward nan for 'rows.jsonl:i'; return a finite number",
     "e": "rollout.reward: is not set, and tests:episode returned no reward for 'rows.jsonl:e'; set rollout.reward",
-    "c": "two concurrent calls of generate on one branch; use policy.branch",
-    "z": "generate with max_tokens 0; give 1 or more",
+    "c": "makes two concurrent calls of generate on one branch; call generate on a separate policy.branch",
+    "z": "calls generate with max_tokens=0; give 1 or more",
 }
 
 
@@ -229,7 +229,7 @@ def test_an_episode_that_samples_nothing() -> None:
     async def episode(task: Prompt, policy: Policy) -> Trajectory:
         return policy.trajectory(1.0)
 
-    with pytest.raises(ValueError, match=r"sampled no tokens for 'rows.jsonl:p'; call await policy.generate"):
+    with pytest.raises(ValueError, match=r"sampled no tokens for 'rows.jsonl:p'; await policy.generate"):
         play(episode, {}, prompt("p"))
 
 
@@ -238,7 +238,7 @@ def test_a_reward_of_the_episode_and_of_the_settings() -> None:
         await policy.generate()
         return policy.trajectory(1.0)
 
-    with refused("rollout.reward", "'tests:reward' is set, but tests:episode returned a reward for .*; remove one"):
+    with refused("rollout.reward", "'tests:reward' is set, but tests:episode returned a reward for .*; remove roll"):
         play(episode, {"p": "a$"}, prompt("p"), reward=lambda answer, row: 1.0)
     (played,) = play(one_turn, {"p": "ab$"}, prompt("p"), reward=lambda answer, row: float(answer == "ab"))
     assert played.rewards == (1.0,)

@@ -45,7 +45,7 @@ def test_other_weights_are_rejected() -> None:
 
 def test_sampled_tokens_at_another_temperature_are_rejected() -> None:
     with pytest.raises(
-        ValueError, match=r"sampled tokens differ by 0.5 per token .* start it with --logprobs-mode processed"
+        ValueError, match=r"sampled tokens differ by 0.5 per token .* start the server with --logprobs-mode processed"
     ):
         Canary(0.1, VllmServer).check("http://a", scores(TRAINER, -1.0), scores(TRAINER, -1.5), 3)
 

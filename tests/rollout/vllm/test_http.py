@@ -114,7 +114,7 @@ def test_answers_of_a_server_that_is_not_vllm(status: int, answer: Any, line: st
         with pytest.raises(ServerLostError, match=line) as caught:
             asyncio.run(VllmServer(url, 5.0).version())
         assert "\n" not in str(caught.value)
-        with pytest.raises(ValueError, match=rf"{line}.*; start it, or correct rollout.servers$") as caught:
+        with pytest.raises(ValueError, match=rf"{line}.*; start the server, or correct rollout.servers$") as caught:
             asyncio.run(check_servers([VllmServer(url, 5.0)], served_of()))
         assert "\n" not in str(caught.value)
 
@@ -154,10 +154,10 @@ def test_errors_that_only_the_user_can_fix() -> None:
     sampling = SamplingSettings(temperature=1.0, stops=(), vocabulary=1)
     with (
         serving(given()) as (url,),
-        pytest.raises(ValueError, match=r"sampled token \d+ with a vocabulary of 1; start it"),
+        pytest.raises(ValueError, match=r"sampled token \d+ with a vocabulary of 1; start the server"),
     ):
         asyncio.run(VllmServer(url, 5.0).respond(REQUEST, sampling, model="policy", version=4, salt="run"))
-    line = r"ends responses at token \d+, .*; start it with --generation-config vllm"
+    line = r"ends responses at token \d+, .*; start the server with --generation-config vllm"
     with serving(given(stops=tuple(range(1, 50)))) as (url,), pytest.raises(ValueError, match=line):
         complete(url, request=SamplingRequest(tokens=REQUEST.tokens, max_new_tokens=6, key=5))
     with serving(given(max_model_len=8)) as (url,), pytest.raises(ValueError, match=r"rejected /v1/completions \(400"):
@@ -198,14 +198,14 @@ class OtherTokenizer:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"vocabulary": 45}, "rejects token 45, but the model of this run has 46 tokens; start it with the model"),
-        ({"vocabulary": 47}, "accepts token 46, but the model of this run has 46 tokens; start it with the model"),
+        ({"vocabulary": 45}, "rejects token 45, but the model of this run has 46 tokens; start the server with"),
+        ({"vocabulary": 47}, "accepts token 46, but the model of this run has 46 tokens; start the server with"),
         (
             {"tokenizer": OtherTokenizer()},
-            "has a different tokenizer than this run; start it with the model of model.path",
+            "has a different tokenizer than this run; start the server with the model of model.path",
         ),
-        ({"backend": "nccl"}, "has the weight transfer backend 'nccl'; start it with VLLM_SERVER_DEV_MODE=1 and"),
-        ({"missing": {"/weight_info"}}, "has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"),
+        ({"backend": "nccl"}, "has the weight transfer backend 'nccl'; start the server with VLLM_SERVER_DEV"),
+        ({"missing": {"/weight_info"}}, "has no route /weight_info; start the server with VLLM_SERVER_DEV_MODE=1"),
         ({"missing": {"/v1/models"}}, "has no route /v1/models; set the URL of a vLLM server"),
     ],
 )
@@ -229,5 +229,5 @@ def test_logprobs_that_ignore_the_temperature() -> None:
     fake = FakeVllm(vocabulary=46)
     fake.logprobs_mode = "raw_logprobs"
     assert check(fake) == "policy", "at temperature 1 both modes are equal"
-    with pytest.raises(ValueError, match=r"reports raw_logprobs, which ignore loss.temperature \(0.5\); start it with"):
+    with pytest.raises(ValueError, match=r"reports raw_logprobs, which ignore loss.temperature \(0.5\); start"):
         check(fake, temperature=0.5)

@@ -198,9 +198,7 @@ class OtherSizes(FakeVllm):
 def test_a_server_of_another_model_ends_the_run_at_once(model_folder: Path, tmp_path: Path) -> None:
     plain = fake_of(model_folder)
     fake = OtherSizes(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
-    line = (
-        r"/update_weights answered 500 \(the sizes of a layer are others\), 3 times; start it with the model of model"
-    )
+    line = r"/update_weights answered 500 \(the sizes of a layer are others\), 3 times; start the server with the"
     with serving(fake) as (url,), pytest.raises(ValueError, match=line) as caught:
         train(make_config(tmp_path / "run", model_folder, servers=[url]))
     assert "\n" not in str(caught.value)
@@ -416,7 +414,7 @@ def test_a_command_that_never_becomes_a_server(launchers: None, model_folder: Pa
     }
     line = (
         r"rollout.launch: http://127.0.0.1:\d+ ended with status 1 before it answered, 3 times "
-        r"\(SomeError: no such option\); correct rollout.launch.command, its output is in .*0.log"
+        r"\(SomeError: no such option\); correct rollout.launch.command \(the output of the server is in .*0.log\)"
     )
     with pytest.raises(ValueError, match=line):
         train(make_config(tmp_path / "run", model_folder, launch=never))
@@ -475,7 +473,7 @@ def test_no_server_outlives_a_start_that_fails(
     with serving(fake) as urls:
         config = make_config(tmp_path / "run", model_folder, launch=launch_of(urls))
         fake.missing = {"/weight_info"}
-        with pytest.raises(ValueError, match="has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(ValueError, match="has no route /weight_info; start the server with VLLM_SERVER_DEV_MODE=1"):
             train(config)
         assert no_server_is_left()
         fake.missing = set()

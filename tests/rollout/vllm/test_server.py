@@ -321,14 +321,14 @@ def test_a_server_of_something_else(server: VllmServer, folder: Path, tmp_path: 
             tokens - 1,
             f"accepts token {tokens - 1}, but the model of this run has {tokens - 1} tokens;",
         ),
-        (server, Backwards(tokenizer), tokens, "has a different tokenizer than this run; start it with the model of"),
-        (beside, tokenizer, tokens, "/beside has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"),
+        (server, Backwards(tokenizer), tokens, "has a different tokenizer than this run; start the server with"),
+        (beside, tokenizer, tokens, "/beside has no route /weight_info; start the server with VLLM_SERVER_DEV_MODE=1"),
     ):
         served = replace(served_model(config, trained, ours), vocabulary=vocabulary)
         with pytest.raises(ValueError, match=line) as caught:
             asyncio.run(check_servers([asked], served))
         assert "\n" not in str(caught.value)
-    line = r"/update_weights answered 500 \(.*\), 3 times; start it with the model of model.path"
+    line = r"/update_weights answered 500 \(.*\), 3 times; start the server with the model of model.path"
     with pytest.raises(ValueError, match=line) as caught:
         train(make_config(folder, tmp_path / "wide", model={"path": str(folder / "wide")}, rollout=given))
     assert "\n" not in str(caught.value)

@@ -1,9 +1,15 @@
 """Which groups of prompts a batch samples, and which of them it trains on (`rollout.filter`).
 
-    groups    own             spare               "equal": the batch takes the groups whose rewards differ, in this
-              0   1   2   3   4   5   6   ...     order, until it is full. If there are too few of them within
-    rewards   01  00  01  11  10  11              `rollout.filter_bound`, the first of the other groups fill it
-    chosen    0       2       4                   3 of 4 are found: group 6 is sampled next. At the bound: 0 1 2 4
+A filter replaces groups whose rewards are all equal by spare groups. A batch of 4 groups with 2 responses each:
+
+    groups    own             spare
+              0   1   2   3   4   5   6   ...
+    rewards   01  00  01  11  10  11
+    chosen    0       2       4
+
+The batch needs one more group whose rewards differ, so group 6 is sampled next. A batch samples at most
+`rollout.filter_bound` times as many groups as it trains on. If it finds no other group within this bound, the first
+group with equal rewards fills it, and it trains on groups 0 1 2 4.
 
 Spare groups have other prompts of the data, in an order given by the seed and the batch number. The choice depends only
 on the sampled responses. It does not depend on when groups were requested, or on how many were requested at a time.
@@ -102,5 +108,5 @@ class Candidates:
         return {
             "groups_requested": float(self.num_requested),
             "groups_equal": float(self.num_requested - different),  # groups whose rewards are all equal
-            "groups_surplus": float(max(different - self._wanted, 0)),  # groups with a signal that are not needed
+            "groups_surplus": float(max(different - self._wanted, 0)),  # groups whose rewards differ, beyond the batch
         }

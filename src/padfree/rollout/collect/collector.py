@@ -1,7 +1,10 @@
 """Turn the groups of a global batch into samples, for any engine and any kind of episode.
 
+`Collector.put` queues a batch and `Collector.take` returns its samples. For batch 7 with 3 episodes for each of the
+prompts p and q:
+
     put 7     groups (p p p) (q q q)     episodes 0 1 2 | 3 4 5, divided over all ranks
-              response log, checkpoint   episodes found there are not sampled again
+              known episodes             those in the checkpoint or the response log are not sampled again
     take 7    episodes                   played by `ResponseWriter` (one turn) or `EpisodeRunner` (an environment)
               rewards                    a function runs on the rank of the episode; a reward model runs on all ranks
               filter                     optionally replaces groups whose rewards are all equal (`candidates`)
@@ -99,11 +102,11 @@ class Collector:
     ) -> None:
         """Create a collector.
 
-        `loss` gives the temperature and the updates per batch, `run` the seed and the folder. `sampler` is a `Sampler`,
-        or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts` are all prompts of the run, for
-        `rollout.filter`. `vocabulary` is the size of the model's embedding matrix: an environment may not
-        add other token ids. `chat` renders the messages of environments. `response_log` stores responses until a
-        checkpoint holds them.
+        `loss` gives the temperature and the updates per batch, `run` gives the seed and the folder. `sampler` is a
+        `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts` are all prompts of the run, for
+        `rollout.filter`. `vocabulary` is the size of the model's embedding matrix: an environment may not add other
+        token ids. `chat` renders the messages of environments. `response_log` stores responses until a checkpoint holds
+        them.
         """
         self.settings, self.mesh, self.sampler, self._seed = settings, mesh, sampler, run.seed
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary)
@@ -124,7 +127,7 @@ class Collector:
         self._failures = ResponseExamples(folder / FAILURES) if first else None
 
     def sync_weights(self, trained: PreTrainedModel, version: int) -> None:
-        """Send the weights of `trained` to the sampler, which samples from them from now on."""
+        """Send the weights of `trained` to the sampler. From now on, it samples from these weights."""
         begin = time.perf_counter()
         self.sampler.update_weights(trained, version)
         rest = {"sampling": 0.0} if self._async else {"rewards": 0.0, "waiting": 0.0}
@@ -201,9 +204,10 @@ class Collector:
         reward: Reward | None = None,
         on_sampling: OnSampling | None = None,
     ) -> list[EpisodeOutcome]:
-        """Play one evaluation episode for each prompt of the groups, with the given random keys, in order.
+        """Play one evaluation episode for each prompt of the groups. Return the outcomes in the order of the prompts.
 
-        `reward` replaces the reward of the run. A failed episode has reward 0.
+        `keys` are the random keys of the episodes. `reward` replaces the reward of the run. A failed episode has
+        reward 0.
         """
         self.sampler.update_weights(trained, version)
         candidates = Candidates(0, groups, self.settings, self._spare)
@@ -233,7 +237,10 @@ class Collector:
     # Episodes
 
     def _request(self, queued: QueuedBatch, requested: range) -> None:
-        """Request this rank's share of these groups, except what the checkpoint or the response log holds."""
+        """Request this rank's share of the episodes of these groups.
+
+        Episodes that the checkpoint or the response log holds are not requested again.
+        """
         groups = queued.candidates.groups
         known: dict[int, Played | Response] = {}
         for index in requested:
@@ -265,7 +272,7 @@ class Collector:
                 self._on_sampling(done, len(plays))
 
         def on_responses(responses: Sequence[tuple[int, Response]]) -> None:
-            with self._change:  # a checkpoint must hold everything that the response log held before it
+            with self._change:  # so that a checkpoint holds every response that was logged before it
                 queued.partial.update(responses)
                 to_log = [
                     (number, prompts[number].tokens, response) for number, response in responses if len(response.tokens)
@@ -290,7 +297,7 @@ class Collector:
     def _play(
         self, queued: QueuedBatch, reward_workers: RewardWorkers | None = None, watch: Watcher | None = None
     ) -> str | None:
-        """Play all requested episodes now. Returns an error message, or None."""
+        """Play all requested episodes now. Return an error message, or None."""
         plays = queued.take_plays()
         watch = watch or self._watcher(queued, plays)
         seconds = self._writer.reward_seconds
@@ -306,9 +313,10 @@ class Collector:
         return None if self.response_log is None else self.response_log.failure
 
     def _wait(self, queued: QueuedBatch) -> str | None:
-        """Wait until this rank's episodes are finished, or the sampler is stuck. Returns an error message, or None.
+        """Wait until this rank's episodes are finished, or the sampler is stuck. Return an error message, or None.
 
-        `sampler.stuck` is read without our lock: a sampler thread may hold its own lock while it waits for ours.
+        `sampler.stuck` is read without holding `self._change`, because a thread of the sampler may hold the lock of the
+        sampler while it waits for `self._change`.
         """
         while not self.sampler.stuck:
             with self._change:
@@ -329,9 +337,10 @@ class Collector:
     def _complete(
         self, queued: QueuedBatch, error: str | None, *, model: bool = True
     ) -> dict[int, EpisodeOutcome] | None:
-        """Gather the outcomes of all episodes of all ranks, by number; None if a rank still waits for the sampler.
+        """Return the outcomes of the episodes of all ranks, by episode number.
 
-        An error on one rank is raised on all ranks. `model`: whether to compute rewards with the reward model.
+        Return None if episodes of a rank are unfinished, because its sampler is stuck. An error on one rank is raised
+        on all ranks. `model`: whether to compute rewards with the reward model, if there is one.
         """
         begin = time.perf_counter()
         by_rank = self._gathered((error, bool(queued.missing)))
@@ -353,9 +362,10 @@ class Collector:
     def _written(
         self, queued: QueuedBatch, signal: Mapping[int, bool], outcomes: Mapping[int, EpisodeOutcome]
     ) -> tuple[list[RolloutGroup], dict[int, int], tuple[int, int]]:
-        """Return the groups to train, the rank of each episode, and the numbers of failed episodes and groups.
+        """Return the groups to train on, the rank of each episode, and the numbers of failed episodes and groups.
 
-        Groups with a failed episode are left out and listed. With several ranks, the leaves are placeholders.
+        Groups with a failed episode are left out, and are listed in the file of failures. With several ranks, the
+        episodes have placeholders in place of their tokens (`sample_exchange`).
         """
         failed, lines = set(), []
         for group in queued.candidates.groups[: queued.candidates.num_requested]:
@@ -370,7 +380,7 @@ class Collector:
             raise UserError(
                 "rollout.on_failure",
                 f"'skip', but every group of batch {queued.batch} failed (the first: {lines[0]['failure']})",
-                f"see {FAILURES} in the run folder",
+                f"correct the failures that {FAILURES} in the run folder lists",
             )
         failures = len(lines), len(failed)
         if self.mesh.loss.size == 1:
@@ -411,9 +421,9 @@ class Collector:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """The state of the queue, to be stored in the `extra` field of a checkpoint. The same on every rank.
+        """Return the state of the queue, for the `extra` field of a checkpoint. It is the same on every rank.
 
-        Empty if `rollout.staleness` is 0, because then nothing is queued.
+        The state is empty if `rollout.staleness` is 0, because then nothing is queued.
         """
         if not self._async:
             return {}
@@ -432,5 +442,5 @@ class Collector:
             self._known.restore(stored_in(extra))
 
     def dropped_reason(self, extra: Mapping[str, Any]) -> str | None:
-        """Why the queue in a checkpoint cannot be used; None if it can, or if it is empty."""
+        """Return the reason why the queue in a checkpoint cannot be used, or None if it can be used or is empty."""
         return dropped_reason(extra, environment_name(self.settings), self.settings.staleness)

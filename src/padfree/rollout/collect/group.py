@@ -1,12 +1,14 @@
 """A group: a prompt, its episodes, and the samples made from them.
 
+Several modules fill in a group:
+
     batcher      RolloutGroup(prompt=p, size=3)                          batches are made of groups
     candidates   first=6                                                 its episodes have numbers 6 7 8 in the batch
     collector    name="rows.jsonl:4 (time 2)", episodes=(6, 7, 8)        a prompt that occurs twice gives two groups
-    samples      one for each leaf of each episode, with `name` as their group; advantages compare them
+    samples      one for each leaf of each episode       `name` becomes `Sample.group`; advantages compare its samples
 
-A leaf is a complete token sequence of an episode; an episode that branches has several. As a sequence, a group is its
-prompt repeated `size` times. Plans and batchers therefore count a group as `size` samples.
+A leaf is a complete token sequence of an episode. An episode that branches has several leaves. `RolloutGroup` is a
+sequence that contains its prompt `size` times. Plans and batchers therefore count a group as `size` samples.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from padfree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. `written_groups` sets `episodes` once they are played, in order of number."""
+    """A prompt with `size` episodes. After they are played, `written_groups` sets `episodes`, in order of number."""
 
     prompt: Prompt
     size: int
@@ -44,7 +46,7 @@ class RolloutGroup(Sequence[Prompt]):
         return range(self.first, self.first + self.size)
 
     def samples(self, settings: RolloutConfig) -> list[Sample]:
-        """Return one sample for each leaf of the episodes. Its reward includes the penalty for overlong responses."""
+        """Return one sample for each leaf of the episodes. The reward of a sample includes the overlong penalty."""
         samples = []
         for index, episode in enumerate(self.episodes, start=1):
             for place, leaf in enumerate(episode.leaves, start=1):
@@ -67,7 +69,10 @@ class RolloutGroup(Sequence[Prompt]):
 
 
 def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played]) -> list[RolloutGroup]:
-    """Return the groups with a unique name and with their episodes. `played`: results of the episodes, by number."""
+    """Return copies of the groups, each with a unique `name` and with the results of its `episodes`.
+
+    `played`: the results of all episodes, by episode number.
+    """
     times: Counter[str] = Counter()
     written = []
     for group in groups:
@@ -81,7 +86,8 @@ def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played])
 def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) -> float:
     """Return the penalty for a leaf with `length` tokens after its prompt.
 
-    It is 0 up to the last `rollout.overlong_buffer` tokens before `max_new_tokens`, and grows linearly inside them.
+    The penalty is 0 up to a length of `max_new_tokens - rollout.overlong_buffer`. From there it grows linearly, to
+    `rollout.overlong_penalty` at `max_new_tokens`.
 
     max_new_tokens 8, buffer 4, penalty 1        length    1 2 3 4 5    6   7    8
                                                  penalty   0 0 0 0 0.25 0.5 0.75 1

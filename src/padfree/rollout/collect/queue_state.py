@@ -1,9 +1,10 @@
-"""Checkpoint state of the queued batches (`rollout.staleness` above 0).
+"""Checkpoint state of the queued batches (`rollout.staleness` above 0). It is a dict:
 
-    "queue"            for each episode: batch, number, failure and leaves (length, reward, text and so on);
-                       for each partial response: "begun" with its length
-    "queue/tokens"     [Σn] tokens of all leaves and partial responses, concatenated; "queue/logprobs" and
-                       "queue/versions" likewise, with version -1 for tokens that were not sampled
+    "queue"            for each finished episode: batch, number, failure and leaves (length, reward, text, ...);
+                       for each partial response: batch, number and "begun" (its length, ...)
+    "queue/tokens"     [Σn] token ids of all leaves and partial responses, concatenated
+    "queue/logprobs"   [Σn] log-probabilities of these tokens
+    "queue/versions"   [Σn] policy versions of these tokens, -1 for tokens that were not sampled
     "queue/of"         the name of the environment; the episodes of another environment are not restored
 
 Unfinished episodes of an environment are not stored, because the state of their tools cannot be saved.
@@ -96,7 +97,7 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
 
 
 def dropped_reason(extra: Mapping[str, Any], environment: str, staleness: int) -> str | None:
-    """Return the reason why this run cannot use the queue in a checkpoint; None if it can, or if the queue is empty."""
+    """Return why this run cannot use the queue in a checkpoint, or None if it can or if the queue is empty."""
     if not (extra.get(KEY) or extra.get("episodes")):  # "episodes": an earlier format
         return None
     if not staleness:
@@ -111,10 +112,10 @@ def _leaf(facts: Mapping[str, Any], tokens: Any, logprobs: Any, versions: Any) -
 
 
 class KnownEpisodes:
-    """The episodes and responses of an earlier start that a checkpoint or the response log holds."""
+    """Episodes and responses that were sampled before a resume, from the checkpoint and the response log."""
 
     def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
-        """`oldest`: the maximum age of a token in steps. `continues`: the sampler can continue a partial response."""
+        """`oldest`: maximum age of a token, in steps. `continues`: whether the sampler continues partial responses."""
         self._response_log, self._oldest, self._continues = response_log, oldest, continues
         self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
         self._dropped = self._from_log = 0  # number of groups, and number of responses
@@ -123,9 +124,10 @@ class KnownEpisodes:
         self.restored = {(batch, number): one for batch, number, one in stored}
 
     def find(self, batch: int, group: RolloutGroup, *, version: int) -> dict[int, Played | Response]:
-        """The known episodes and responses of a group that is trained at policy version `version`, by episode number.
+        """Return the known episodes and responses of a group, by episode number.
 
-        Empty if some of their tokens would be too old when the batch is trained.
+        `version`: the policy version at which the group is trained. If some of the tokens would then be too old, the
+        group is counted as dropped and the result is empty.
         """
         found: dict[int, Played | Response] = {}
         for number in group.numbers:
@@ -146,7 +148,7 @@ class KnownEpisodes:
         return found
 
     def take_counts(self) -> tuple[int, int]:
-        """The numbers of dropped groups and of responses from the log since the last call."""
+        """Return the numbers of dropped groups and of responses from the log since the last call."""
         counts = self._dropped, self._from_log
         self._dropped = self._from_log = 0
         return counts

@@ -1,8 +1,10 @@
 """A batch between `put` and `take` of the collector, and the outcomes of its episodes.
 
-groups      (p p p) (q q q)        episodes 0 1 2 | 3 4 5, divided over all ranks (`owners_of`)
-outcomes    0 1 0   1 1 1          rewards by episode number, merged from all ranks: every rank knows them
-signal      yes     no             whether the rewards of a group differ
+For a batch with 3 episodes for each of the prompts p and q:
+
+    groups      (p p p) (q q q)        episodes 0 1 2 | 3 4 5, divided over all ranks (`owners_of`)
+    outcomes    0 1 0   1 1 1          rewards by episode number; every rank knows those of all ranks
+    signal      yes     no             whether the rewards of a group differ
 """
 
 from __future__ import annotations
@@ -57,20 +59,20 @@ class QueuedBatch:
 
 
 def owners_of(groups: Sequence[RolloutGroup], requested: range, world: int) -> list[list[int]]:
-    """Divide the episodes of the requested groups over ranks: the episode numbers of each rank."""
+    """Divide the episodes of the requested groups over `world` ranks. Return the episode numbers of each rank."""
     first = groups[requested.start].first if requested else 0
     parts = divided([(len(groups[index]), len(groups[index].prompt.tokens)) for index in requested], world)
     return [[first + offset for offset in part] for part in parts]
 
 
 def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
-    """Divide responses over `world` ranks; `groups` are (number of responses, number of prompt tokens).
+    """Divide responses over `world` ranks. Return the response numbers of each rank.
 
-    Returns the response numbers of each rank. Shares differ by at most one response, and a group is split only at the
-    end of a share. Groups with prompts of similar length go to different ranks, so that every rank gets prompts of all
-    lengths.
+    `groups`: (number of responses, number of prompt tokens) of each group. The shares of two ranks differ by at most
+    one response, and a group is split only at the end of a share. Groups with prompts of similar length go to different
+    ranks, so that every rank gets prompts of all lengths.
 
-        3 groups of 2, world 2      numbers  0 1 | 2 3 | 4 5        shares  0 1 4 | 5 2 3
+        3 groups of 2 responses, world 2      numbers  0 1 | 2 3 | 4 5        shares  0 1 4 | 5 2 3
     """
     firsts = np.cumsum([0, *(count for count, _ in groups)])
     by_length = sorted(range(len(groups)), key=lambda group: (groups[group][1], group))
@@ -80,7 +82,7 @@ def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
 
 
 def outcomes_of(queued: QueuedBatch) -> dict[int, EpisodeOutcome]:
-    """The outcomes of this rank's episodes, by number."""
+    """Return the outcomes of this rank's episodes, by number."""
     return {
         number: EpisodeOutcome(one.rewards, one.failure, one.num_tokens, one.ended)
         for number, one in queued.played.items()
@@ -88,7 +90,7 @@ def outcomes_of(queued: QueuedBatch) -> dict[int, EpisodeOutcome]:
 
 
 def signals_of(candidates: Candidates, outcomes: Mapping[int, EpisodeOutcome]) -> dict[int, bool]:
-    """For each requested group, whether its rewards differ."""
+    """Return, for each requested group, whether its rewards differ."""
     signal = {}
     for index, group in enumerate(candidates.groups[: candidates.num_requested]):
         signal[index] = len({reward for number in group.numbers for reward in outcomes[number].rewards}) > 1
@@ -96,7 +98,7 @@ def signals_of(candidates: Candidates, outcomes: Mapping[int, EpisodeOutcome]) -
 
 
 def merged(parts: Iterable[Mapping[int, EpisodeOutcome]]) -> dict[int, EpisodeOutcome]:
-    """The outcomes of all ranks in one mapping."""
+    """Return the outcomes of all ranks in one mapping."""
     return {number: one for part in parts for number, one in part.items()}
 
 

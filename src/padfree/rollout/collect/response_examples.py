@@ -1,4 +1,4 @@
-"""`rollouts.jsonl` in the run folder: a few responses of each batch, for inspection."""
+"""`rollouts.jsonl` in the run folder, with a few responses of each batch, and the list of failed episodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from padfree.rollout.environment.play import Played
 
 
 class ResponseExamples:
-    """A JSON Lines file with a batch number in each line. A resumed run removes the lines of batches it repeats."""
+    """A JSON Lines file with a batch number in each line. A resumed run removes lines of batches that it repeats."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

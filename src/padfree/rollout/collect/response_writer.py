@@ -1,10 +1,10 @@
-"""Play single-turn episodes: a prompt, a response, a reward. They need no coroutines.
+"""Play single-turn episodes: a prompt, a response, a reward. Such episodes need no coroutines.
 
     play      requests p0 p1 p2 q0 q1 q2 -> one call of `Sampler.sample` -> rewards in order, in the main thread
     begin     requests -> `AsyncSampler.begin` -> a thread computes the reward of each response as it arrives
 
-Threads compute the rewards if a single reward may fail or hang without ending the run (`rollout.on_failure=skip`), or
-if batches are sampled ahead. Processes compute them if `rollout.reward_processes` is set.
+`play` also computes rewards in threads if the run continues when a reward fails or hangs (`rollout.on_failure=skip`).
+If `rollout.reward_processes` is set, processes compute the rewards instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ResponseWriter:
         reward_workers: RewardWorkers | None = None,
         watch: Watcher | None = None,
     ) -> list[Played]:
-        """Play these episodes and return the results in order. Every rank calls this with its own episodes.
+        """Play `plays` and return the results in order. Every rank calls this method with its own episodes.
 
         `gather` gathers an object from all ranks. `reward_workers` replaces the workers of this writer if it is given.
         """
@@ -86,7 +86,7 @@ class ResponseWriter:
         return played
 
     def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
-        """Queue these episodes after the earlier ones, and return at once. The sampler must be an `AsyncSampler`.
+        """Append `plays` to the sampler's queue and return without waiting. The sampler must be an `AsyncSampler`.
 
         `watch` has callbacks for responses and finished episodes.
         """
@@ -124,15 +124,15 @@ class ResponseWriter:
         self._thread.close(self._reward_workers.close)
 
     def _supported(self, **callbacks: Any) -> dict[str, Any]:
-        """Return those of the callbacks that this sampler's `sample` accepts. A user's sampler may not accept all."""
+        """Return the callbacks that `sample` of the sampler has as parameters. A user's sampler may lack some."""
         parameters = inspect.signature(self._sampler.sample).parameters
         return {name: callback for name, callback in callbacks.items() if name in parameters}
 
     def _leaf(self, play: Play, response: Response) -> Leaf:
         """Return the leaf (token sequence and text) of a single-turn episode.
 
-        The text keeps all special tokens except the stop token: the policy could exploit tokens that the reward does
-        not see.
+        The text keeps all special tokens except the stop token, because the policy could exploit tokens that the reward
+        does not see.
         """
         text = self.chat_tokenizer.decode(response.tokens[:-1] if response.ended else response.tokens)
         return leaf_of_response(play.prompt, response, text)
@@ -179,7 +179,7 @@ class ResponseWriter:
 def make_writer(
     settings: RolloutConfig, sampler: Sampler, chat_tokenizer: ChatTokenizer, *, temperature: float
 ) -> ResponseWriter | EpisodeRunner:
-    """Make the object that plays episodes: those of an environment, or single turns."""
+    """Make the object that plays episodes: an `EpisodeRunner` for an environment, else a `ResponseWriter`."""
     runner = RunnerSettings(
         name=environment_name(settings),
         max_concurrent=settings.max_concurrent,

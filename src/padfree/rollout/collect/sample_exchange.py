@@ -7,11 +7,11 @@
 In place of the tokens, every rank holds placeholder ids. A placeholder sample has the length, the last token and the
 shared prefixes of the real sample. A plan with shared prefixes therefore needs no token ids:
 
-    prompt p q      samples        p q 5 6 0 | p q 5 7 | p q 8 9 0       shared with the previous one   - 3 2
-                    placeholders   p q A A 0 | p q A 7 | p q C C 0       A, C: larger than any token id
+    samples with the prompt p q     p q 5 6 0 | p q 5 7 | p q 8 9 0       tokens shared with the previous sample: - 3 2
+    their placeholders              p q A A 0 | p q A 7 | p q C C 0       A, C: larger than any token id
 
-Each rank compares the prefixes of its own samples. If two ranks sampled parts of one group, the samples of one rank
-share only the prompt with those of the other.
+Each rank compares the prefixes of its own samples. If two ranks sampled parts of one group, the plan assumes that
+samples of different ranks share only the prompt.
 """
 
 from __future__ import annotations
@@ -178,7 +178,10 @@ class SampleStore:
         self.received = 0  # bytes received from other ranks
 
     def fetch(self, wanted: Sequence[Iterable[int]]) -> None:
-        """Send each rank the samples that it needs. `wanted[rank]`: sample indices, the same on every rank."""
+        """Send each rank the samples that it needs.
+
+        `wanted[rank]`: the indices of the samples that a rank needs. Every rank passes the same `wanted`.
+        """
         rank, size = self._mesh.loss.rank, self._mesh.loss.size
         missing = [sorted(set(one) - held) for one, held in zip(wanted, self._held, strict=True)]
         for one, held in zip(missing, self._held, strict=True):
@@ -233,7 +236,7 @@ class TravellingSample(Sample):
 
 
 def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own: Mapping[int, Arrays]) -> list[Sample]:
-    """Wrap samples with placeholder tokens, so that their real tokens can be fetched later. Collective.
+    """Wrap samples that have placeholder tokens, so that their real tokens can be fetched later. Collective.
 
     `owners[i]`: the rank that sampled sample i. `own`: the real arrays of the samples of this rank, by sample index.
     """
@@ -253,7 +256,10 @@ def travelling_samples(
     owners: Mapping[int, int],
     own: Mapping[int, Played],
 ) -> list[Sample]:
-    """Wrap the samples of these groups, one for each leaf. `owners`, `own`: see `known_to_all`. Collective."""
+    """Wrap the samples of these groups, one for each leaf, as `travelling` does. Collective.
+
+    `owners`: the rank that played each episode. `own`: the episodes that this rank played. Both are by episode number.
+    """
     leaves = [
         (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))
     ]

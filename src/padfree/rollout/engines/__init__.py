@@ -1,8 +1,11 @@
 """Make the sampler named by `rollout.engine`. Its module is imported on demand.
 
-in_process, vllm     built in (`config.choices.SAMPLING_ENGINES`); all but the first use inference servers (`servers`)
-module:function      a user's function with the arguments of `make_sampler` that returns a `Sampler`; the responses of
-                     this sampler are checked (`CheckedSampler`)
+in_process           built in: samples in the training process
+vllm                 built in: samples on inference servers (`servers`)
+module:function      a user's function with the arguments of `make_sampler`, which returns a `Sampler`; `CheckedSampler`
+                     checks the responses of this sampler
+
+`config.choices.SAMPLING_ENGINES` lists the built-in engines.
 """
 
 from __future__ import annotations
@@ -49,10 +52,10 @@ def check_engine_name(name: str) -> None:
 
 
 def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score) -> Sampler:
-    """Make the sampler named by `rollout.engine`; an `AsyncSampler` if `rollout.staleness` is above 0. Collective.
+    """Make the sampler named by `rollout.engine`. If `rollout.staleness` is above 0, it is an `AsyncSampler`.
 
-    `trained` is the model whose weights the sampler will receive. `score` computes the trainer's log-probabilities,
-    with which the sampler can verify that the weights have arrived.
+    `trained` is the model whose weights the sampler will receive. `score` computes the trainer's log-probabilities. The
+    sampler can compare them with its own, to verify that the weights have arrived. Collective.
     """
     name, staleness = config.rollout.engine, config.rollout.staleness
     sampler: Any
@@ -78,7 +81,7 @@ def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer
 
 @contextmanager
 def _user_code(name: str) -> Iterator[None]:
-    """Context manager: an exception of the user's engine `name` becomes a `UserError`. It is not a bug in padfree."""
+    """Turn an exception of the user's engine `name` into a `UserError`, because it is not a bug in padfree."""
     try:
         yield
     except (UserError, PeerLostError, torch.OutOfMemoryError):
@@ -139,7 +142,7 @@ class CheckedSampler:
 
 
 class CheckedAsyncSampler(CheckedSampler):
-    """Wraps a user's `AsyncSampler` and checks its responses. The error of an invalid response becomes `failure`."""
+    """Wraps a user's `AsyncSampler` and checks its responses. `failure` is then the error of an invalid response."""
 
     _wrong: Exception | None = None
 
@@ -157,8 +160,7 @@ class CheckedAsyncSampler(CheckedSampler):
             try:
                 self._checked(response, requests[index], whole=False)
             except UserError as error:
-                # A thread of the engine runs this function. The error is stored in `failure`, which the main thread
-                # reads.
+                # A thread of the engine runs this function, so the error is stored. The main thread reads `failure`.
                 self._wrong = self._wrong or error
                 return
             on_response(index, response)

@@ -4,10 +4,10 @@ The policy version of a response is the version of the server's weights, which i
 after the response. Versions never repeat, and a connection does not survive a restart of the server. If both versions
 agree, all tokens were therefore sampled from those weights.
 
-vLLM can also freeze requests during a pause and continue them afterwards (`keep`). This is not used, because the
-version of each token would be unknown. Later tokens could also attend to keys and values of old weights; their
-log-probabilities would then belong to no policy. Instead a pause aborts the requests (`abort`), and the new weights
-prefill the partial responses.
+vLLM can also freeze requests during a pause and continue them afterwards (pause mode `keep`). This mode is not used,
+because the version of each token would be unknown. Later tokens could also attend to keys and values of old weights, so
+that their log-probabilities would not belong to any policy. Instead a pause aborts the requests (mode `abort`), and the
+new weights prefill the partial responses.
 
 `vllm_plugin` is the part that runs inside the server.
 """
@@ -35,8 +35,8 @@ from padfree.rollout.engines.servers.server_api import (
 from padfree.rollout.engines.servers.start import make_server_sampler
 from padfree.rollout.sampling_rng import GREEDY
 
-START = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "padfree"}\''
-LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+START = 'start the server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "padfree"}\''
+LORA = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 COMPLETIONS = "/v1/completions"
 
 _OWN_WEIGHTS = "default"  # version of the weights that vLLM loaded itself
@@ -55,11 +55,11 @@ class VllmServer(HttpServer):
     takes_adapters = True
     complete_name = COMPLETIONS
     fix_route = START
-    fix_stops = "start it with --generation-config vllm"
-    fix_length = "start it with --max-model-len {length} or more"
+    fix_stops = "start the server with --generation-config vllm"
+    fix_length = "start the server with --max-model-len {length} or more"
     fix_name = "start all servers with the same --served-model-name"
     fix_weights = "use padfree's transfer on a vLLM that can reload this model, or raise rollout.canary"
-    fix_temperature = "start it with --logprobs-mode processed_logprobs"
+    fix_temperature = "start the server with --logprobs-mode processed_logprobs"
 
     # Before a run
 
@@ -88,7 +88,7 @@ class VllmServer(HttpServer):
                 raise UserError(
                     "rollout.servers",
                     f"{self.url} has a different tokenizer than this run",
-                    "start it with the model of model.path, and with --tokenizer if model.tokenizer is set",
+                    "start the server with the model of model.path, and with --tokenizer if model.tokenizer is set",
                 )
         return name
 
@@ -129,7 +129,7 @@ class VllmServer(HttpServer):
                     "rollout.servers",
                     f"{self.url} {'accepts' if accepted else 'rejects'} token {token}, but the model of this run has "
                     f"{vocabulary} tokens",
-                    "start it with the model of model.path",
+                    "start the server with the model of model.path",
                 )
 
     # Responses
@@ -172,7 +172,7 @@ class VllmServer(HttpServer):
             raise UserError(
                 "rollout.servers",
                 f"{self.url} changed the token ids of a prompt",
-                "start it with the model of the run, and remove any proxy that changes requests",
+                "start the server with the model of the run, and remove any proxy that changes requests",
             )
         return Completion(tokens=tokens, logprobs=logprobs, reason="cut" if cut else str(choice.get("finish_reason")))
 
@@ -281,7 +281,7 @@ class VllmServer(HttpServer):
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)
             wanted += [("--enable-lora",), ("--max-lora-rank", str(rank))]
-        # Name the modules. Otherwise the head also gets an adapter, and vLLM cannot score prompts on the CPU with it.
+        # Name the modules with adapters. Otherwise the head gets one too, with which vLLM on the CPU cannot score.
         if served.adapted:
             wanted.append(("--lora-target-modules", *served.adapted))
         given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
@@ -295,7 +295,7 @@ class VllmServer(HttpServer):
 def _plain_sampling(temperature: float) -> dict[str, Any]:
     """Return request options that sample from the plain softmax and return ids instead of text.
 
-    They override the server's own defaults.
+    The options override the defaults of the server.
     """
     return {
         "n": 1,

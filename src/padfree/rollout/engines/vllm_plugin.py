@@ -1,17 +1,18 @@
 """The vLLM side of a weight sync: a weight transfer engine, registered by the entry point `vllm.general_plugins`.
 
-    --weight-transfer-config '{"backend": "padfree"}'                      on the server's command line
+A vLLM server uses it if it is started with `--weight-transfer-config '{"backend": "padfree"}'`. The trainer calls these
+routes of the server:
 
     /init_weight_transfer_engine   {"transport": "group", "address", "port", ...}, or {"transport": "files"}
     /start_weight_update           begins vLLM's layerwise reload
     /update_weights                one bucket: names, dtypes, shapes; its bytes come by broadcast or in a file
     /finish_weight_update          ends the reload, and processes tied weights again
 
-Every worker receives whole tensors; the model's `load_weights` keeps its shard of them.
+Every worker receives whole tensors. The model's `load_weights` keeps the shard that belongs to the worker.
 
 vLLM's layerwise reload processes a layer once the weights of that layer have arrived. A head that is tied to the
-embeddings has no weights of its own, and on the CPU vLLM computes it from a packed copy of the embeddings. If the last
-step did not process the head again, the head would keep the old copy.
+embeddings has no weights of its own, and on the CPU vLLM computes it from a packed copy of the embeddings. If
+`/finish_weight_update` did not process the head again, the head would keep the old copy.
 
 The server imports this module. Its environment has torch and safetensors, but not all dependencies of padfree.
 """

@@ -2,7 +2,7 @@
 
     rollout.agent = ["python", "my_agent.py", "{question}"]
 
-    arguments          {question} is replaced by that column of the row (`command` checks them)
+    arguments          {question} is replaced by the column `question` of the row (`command`)
     standard input     the row as JSON
     standard output    the answer, from which `rollout.reward` computes the reward
     calls              become the trajectory, token by token
@@ -111,7 +111,7 @@ async def _feed(pipe: asyncio.StreamWriter, message: bytes) -> None:
 async def _collect(pipe: asyncio.StreamReader, collected: bytearray, last: int | None) -> None:
     """Read a pipe to its end into `collected`.
 
-    If `last` is given, only so many of the last bytes are kept; otherwise more than LARGEST_OUTPUT bytes are an error.
+    If `last` is given, only the last `last` bytes are kept. Otherwise more than LARGEST_OUTPUT bytes are an error.
     """
     while piece := await pipe.read(1 << 16):
         collected += piece

@@ -8,9 +8,8 @@
     policy      #### 72                 ends without a question: the episode is over
 
 The notation is that of GSM8K's solutions. The run trains on the tokens of the policy, not on those of the calculator. A
-question that is not arithmetic gets the answer `error>>`. If there is a chat template, the answer is a message.
-
-The reward is `rollout.reward`, for example `number_after_hashes`.
+question that is not arithmetic gets the answer `error>>`. If there is a chat template, an answer of the calculator is a
+user message. The reward function is `rollout.reward`, for example `number_after_hashes`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
-    """Play one episode: the policy generates, and the calculator answers its questions until it asks no more."""
+    """Play one episode: the policy generates, and the calculator answers, until the policy asks no more questions."""
     calls = wrong = 0
     while True:
         turn = await policy.generate()

@@ -262,7 +262,7 @@ def _is_tool_call(call: Any) -> bool:
 def _content(message: Mapping[str, Any], where: str) -> str:
     """Return the text of a message, whose content is a string or a list of text parts.
 
-    A message with tool calls may have no content. `where`: the place of the message in the call, for errors.
+    A message with tool calls may have no content. `where`: the name of the message in errors, such as `messages[0]`.
     """
     content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, str):

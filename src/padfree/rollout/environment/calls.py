@@ -10,7 +10,8 @@ with newly encoded ids. Every sample therefore consists of exactly the tokens th
 cases: a cut, if the messages continue an earlier call but the text does not (call 2 above), and a further conversation,
 if the messages do not continue an earlier call.
 
-The random key of a call depends on the ids of its context and on how many earlier calls had the same ids, not on time.
+The random key of a call depends on the ids of its context and on the number of earlier calls with the same ids. It does
+not depend on time.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def column_names(arguments: Sequence[str]) -> list[str]:
 def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the row") -> list[str]:
     """Return the arguments with placeholders replaced by columns of the row. Other text in braces is kept.
 
-    `place`: what error messages call the row.
+    `place`: the name of the row in error messages.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -72,7 +72,9 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
             has = f"has {', '.join(map(str, row))}" if name not in row else "has no value in that column"
             near = closest(name, [str(column) for column in row]) if name not in row else None
             fix = f"did you mean {{{near}}}?" if near is not None else "name a column that every row has"
-            raise UserError("rollout.agent", f"{{{name}}}, but {place} {has}", f"{fix} (write a literal brace twice)")
+            raise UserError(
+                "rollout.agent", f"contains {{{name}}}, but {place} {has}", f"{fix} (write other braces twice)"
+            )
         content = row[name]
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
 
@@ -82,7 +84,7 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
 def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> None:
     """Raise a `UserError` if a row lacks a column that the arguments name, or if its value cannot be an argument.
 
-    `place`: what error messages call the row.
+    `place`: the name of the row in error messages.
     """
     for argument, given in zip(filled(arguments, row, place), arguments, strict=True):
         if argument == given:
@@ -91,7 +93,7 @@ def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> N
             raise UserError(
                 "rollout.agent",
                 f"contains a null character in {place}, which is not possible in an argument",
-                "remove it, or let the program read the row from standard input",
+                "remove the character, or let the program read the row from standard input",
                 value=given,
             )
         if (size := len(argument.encode("utf-8", "surrogatepass"))) > LONGEST_ARGUMENT:
@@ -181,7 +183,7 @@ def _first_with_column(arguments: Sequence[str]) -> str | None:
 
 
 def _split_string(arguments: Sequence[str]) -> str | None:
-    """Return the argument that `env -S` splits into several, if it contains a column; otherwise None."""
+    """Return the argument that `env -S` splits into several arguments, or None if it contains no column."""
     for index, argument in enumerate(arguments):
         text = arguments[index + 1] if argument in ("-S", "--split-string") and index + 1 < len(arguments) else ""
         if re.match(r"-v?S.|--split-string=", argument):

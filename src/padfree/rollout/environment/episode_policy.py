@@ -37,7 +37,7 @@ MARK = "\u2e28reply\u2e29"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
-    """One turn of the policy. `ended`: the last token is a stop token; otherwise the turn reached its token limit."""
+    """One turn of the policy. `ended`: whether the last token is a stop token. If not, the turn reached its limit."""
 
     tokens: NDArray[np.int64]
     text: str  # without the stop token
@@ -68,7 +68,7 @@ class ChatTokenizer:
     def checked(self, ids: Any, what: str) -> list[int]:
         """Return token ids as a list. Raise a `UserError` if the model lacks an embedding for one of them.
 
-        `what`: what error messages call the ids.
+        `what`: the name of the ids in error messages.
         """
         return checked_ids(ids, self.vocabulary, what)
 
@@ -93,8 +93,8 @@ class ChatTokenizer:
         if MARK not in self.chat.render(messages, generation_prompt=True):
             raise UserError(
                 "data.chat_template",
-                "leaves out earlier responses, so nothing can be added after one",
-                "give a template that keeps them",
+                "leaves out earlier responses, so the environment cannot add text after a response",
+                "set it to a template that keeps earlier responses",
             )
         rendered = self.chat.prompt(read_conversation(messages, "messages"))
         return rendered.partition(MARK)[2].removeprefix(end)
@@ -163,13 +163,15 @@ class Policy:
         if self._generating:
             raise UserError(
                 "rollout.environment",
-                "two concurrent calls of generate on one branch",
-                "use policy.branch() for each call",
+                "makes two concurrent calls of generate on one branch",
+                "call generate on a separate policy.branch() each time",
             )
         if max_tokens is not None and (type(max_tokens) is bool or not isinstance(max_tokens, (int, np.integer))):
-            raise UserError("rollout.environment", f"generate with max_tokens {shown(max_tokens)}", "give an integer")
+            raise UserError(
+                "rollout.environment", f"calls generate with max_tokens={shown(max_tokens)}", "give an integer"
+            )
         if max_tokens is not None and max_tokens < 1:
-            raise UserError("rollout.environment", f"generate with max_tokens {max_tokens}", "give 1 or more")
+            raise UserError("rollout.environment", f"calls generate with max_tokens={max_tokens}", "give 1 or more")
         max_new_tokens = self.max_new_tokens if max_tokens is None else int(min(max_tokens, self.max_new_tokens))
         if max_new_tokens < 1:
             return Turn(tokens=np.zeros(0, np.int64), text="", ended=False)

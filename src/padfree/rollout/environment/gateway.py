@@ -54,7 +54,7 @@ class _Served:
 
 
 class Gateway:
-    """The API server. It starts with the first URL that is requested, and runs in the thread of the event loop."""
+    """The API server. It starts when the first URL is requested, and runs in the thread of the event loop."""
 
     def __init__(
         self, chat_tokenizer: ChatTokenizer, temperature: float = 1.0, limits: ListenerLimits | None = None

@@ -1,7 +1,7 @@
 """An episode to play, its result, and callbacks.
 
-Play       number 7, prompt, key -> `EpisodeRunner`, or `ResponseWriter` for single-turn episodes
-Played     number 7, leaves (sequences that become samples) or a failure
+Play       an episode to play: number 7, prompt, key. `EpisodeRunner` plays it, or `ResponseWriter` if it has one turn.
+Played     its result: number 7, and leaves (sequences that become samples) or a failure
 Watcher    callbacks for progress, responses and finished episodes
 """
 

@@ -80,7 +80,7 @@ class _Turns:
     def _response(self, request: SamplingRequest) -> Response:
         if not self._turns:
             raise UserError(
-                "turns", "the episode calls generate more often than there are turns", "give one turn for each call"
+                "turns", "the episode calls generate more times than there are turns", "give one turn for each call"
             )
         ids = [*self._chat_tokenizer.encode(self._turns.pop(0)), self._eos][: request.max_new_tokens]
         tokens = np.array(ids, np.int64)

@@ -1,9 +1,10 @@
-"""Compute rewards in this thread, in threads, in processes (`rollout.reward_processes`), or later by a model.
+"""Compute rewards in the calling thread, in threads, in processes (`rollout.reward_processes`), or later by a model.
 
-RewardWorkers.within(text, row)    in this thread: rewards of single responses, unless there are processes
-await RewardWorkers(text, row)     in a new thread: rewards of episodes; or in process 0, 1, ... (`data.reward_worker`),
-                                   one text at a time; a process that hangs or dies is replaced
-RewardsLater                       returns None; later the reward model runs on all ranks together, see `Collector`
+    workers.within(text, row, ...)    in the calling thread: rewards of single-turn episodes, if there are no processes
+    await workers(text, row, ...)     in a new thread or, if there are processes, in one of them
+    RewardsLater                      None: `Collector` calls the reward model when the batch is complete
+
+A process (`data.reward_worker`) computes one reward at a time. A process that hangs or dies is replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RewardWorkers:
         self._workers: list[_Worker] = []
 
     def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
-        """Return the reward of a text, computed in this thread with a time limit in seconds (see `call_within`).
+        """Return the reward of a text, computed in the calling thread with a time limit in seconds (`call_within`).
 
         `row`: the data row of the prompt. `uid`: the name of the sample, for messages.
         """
@@ -63,7 +64,7 @@ class RewardWorkers:
     def _late(self, seconds: float, uid: str) -> str:
         return (
             f"reward: {self.name} took more than {seconds:g} s (rollout.episode_timeout) for sample {uid!r}; make the "
-            "function faster, or raise the setting"
+            "function faster, or raise rollout.episode_timeout"
         )
 
     async def close(self) -> None:

@@ -2,15 +2,14 @@
 
     plays      0 1 2 3 4 5 …     at most `max_concurrent` at a time; the next starts when one returns its trajectory
     a play     episode -> leaves -> rewards -> Played
-                   |                   |
-                   raises, hangs       raises, hangs          a Played with a failure, or the end of the run
 
-The timeout counts only the time of the episode itself: its clock stops while it waits for tokens. An episode is user
-code. Any exception that it raises, including `SystemExit`, is a failure of the episode. An episode that ignores its
-cancellation is abandoned.
+If an episode or a reward raises an exception or exceeds the timeout, the result is a `Played` with a failure, or the
+run ends (`rollout.on_failure`). The timeout counts only the time of the episode itself: its clock stops while it waits
+for tokens. An episode is user code. Any exception that it raises, including `SystemExit`, is a failure of the episode.
+An episode that ignores its cancellation is abandoned.
 
-`play` waits for its episodes. `begin` returns at once: its episodes are played during training, in the order in which
-they were queued.
+`play` waits for its episodes. `begin` does not wait: its episodes are played during training, and start in the order in
+which they were queued.
 """
 
 from __future__ import annotations
@@ -89,9 +88,9 @@ class EpisodeRunner:
         reward_workers: RewardWorkers | None = None,
         watch: Watcher | None = None,
     ) -> list[Played]:
-        """Play these episodes and return the results in order. Every rank calls this with its own episodes.
+        """Play `plays` and return the results in order. Every rank calls this method with its own episodes.
 
-        `gather` gathers an object from all ranks. `reward_workers` replace those of this runner if they are given.
+        `gather` gathers an object from all ranks. `reward_workers` replaces the workers of this runner if it is given.
         """
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
         free_slots = asyncio.Semaphore(self._settings.max_concurrent)
@@ -104,7 +103,7 @@ class EpisodeRunner:
         return playing.result()
 
     def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
-        """Queue these episodes after the earlier ones and return at once. The sampler must be an `AsyncSampler`."""
+        """Append `plays` to the queue and return without waiting. The sampler must be an `AsyncSampler`."""
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
 
         def ended(playing: Future[Any]) -> None:
@@ -260,7 +259,7 @@ class _Session:
             raise UserError(
                 "rollout.reward",
                 f"is set, but {name} returned a reward for {prompt.uid!r}",
-                "remove one of the two rewards",
+                "remove rollout.reward, or return no reward from the environment",
                 value=reward_workers.name,
             )
         if not isinstance(own, (int, float, np.integer, np.floating, np.bool_)) or not -LARGEST < own < LARGEST:
@@ -285,10 +284,12 @@ class _Session:
     async def respond(self, path: TurnPath, request: SamplingRequest) -> Response:
         if self._finished:
             raise UserError(
-                "rollout.environment", "an episode requests tokens after its end", "await all tasks that it creates"
+                "rollout.environment",
+                "an episode requests tokens after its end",
+                "await all tasks that the episode creates",
             )
         self._turns += 1
-        # The timeout cannot end such an episode, because its clock stops while it waits for tokens.
+        # The timeout cannot end an episode that always waits for tokens, because its clock stops in the meantime.
         if self._turns > MAX_TURNS:
             raise UserError(
                 "rollout.environment",
@@ -325,14 +326,14 @@ class _Session:
 
 
 def _is_own(error: UserError) -> bool:
-    """Whether the error names a setting that the user can correct. Otherwise it is about an environment's argument."""
+    """Whether the error is about a setting of the run. If not, it is about an argument that the environment passed."""
     return error.setting == "reward" or error.setting.startswith(("rollout.", "data."))
 
 
 async def _in_own_task(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
     """Run the coroutine of an episode in a separate task, and return its trajectory.
 
-    If the task does not end when it is cancelled, it is abandoned. `name`: the name of the environment, for messages.
+    If the task does not end when it is cancelled, it is abandoned. `name`: the name of the task.
     """
     task = asyncio.ensure_future(coroutine)
     if isinstance(task, asyncio.Task):
@@ -359,6 +360,6 @@ def _checked(trajectory: Any, tree: Tree, name: str) -> Trajectory:
         )
     if not tree.leaves():
         raise UserError(
-            "rollout.environment", f"{name} sampled no tokens for {uid!r}", "call await policy.generate() in it"
+            "rollout.environment", f"{name} sampled no tokens for {uid!r}", "await policy.generate() in the episode"
         )
     return trajectory

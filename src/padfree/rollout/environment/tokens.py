@@ -1,12 +1,13 @@
 """Sampling for many concurrent episodes, with a synchronous or an asynchronous sampler.
 
-    Rounds     episode 0   request --- wait      | sampled   request - wait |      a round starts when every running
-               episode 1   request - wait ------ | together  (ended)        |      episode waits for tokens
-    Streams    each request goes to the sampler at once, and its response to its episode
+    Rounds     episode 0   request --- wait      | sampled   request - wait |
+               episode 1   request - wait ------ | together  (ended)        |
+    Streams    each request goes to the sampler without delay, and each response to its episode
 
-`Rounds` is for samplers that only have `sample`. The requests of a round depend on the episodes, not on their speed, so
-that a resumed run repeats them exactly. The price is that a slow tool delays all other episodes. Every rank calls
-`sample` the same number of times, if necessary with no requests.
+`Rounds` is for samplers that only have `sample`. A round starts when every running episode waits for tokens. The
+requests of a round depend on the episodes, not on their speed, so that a resumed run repeats them exactly. The price is
+that a slow tool delays all other episodes. Every rank calls `sample` the same number of times, if necessary with no
+requests. `Streams` is for an `AsyncSampler`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class Rounds:
         assert name not in self._waiting, "each turn is sampled once"
         if episode not in self._num_waiting:
             raise UserError(
-                "rollout.environment", "an episode requests tokens after its end", "await all tasks that it creates"
+                "rollout.environment",
+                "an episode requests tokens after its end",
+                "await all tasks that the episode creates",
             )
         self._waiting[name] = request, future
         self._num_waiting[episode] += 1
@@ -215,7 +218,7 @@ def failure_of(episodes: Future[Any]) -> str | None:
 
 
 def blocked(thread: LoopThread, timeout: float) -> str | None:
-    """Return an error message if an episode has blocked the event loop for more than `timeout` seconds; otherwise None.
+    """Return an error message if an episode has blocked the event loop for more than `timeout` seconds, else None.
 
     While the loop is blocked, no episode continues and no timeout works.
     """

@@ -1,12 +1,12 @@
 """An HF model whose attention uses a `KVCache`: packed prefill of prompts, and decode steps with one token per slot.
 
-    prefill    tokens [T] of packed prompts         ->  keys and values at cache indices [T]       no logits
-    decode     one token for each of L slots [L]    ->  hidden states [L, D]                       see decode_attention
+    prefill    tokens [T] of packed prompts         ->  keys and values at cache indices [T], no logits
+    decode     one token for each of L slots [L]    ->  hidden states [L, D], with `decode_attention`
 
-In both cases the model sees one sequence, `[1, T]` or `[1, L]`, with explicit positions. This works because all layers
-but attention treat tokens independently, which `padfree.model.probe` verifies. Attention gets its context as an
-argument of the forward pass, never as a global. Before each layer the context is narrowed to that layer, outside of
-compiled code, so that all layers share one compiled graph.
+A slot holds one response that is being sampled. In both cases the model sees one sequence, `[1, T]` or `[1, L]`, with
+explicit positions. This works because all layers but attention treat tokens independently, which `padfree.model.probe`
+verifies. Attention gets its context (cache, slots, packs) as an argument of the forward pass, never as a global. Before
+each layer the context is narrowed to that layer, outside of compiled code, so that all layers share one compiled graph.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class _ShapeOfLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Context:
-    """The attention context that is passed through the model's forward; `of_layer` returns that of one layer."""
+    """The attention context of a forward pass of the model. `of_layer` returns the context of one layer."""
 
     of_layer: Callable[[int], _DecodeLayer | _PrefillLayer | _ShapeOfLayer]
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Return the reason why this model cannot be decoded with padfree's KV cache; None if it can."""
+    """Return the reason why this model cannot be decoded with padfree's KV cache, or None if it can."""
     if position_limit(model.config) is not None:
         return "its rotary frequencies depend on the longest response in the batch"
     if _layers(model) is None:
@@ -96,7 +96,7 @@ class CachedModel:
         model.set_attn_implementation(name)
         run = torch.compile(_run_layer) if compiled else _run_layer
         for index, layer in enumerate(layers):
-            # `nn.Module.compile` sets the same attribute: it intercepts calls of the layer but not of its `forward`.
+            # A call of the layer, but not of its `forward`, calls this attribute, which `nn.Module.compile` also sets.
             object.__setattr__(layer, "_compiled_call_impl", partial(_call_layer, layer, index, run))
 
     def head(self) -> LmHead:

@@ -1,10 +1,11 @@
 """Continuous batching: decode many responses at a time in slots.
 
-    slot_schedule   host      which request has which slot and which part of the cache
-    decode_steps    device    prefill, and one step of all slots
+    slot_schedule   on the host      assigns a slot and a part of the cache to each request
+    decode_steps    on the device    prefill, and one step of all slots
 
-The last token of a prompt is not prefilled: it is the first input of the slots of that prompt. All tokens are therefore
-sampled by the same step, and a prompt of n tokens takes n - 1 entries of the cache for any number of responses.
+The last token of a prompt is not prefilled. It is the first input of each slot that samples a response to the prompt.
+All tokens of a response, including the first, are therefore sampled by a decode step. A prompt of n tokens takes n - 1
+entries of the cache for any number of responses.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Decoder(DecodeSteps):
         on_progress: OnProgress | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Response]:
-        """Return one response for each request, in order. With `on_tokens`, the host synchronises after every burst."""
+        """Return one response for each request, in order.
+
+        If `on_tokens` is given, the host synchronises with the device after every burst of steps.
+        """
         self.statistics = DecodeStatistics()
         if not requests:
             return []

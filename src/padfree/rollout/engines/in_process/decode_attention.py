@@ -1,15 +1,18 @@
 """Decode attention: one new token in each slot attends to the earlier keys, and its own key and value are cached.
 
+A slot holds one response that is being sampled. Two slots with the same prompt:
+
     slot             0                1
-    prompt, stored   7, 3             7, 3                  the keys of the shared prompt are at cache indices 7 8 9
-    own, written     20, 2            40, 0                 slot 0 has own keys at 20 21, slot 1 has none yet
-    query sees       7 8 9 20 21 *    7 8 9 *               *: the new token; its key goes to index 22, or 40
+    prompt, stored   7, 3             7, 3                  the prompt has 3 keys, from cache index 7 on: 7 8 9
+    own, written     20, 2            40, 0                 slot 0 has 2 own keys, 20 21; slot 1 has none yet
+    query sees       7 8 9 20 21 *    7 8 9 *               *: the new token, whose key is stored at 22 or 40
 
     q [L, H, d]   k [L, Hkv, d]   v [L, Hkv, dv]   keys [M, Hkv, d]   values [M, Hkv, dv]   ->   out [L, H, dv]
 
-`slots` [F, L], F at least 5, holds these numbers on the device. A step therefore needs nothing from the host, and one
-CUDA graph serves all steps. An inactive slot stores nothing and attends only to its new token. The host passes only
-`longest`, the maximum number of keys before the new token in any slot.
+`slots` [F, L] holds these four numbers of each slot on the device, whether the slot is active, and other fields (F is
+at least 5). A step therefore needs nothing from the host, and one CUDA graph serves all steps. An inactive slot stores
+nothing and attends only to its new token. The host passes only `longest`, the maximum number of keys before the new
+token in any slot.
 
 `decode_attention` is a custom operator, so that a compiled layer that contains it stays one graph. On CUDA it runs a
 Triton kernel (`triton_decode_attention`). On other devices, and in float64, it runs the reference below.

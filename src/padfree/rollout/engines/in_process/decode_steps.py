@@ -2,9 +2,9 @@
 
     a step    tokens [L] -> hidden [L, D] -> logits [L, V] -> sampled [L] -> the next tokens
 
-A step reads and writes only device memory. `slots` [F, L] holds F fields for each of L slots: the cache range of its
-keys, its next input token, and the request it belongs to. On CUDA a step is a CUDA graph, captured for a few numbers of
-slots.
+A step reads and writes only device memory. A slot holds one response that is being sampled. `slots` [F, L] holds F
+fields for each of L slots, such as the cache range of its keys, its next input token, and its request. On CUDA, a step
+is a CUDA graph, which is captured for a few numbers of slots.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ class DecodeSteps:
         cache_bytes: int | None = None,
         captured: bool | None = None,
     ) -> None:
-        """Create the steps; buffers and graphs follow when they are first needed.
+        """Create the steps. Their buffers and CUDA graphs are created when they are first needed.
 
         `cache_bytes` limits the KV cache. If it is None, the cache has as much memory as `num_slots` responses need,
-        but at most half of the free device memory. `captured`: whether steps are CUDA graphs. If it is None, they are
-        if the device and the model allow it.
+        but at most half of the free device memory. `captured`: whether steps are CUDA graphs. If it is None, steps are
+        CUDA graphs if the device and the model allow it.
         """
         self.model, self.device = model, model.device
         self.num_slots, self.temperature = num_slots, temperature
@@ -194,9 +194,9 @@ class DecodeSteps:
     # Steps
 
     def prefill(self, prompts: Sequence[tuple[NDArray[np.integer[Any]], int]]) -> None:
-        """Compute the keys and values of these tokens, in passes of up to PREFILL_TOKENS tokens.
+        """Store the keys and values of prompts in the cache, in passes of up to PREFILL_TOKENS tokens.
 
-        A prompt is given by its tokens without the last one, and the cache index of its first token.
+        `prompts`: for each prompt, its tokens without the last one, and the cache index of its first token.
         """
         assert self._buffers is not None
         while prompts:
@@ -298,7 +298,7 @@ def rounded_up(value: int, step: int) -> int:
 
 
 def slot_counts(num_slots: int) -> list[int]:
-    """The numbers of slots for which steps are captured: 256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
+    """Return the numbers of slots for which steps are captured: 256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
     counts = [num_slots]
     while counts[-1] // 2 >= MIN_SLOTS:
         counts.append(counts[-1] // 2)

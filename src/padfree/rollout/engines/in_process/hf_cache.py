@@ -5,16 +5,18 @@
     responses    5 6 0        0 is eos: it ends a response                                 ^ padding, not attended to
                  2 0
 
-There are three ways to sample from a model; `cache_use` finds out which one a model needs. Most models get batches of
-prompts of similar length, with little padding. If a model has layers other than attention that see the padding, a batch
-holds prompts of equal length. If a model has no cache, or one whose decode steps differ from a forward pass over the
-whole sequence, every token is a pass over the whole sequence.
+There are three ways to sample from a model. `cache_use` finds out which of them a model needs:
+
+- Most models get batches of prompts of similar length, with little padding.
+- If layers other than attention see the padding, a batch holds only prompts of equal length.
+- If the model has no cache, or if decode steps with the cache give other results than a forward pass over the whole
+  sequence, every token takes a forward pass over the whole sequence.
 
 The sampled tokens depend on the model, the prompt and the key of the response (`sampling_rng`), up to rounding of the
 logits. They do not depend on the rest of the batch.
 
-`logprobs` are those of the sampled tokens at the sampling temperature, in float32. The trainer compares its own
-log-probabilities with them.
+`Response.logprobs` are the log-probabilities of the sampled tokens at the sampling temperature, in float32. The trainer
+compares its own log-probabilities with them.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> t
     """
     eos: Any = tokenizer.eos_token_id
     if eos is None:
-        raise UserError("model.tokenizer", "has no eos token, so no response can end", "set its eos_token")
+        raise UserError(
+            "model.tokenizer", "has no eos token, so no response can end", "set eos_token in the tokenizer's files"
+        )
     named: Any = getattr(model.generation_config, "eos_token_id", None)
     others = [] if named is None else [named] if isinstance(named, int) else list(named)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -171,7 +175,7 @@ def _write(
     keys = torch.tensor([request.key for request in requests], device=device)
     limits = torch.tensor([request.max_new_tokens for request in requests], device=device)
     writing = torch.ones(len(requests), dtype=torch.bool, device=device)
-    # Compute only the logits of the last position: those of all prompt tokens can take more memory than the model.
+    # Compute only the logits of the last position. The logits of all prompt tokens can take more memory than the model.
     known = inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache, tokens, logprobs = None, [], []
@@ -213,7 +217,7 @@ def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnToken
 def _next(input_ids: Tensor, position_ids: Tensor, sampled: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
     """Return the next token ids and positions of the model's input.
 
-    With a cache, these are only the sampled tokens [R]; otherwise the whole sequences, extended by them.
+    If `cached`, the input is only the sampled tokens [R]. Otherwise it is the whole sequences with the sampled tokens.
     """
     tokens, positions = sampled[:, None], position_ids[:, -1:] + 1
     if cached:

@@ -1,12 +1,13 @@
 """The model for sampling in the training process: its own modules with the weights of the trained model.
 
-    the trained model is unsharded and has the dtype of the sampler           the same tensors, not copied
-    the trained model is sharded, has adapters, or has another dtype          a whole copy, updated at every weight sync
+    trained model                                          weights of the sampling model
+    unsharded, with the dtype of the sampler               the same tensors, not copied
+    sharded, with adapters, or with another dtype          a whole copy, updated at every weight sync
 
 The modules are new instances of the model's class. Sampling is therefore not affected by what training adds to the
-layers (compilation, recompute, FSDP2, adapters), and training is not affected by sampling. Shared tensors are those
-that the trained model holds when `update` is called. In a single process with float32 master weights, these are the
-bfloat16 copies that training computes with.
+layers (compilation, recompute, FSDP2, adapters), and training is not affected by sampling. If tensors are shared, they
+are those that the trained model has when `update` is called. In a single process with float32 master weights, they are
+the bfloat16 copies that training computes with.
 """
 
 from __future__ import annotations

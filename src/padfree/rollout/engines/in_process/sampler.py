@@ -65,9 +65,9 @@ class InProcessSampler:
         compiled: bool = False,
         decodes: bool | None = None,
     ) -> None:
-        """`stops`: token ids that end a response. `cache_bytes`: size of the KV cache; None chooses it.
+        """`stops`: token ids that end a response. `cache_bytes`: size of the KV cache. If it is None, it is chosen.
 
-        `decodes`: whether to use padfree's `Decoder`; None uses it on a GPU if it supports the model.
+        `decodes`: whether to use padfree's `Decoder`. If it is None, it is used on a GPU if it supports the model.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled
@@ -138,7 +138,7 @@ class InProcessSampler:
 
 
 def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version: int) -> None:
-    """Refuse log-probabilities that are not finite, and name the weights that cause them."""
+    """Raise a `UserError` if a log-probability is not finite. The error names the weight that causes it."""
     wrong = next((value for each in responses for value in each.logprobs[~np.isfinite(each.logprobs)]), None)
     if wrong is None:
         return
@@ -146,9 +146,11 @@ def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version
     fact = f"the log-probability of a sampled token is {wrong}{after}"
     if weight is None:
         raise UserError(
-            "model", f"{fact}, although all weights are finite", "use model.dtype=float32, or other weights"
+            "model", f"{fact}, although all weights are finite", "set model.dtype=float32, or use other weights"
         )
-    raise UserError("model", f"{fact}: {weight} is not finite", "resume a checkpoint with a lower optimizer.lr")
+    raise UserError(
+        "model", f"{fact}, because {weight} is not finite", "resume an earlier checkpoint with a lower optimizer.lr"
+    )
 
 
 def _hf_attention(model: PreTrainedModel) -> str:

@@ -1,12 +1,13 @@
 """The host side of decoding: assign requests to slots and cache space, burst by burst.
 
-    slots   0   a a a a a a a d d d d …       a response keeps its slot from its first token to its last;
-            1   b b b e e e e e e e e …       then the next request gets the slot;
-            2   c c c c c c c c c . . …       at the end, the slots that are still occupied are compacted
+    slots   0   a a a a a a a d d d d …       a to e are responses
+            1   b b b e e e e e e e e …
+            2   c c c c c c c c c . . …
     steps   | burst | burst | burst |
 
-The host runs steps in bursts. It reads which responses have ended one burst late, while the next burst runs. It knows
-without reading which responses have reached `max_new_tokens`.
+A response keeps its slot from its first token to its last. Then the next request gets the slot. When no request is
+waiting, the slots that are still occupied are compacted. The host runs steps in bursts. It reads which responses have
+ended one burst late, while the next burst runs. It knows without reading which responses have reached `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class SlotSchedule:
                 self._report_tokens(self.on_tokens)
 
     def _report_tokens(self, on_tokens: OnTokens) -> None:
-        """Pass the tokens since the last call to `on_tokens`. Synchronises with the device."""
+        """Call `on_tokens` with the tokens that are new since the last report. Synchronises with the device."""
         buffers = self.buffers
         lengths, tokens, logprobs = (
             tensor.cpu().numpy() for tensor in (buffers.status[0], buffers.tokens, buffers.logprobs)
@@ -118,7 +119,7 @@ class SlotSchedule:
                 on_tokens(number, tokens[number, begin:end].copy(), logprobs[number, begin:end].copy())
 
     def _admit(self) -> bool:
-        """Assign free slots and cache space to waiting requests. Returns whether any was admitted."""
+        """Assign free slots and cache space to waiting requests. Return whether any request was admitted."""
         admitted: list[DecodeSlot] = []
         missing: list[CachedPrompt] = []
         while self.waiting and len(self.occupied) + len(admitted) < self.decoder.num_slots:
@@ -153,7 +154,10 @@ class SlotSchedule:
         return DecodeSlot(request=number, prompt=prompt, own=own, remaining=request.max_new_tokens)
 
     def _add_next_prompts(self, missing: list[CachedPrompt]) -> None:
-        """Add prompts of waiting requests to this prefill pass if responses do not need their cache space."""
+        """Add prompts of waiting requests to the prefill pass of `missing`.
+
+        Prompts are added only if the cache then still has space for the responses of all free slots.
+        """
         tokens = sum(prompt.stored for prompt in missing)
         for number in self.waiting:
             request = self.requests[number]

@@ -5,10 +5,13 @@
     grid (slot, key head, split)     a program handles the queries of one key head [G, d], G padded to 16 for tl.dot,
                                      and iterates over `span` keys, BLOCK at a time
 
-    split 0   new token, keys    0 ..  511     The keys of a long slot are split over several programs, so that no
-    split 1              keys  512 .. 1023     program runs much longer than the others. Each split stores its maximum,
-    split 2              keys 1024 .. 1100     sum and weighted values; a second kernel combines them. If `longest`
-                                               allows only one split, the first kernel writes the result.
+    split 0   new token, keys    0 ..  511
+    split 1              keys  512 .. 1023
+    split 2              keys 1024 .. 1100
+
+The keys of a long slot are split over several programs, so that no program runs much longer than the others. Each split
+stores its maximum score, the sum of the exponentials, and the weighted values. A second kernel combines the splits. If
+`longest` allows only one split, the first kernel writes the result.
 
 The number of keys of a slot is read on the device. A program past the last key ends at once. The new token is not read
 back from the cache: split 0 starts with it and stores it.
@@ -183,7 +186,7 @@ def attend(
 ) -> Tensor:
     """Return the attention output [L, H, dv], and store k and v in the cache. Arguments: see `decode_attention`.
 
-    `span`: number of keys per split, a multiple of `BLOCK`; None chooses it by the number of programs.
+    `span`: number of keys per split, a multiple of `BLOCK`. If it is None, it depends on the number of programs.
     """
     num_slots, num_heads, size = q.shape
     heads, value_size = v.shape[1], v.shape[2]

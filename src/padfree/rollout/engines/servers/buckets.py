@@ -1,15 +1,15 @@
 """Buckets of weights and their transfer: the code shared by the trainer and the servers.
 
-    bucket    q q q . k k v v v    uint8, one broadcast; every tensor starts at a multiple of ALIGNMENT bytes
+    bucket    q q q . k k v v v    uint8; every tensor starts at a multiple of ALIGNMENT bytes
 
-    trainer   join_group(rank 0)   sends the BucketForm by the engine's protocol   broadcasts, or writes a file
-    server    Receiver.join        Receiver.tensors(form): names and tensors       receives, or reads the file
+              connect              describe a bucket                             transfer it
+    trainer   join_group(rank 0)   sends a BucketForm by the engine's protocol   broadcasts it, or writes a file
+    server    Receiver.join        calls Receiver.tensors(form)                  receives it, or reads the file
 
 Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
 new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.
 
-The server imports this module too. The server's environment has torch and safetensors, but not all dependencies of
-padfree.
+The server imports this module too. Its environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALIGNMENT = 64
 class BucketForm:
     """Names, dtypes and shapes of the tensors of a bucket.
 
-    `file`: the safetensors file that holds them; None if they are broadcast.
+    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast.
     """
 
     names: Sequence[str]
@@ -115,7 +115,10 @@ class Receiver:
         self._buffer_device = device  # the device of buffers for broadcast buckets
 
     def join(self, transfer_info: Mapping[str, Any], rank: int) -> None:
-        """Connect to the trainer with the `transfer_info` of `ServerApi.join`. Ranks of workers start at 1."""
+        """Connect to the trainer, which has rank 0. `rank`: the rank of this worker, from 1 on.
+
+        `transfer_info`: the argument of `ServerApi.join`.
+        """
         self._group = None
         if transfer_info["transport"] == "files":
             return
@@ -139,7 +142,7 @@ class Receiver:
         self._group = None
 
     def tensors(self, form: BucketForm) -> Iterator[tuple[str, Tensor]]:
-        """Receive a bucket; yield the name of each tensor and the tensor, which stays valid after the next bucket."""
+        """Receive a bucket. Yield the name of each tensor and the tensor, which stays valid after the next bucket."""
         if form.file is not None:
             return _read(form, self.device)
         if self._group is None:

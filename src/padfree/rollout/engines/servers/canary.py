@@ -9,10 +9,10 @@
     followed     <s - s', t - t'> / <t - t', t - t'>     s', t': at the previous weight sync. 1 if the server changed
                                                          as the trainer did, 0 if it did not change
 
-A training step may change the log-probabilities by less than bfloat16 rounding, so old weights can pass the first test.
-The second test detects them, because the same kernels round the same tokens in nearly the same way before and after.
-It runs only if the norm of the trainer's change is at least SIGNAL times the difference per token (root mean square)
-at the previous weight sync.
+A training step may change the log-probabilities by less than bfloat16 rounding. The server's old weights then pass the
+test of `difference`. The test of `followed` detects them, because the server's kernels round the same tokens in nearly
+the same way before and after the step. It runs only if the norm of t - t' is at least SIGNAL times the root mean square
+of s' - t'.
 
 The sampled tokens verify that the server reports log-probabilities at the sampling temperature. In vLLM this is an
 option, which may be off.
@@ -53,7 +53,8 @@ Floats = NDArray[np.float64]
 def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[list[int]]:
     """Return the fixed sequences of the canary, each of at most `longest` tokens.
 
-    They are ordinary text. If the tokenizer gives too few tokens, or ids that the model lacks, they are random ids.
+    They are the tokens of ordinary text. If the tokenizer cannot encode the text, or gives too few tokens or ids that
+    the model lacks, they are random ids.
     """
     length = max(2, min(LENGTH, longest - NUM_SAMPLED))
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
@@ -89,7 +90,7 @@ class CanaryScores:
 
 
 class Canary:
-    """Compares the log-probabilities of servers and trainer. It keeps those of the last weight sync."""
+    """Compares the log-probabilities of servers and trainer. It remembers those of the last weight sync."""
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
         self.limit, self._api = limit, api
@@ -100,8 +101,8 @@ class Canary:
     ) -> dict[str, float]:
         """Return the metrics of this weight sync. Each metric is that of the worst server. Collective.
 
-        Raise an error if a server does not have the trainer's weights. `scored`: the answers of the servers, by URL.
-        `score` computes the trainer's log-probabilities.
+        Raise an error if a server does not have the trainer's weights. `scored`: the tokens and log-probabilities from
+        each server, by URL. `score` computes the trainer's log-probabilities of these tokens.
         """
         samples = [Sample(tokens=np.array(tokens)) for sequences in scored.values() for tokens, _ in sequences]
         if not samples:

@@ -42,7 +42,7 @@ class HttpServer(ServerApi):
     async def call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None, fix: str | None = None
     ) -> dict[str, Any]:
-        """Call a route, and return the JSON object that it answers. `timeout`: in seconds.
+        """Call a route, and return the JSON object that the server answers. `timeout`: in seconds.
 
         `fix`: advice in the error message if the server does not have the route.
         """
@@ -101,7 +101,7 @@ class HttpConnection:
             raise UserError(
                 "rollout.servers",
                 f"{url} rejected {path} ({status}: {_message(content)})",
-                "start it with the model and the maximum lengths of this run",
+                "start the server with the model and the maximum lengths of this run",
             )
         return content
 

@@ -13,13 +13,13 @@ requests again. A request gets exactly one response, because it is retried only 
 requested again and continues after its last token. If no server has the weights any more, the queue is `stuck` until
 the next weight sync.
 
-While requests are in flight, the pool reads the version of each server every few seconds. A server that does not answer
-hangs: its requests are cancelled and go to another server.
+While requests are in flight, the pool asks each server for its policy version every few seconds. If a server does not
+answer in time, its requests are cancelled and go to another server.
 
 A request that fails during a weight sync (`Gate`) is retried and does not count against the server, because the weight
 sync itself finds out which servers work.
 
-Everything here runs on the event loop of the servers. Any thread may read `RequestQueue.stuck` and `error`.
+All code of this module runs on the event loop for the servers. Any thread may read `RequestQueue.stuck` and `error`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class RequestQueue:
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait and the only servers that answer are restarted ones without the weights."""
+        """Whether requests wait although no server has the weights. A restarted server must receive them first."""
         states = self._pool.states
         return bool(self._queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
 
@@ -180,10 +180,11 @@ class RequestQueue:
         return retried
 
     async def run(self) -> None:
-        """Run until all requests are answered or no server has the weights; an endless queue runs until cancelled.
+        """Process requests. An endless queue runs until it is cancelled.
 
-        An error cancels the requests in flight and ends the queue. `Pool.run_all` raises the error; an endless queue
-        keeps it in `error`.
+        A fixed batch runs until all requests are answered, or until no server has the weights any more. An error
+        cancels the requests in flight and ends the queue. `Pool.run_all` raises the error; an endless queue stores it
+        in `error`.
         """
         watching = [asyncio.create_task(self._watch(state)) for state in self._pool.states]
         try:
@@ -215,11 +216,11 @@ class RequestQueue:
         return any(state.restarted for state in states) and not any(state.usable for state in states)
 
     def _assign(self) -> None:
-        """Send queued requests to the least loaded servers, as long as these have free slots."""
+        """Send queued requests to the least loaded servers, up to `max_in_flight` requests in flight."""
         pool, now = self._pool, time.monotonic()
         usable = [state for state in pool.states if state.usable]
         healthy = any(not state.failures for state in usable)
-        # The timeout does not run during a weight sync, which has its own, or while restarted servers wait for one.
+        # The timeout does not run during a weight sync, which has its own timeout, or while a weight sync is needed.
         if healthy or pool.gate.is_closed or not self._requests or self._needs_weights():
             self._last_progress = now
         if now - self._last_progress > pool.timeout:

@@ -2,8 +2,9 @@
 
     update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary runs
     sample            each rank sends its own requests; then all ranks check whether responses are missing
-    missing           if no server has the weights any more, rank 0 waits until a server comes back; the weights are
-                      sent again, and the requests without a response are repeated
+
+Responses are missing if no server has the weights any more. Then rank 0 waits until a server comes back, the weights
+are sent again, and the requests without a response are repeated.
 
 A server that fails during a weight sync, or is down at that time, is not used until the next weight sync. Finished
 responses are kept: every request gets exactly one response, sampled from the weights of the last `update_weights`.
@@ -12,7 +13,7 @@ With `rollout.staleness` above 0, servers answer requests while other threads tr
 
     main thread     close the gate | pause | buckets | finish | resume | canary | open the gate
     request         7 8 | 5 6      interrupted, tokens are kept     7 8 5 6 | 1 0      continues after its last token
-    versions              3 3                                             3 3   4 4
+    versions              3 3                                             3 3   4 4      of the sampled tokens
 
 All requests run on one event loop in its own thread. Collectives stay in the main thread.
 """
@@ -142,7 +143,7 @@ class ServerSampler:
         self._sync_metrics[name] = self._sync_metrics.get(name, 0.0) + value
 
     async def _wait_for_server(self, deadline: float) -> str | None:
-        """Wait until a server answers. Return an error message if none does before `deadline`. Rank 0 only."""
+        """Wait until a server answers. Return an error message if no server answers before `deadline`. Rank 0 only."""
 
         async def answers(server: ServerApi) -> None:
             await server.version(timeout=PROBE)
@@ -160,8 +161,8 @@ class ServerSampler:
     def _verified(self, servers: Sequence[ServerApi], lost: dict[str, str]) -> list[ServerApi]:
         """Run the canary and return the servers that have the trainer's weights. Collective.
 
-        On rank 0, an error message for each server that failed is added to `lost`, by URL. A server with other weights
-        than the trainer's ends the run.
+        On rank 0, an error message for each server that failed is added to `lost`, by URL. If a server answers but has
+        other weights than the trainer, a `UserError` is raised, which ends the run.
         """
         scored: dict[str, ScoredSequences] = {}
         error = None
@@ -193,7 +194,7 @@ class ServerSampler:
         return [server for server in servers if server.url in scored]
 
     def _refused(self, messages: Mapping[str, str]) -> str:
-        return f"{next(iter(messages.values()))}, {REFUSALS} times; start it with the model of model.path"
+        return f"{next(iter(messages.values()))}, {REFUSALS} times; start the server with the model of model.path"
 
     def _timed_out(self, messages: Mapping[str, str]) -> str:
         return (
@@ -300,8 +301,9 @@ class ServerSampler:
                 raise SupersededError from None
             raise
         if self._pool.gate.closed_since(ticket, times=2):
-            # Two weight syncs have begun since the request was sent. It may have reached the server during the first.
-            # Then newer weights than expected sampled the tokens, until the second weight sync interrupted them.
+            # Two weight syncs have begun since the request was sent. The request may have reached the server during the
+            # first of them. Then weights newer than `version` sampled its tokens, until the second weight sync
+            # interrupted it.
             raise SupersededError
         self._count.tokens += len(response.tokens)
         return response if partial is None else partial.followed_by(response)

@@ -7,12 +7,15 @@
     join, begin, bucket, finish      a weight sync (`buckets` defines a bucket)
     command, environment             command line and environment variables of a server that a run starts
 
-An engine is one subclass that implements the protocol of its servers. All coroutines run on one event loop. Everything
-else is generic: load balancing, retries, the canary, starting and watching servers, staleness.
+An engine is one subclass, which implements the protocol of its servers. All coroutines run on one event loop. The code
+for load balancing, retries, the canary, starting and watching servers, and staleness is the same for all engines.
 
-There are two kinds of failure. `ServerLostError`: the server is gone, hangs, returns an error or an incomplete answer;
-the request can be repeated on another server, or later. `UserError`: a retry would fail in the same way (unknown route,
-other vocabulary, weights of another version), and only the user can fix it.
+There are two kinds of failure:
+
+- `ServerLostError`: the server is gone, hangs, or returns an error or an incomplete answer. The request can be repeated
+  on another server, or later.
+- `UserError`: a retry would fail in the same way (unknown route, other vocabulary, weights of another version). Only
+  the user can fix it.
 """
 
 from __future__ import annotations
@@ -106,11 +109,13 @@ class ServerApi(ABC):
     # Whether the engine implements `load_adapters`. If not, adapters are merged into the weights.
     takes_adapters: ClassVar[bool] = False
     complete_name: ClassVar[str] = "complete"  # name of the `complete` call in messages
-    fix_stops: ClassVar[str] = "start it with the stop tokens of the run"
-    fix_length: ClassVar[str] = "start it with a maximum length of {length} tokens or more"
+    fix_stops: ClassVar[str] = "start the server with the stop tokens of the run"
+    fix_length: ClassVar[str] = "start the server with a maximum length of {length} tokens or more"
     fix_name: ClassVar[str] = "start all servers with the same name"
-    fix_weights: ClassVar[str] = "check that it can load weights of this model at run time, or raise rollout.canary"
-    fix_temperature: ClassVar[str] = "start it so that it reports log-probabilities at the sampling temperature"
+    fix_weights: ClassVar[str] = (
+        "check that the server can load weights of this model at run time, or raise rollout.canary"
+    )
+    fix_temperature: ClassVar[str] = "start the server so that it reports log-probabilities at the sampling temperature"
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url.rstrip("/"), timeout
@@ -138,7 +143,7 @@ class ServerApi(ABC):
     async def complete(
         self, request: SamplingRequest, sampling: SamplingSettings, *, model: str, version: int, salt: str
     ) -> Completion:
-        """Sample a response from the full softmax with the seed `request.key`; greedily if it is `sampling_rng.GREEDY`.
+        """Sample a response from the full softmax with the seed `request.key`. The key `GREEDY` means greedy decoding.
 
         All tokens must be sampled from the weights of `version` (see `need_version`). The server may reuse cached keys
         and values only for requests with the same `salt` and version. `model`: the model's name on the server.
@@ -148,9 +153,10 @@ class ServerApi(ABC):
     async def score(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, temperature: float, model: str, salt: str
     ) -> list[tuple[list[int], list[float]]]:
-        """Extend each sequence by `num_sampled` tokens. Return its tokens, and log-probabilities of all but the first.
+        """Extend each sequence by `num_sampled` tokens.
 
-        The log-probabilities of given tokens are at temperature 1, and those of sampled tokens at `temperature`.
+        Return the tokens of each extended sequence, and the log-probabilities of all its tokens but the first. Those of
+        given tokens are at temperature 1, and those of sampled tokens at `temperature`.
         """
 
     @abstractmethod
@@ -209,7 +215,7 @@ class ServerApi(ABC):
     def reading(self, what: str) -> Iterator[None]:
         """Context manager for code that parses an answer: an unexpected format becomes a `ServerLostError`.
 
-        `what`: the problem, for the message.
+        `what`: the problem that the error message states.
         """
         try:
             yield
@@ -224,7 +230,7 @@ class ServerApi(ABC):
             raise VersionError(
                 "rollout.servers",
                 f"{self.url} serves policy version {found!r}, not {version}",
-                "make sure that no other run uses it, and restart it",
+                "make sure that no other run uses the server, and restart the server",
             )
 
     async def respond(
@@ -281,7 +287,7 @@ class ServerApi(ABC):
             raise UserError(
                 "rollout.servers",
                 f"{self.url} sampled token {max(completion.tokens)} with a vocabulary of {sampling.vocabulary}",
-                "start it with the model of model.path",
+                "start the server with the model of model.path",
             )
         if not ended and completion.reason == "stop":
             raise UserError(

@@ -60,8 +60,8 @@ class LaunchedServer:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 return (
                     f"rollout.launch: {self.server.url} ended with status {status} before it answered, "
-                    f"{MAX_FAILED_STARTS} times ({self._last_line()}); correct rollout.launch.command, its output is "
-                    f"in {self.log}"
+                    f"{MAX_FAILED_STARTS} times ({self._last_line()}); correct rollout.launch.command (the output of "
+                    f"the server is in {self.log})"
                 )
             self._not_before = now + min(2.0 ** min(self.starts - 1, 6), LONGEST_PAUSE)
         if self._watchdog is None:
@@ -145,7 +145,7 @@ class Launcher:
                 raise UserError(
                     "rollout.launch",
                     f"{missing[0].server.url} did not answer within {seconds:g} s",
-                    f"raise rollout.timeout, or read its output in {missing[0].log}",
+                    f"raise rollout.timeout, or read the output of the server in {missing[0].log}",
                 )
             await asyncio.sleep(0.1)
 
@@ -157,13 +157,13 @@ class Launcher:
             await asyncio.sleep(EVERY)
 
     async def _check(self, one: LaunchedServer) -> str | None:
-        """Call `LaunchedServer.check`. An exception becomes an error message, because another thread waits for it."""
+        """Call `LaunchedServer.check`. An exception becomes an error message, which the waiting thread raises."""
         try:
             return await one.check()
         except OSError as error:  # the process limit, or a full disk
             return (
-                f"rollout.launch: {one.server.url} cannot be started ({error}); free disk space or processes, its "
-                f"output goes to {one.log}"
+                f"rollout.launch: {one.server.url} cannot be started ({error}); free disk space or end other processes "
+                f"(the output of the server is in {one.log})"
             )
         except Exception as error:
             return f"rollout.launch: {one.server.url} cannot be watched ({error!r}); please report this"
@@ -180,12 +180,12 @@ class Launcher:
 def make_launcher(
     api: type[ServerApi], settings: LaunchConfig, served: ServedModel, folder: Path, timeout: float
 ) -> Launcher:
-    """Make a launcher with a server for each entry of `rollout.launch.devices`. It does not start them yet.
+    """Make a launcher with a server for each entry of `rollout.launch.devices`. The servers are not started yet.
 
     The output of the servers goes to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"padfree-{secrets.token_hex(4)}"  # a unique name tells this server from another one at the same port
+    name = f"padfree-{secrets.token_hex(4)}"  # identifies this run's servers, in case another server uses the port
     launched = []
     for number, (devices, port) in enumerate(zip(settings.devices, _free_ports(len(settings.devices)), strict=True)):
         command = api.command(settings.command, served, name=name, port=port)

@@ -1,7 +1,7 @@
 """Make the sampler for inference servers: start or find the servers, check them, and build the sampler.
 
 rank 0     starts the servers (`rollout.launch`) or uses running ones (`rollout.servers`), and checks each of them
-all ranks  receive the URLs and the name of the model from rank 0, or its error
+all ranks  receive the URLs of the servers and the name of the model from rank 0, or an error
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def make_server_sampler(
 
 
 def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> ServedModel:
-    """The model as the servers see it: adapters that servers cannot load are merged into the weights."""
+    """Return the model as the servers see it: adapters that servers cannot load are merged into the weights."""
     merged = needs_merging(trained)
     return ServedModel(
         model=config.model,
@@ -125,7 +125,7 @@ async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> st
     except LateError as error:
         raise UserError.of(f"{error}; check the server, or raise rollout.timeout") from None
     except ServerLostError as error:
-        raise UserError.of(f"{error}; start it, or correct rollout.servers") from None
+        raise UserError.of(f"{error}; start the server, or correct rollout.servers") from None
     if len(names) > 1:
         problem = f"the servers have different names for the model: {', '.join(sorted(names))}"
         raise UserError("rollout.servers", problem, servers[0].fix_name)

@@ -1,14 +1,14 @@
 """A process between a run and a server that the run started. It stops the server when the run ends.
 
     run ──pipe──▶ watchdog ──▶ server and its workers, in a session of their own
-    the run ends, even by kill -9: the pipe closes,
-    and the watchdog gets another parent            ->  SIGTERM to the session, SIGKILL after GRACE seconds
-    the server ends                                 ->  the watchdog exits with the status of the server
 
-    python watchdog.py COMMAND ...        standard input is the pipe; standard output and error go to the server
+    python watchdog.py COMMAND ...        standard input is the pipe; the server inherits standard output and error
 
-The module is run as a file and imports only the standard library, so that it starts in milliseconds. The watchdog runs
-in its own session, so that Ctrl-C in a terminal reaches the run, which then finishes its step, but not the server.
+If the run ends, even by kill -9, the pipe closes and the watchdog gets another parent. The watchdog then sends SIGTERM
+to the session of the server, and SIGKILL after GRACE seconds. If the server ends, the watchdog exits with its status.
+
+The module is run as a file and imports only the standard library, so that it starts in milliseconds. The watchdog has
+its own session, so that Ctrl-C in a terminal does not reach the server. It reaches the run, which finishes its step.
 """
 
 from __future__ import annotations

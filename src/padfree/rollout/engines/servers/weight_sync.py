@@ -138,7 +138,7 @@ class GroupTransport:
         self._groups[server.url] = await call_during(server, server.join(transfer_info), join), store
 
     def prepare(self, bucket: Sequence[Named]) -> BucketForm:
-        """Copy a bucket into the buffer that is sent to all servers; return its form. Runs in the main thread."""
+        """Copy a bucket into the buffer that is sent to all servers, and return its form. Runs in the main thread."""
         form = form_of(bucket)
         self._buffer = packed(bucket, form, self._device)
         if self._device.type == "cuda":
@@ -205,7 +205,8 @@ class FilesTransport:
             raise UserError(
                 "rollout.transfer_folder",
                 f"{self._folder} cannot be written ({error.strerror or error})",
-                "free disk space, or set it to a folder that this run can write to and the servers can read",
+                "free disk space, or set rollout.transfer_folder to a folder that this run can write to and the "
+                "servers can read",
             ) from None
         return form_of(bucket, self._file)
 
