@@ -3,8 +3,7 @@
     [1, 0]   np.array([1, 0])   torch.tensor([1.0, 0.0], dtype=torch.bfloat16, device="cuda")
 
 numpy has no bfloat16 and rejects tensors that are on a device or require gradients; the functions of this module accept
-them.
-Nothing is rounded: if a function needs integers, other numbers raise `UserError`.
+them. Nothing is rounded: if a function needs integers, other numbers raise `UserError`.
 
 The module also holds `concatenated_ranges`, for index arithmetic, and the random number generator `splitmix64`, which
 all shuffled orders and sampling keys come from.
