@@ -31,13 +31,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "check",
         usage="padfree check --model MODEL [--data FILE ...] [data.name=value ...] [options]",
         help="compare packed training of your model with one sample at a time",
-        description="Compare loss and gradients with plain Hugging Face code. Exit code 1: they differ.",
+        description="Compare the gradients with plain Hugging Face code. Exit code 1: they differ.",
         epilog="example: padfree check --model my-model --data train.jsonl --dtype bfloat16",
     )
     add = command.add_argument
     add("--model", required=True, metavar="PATH", help="folder, Hub id, or config file (random weights)")
     add("overrides", nargs="*", help=argparse.SUPPRESS)
-    add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts, and data settings (default: random tokens)")
+    add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts (default: random tokens)")
     add("--samples", type=int, default=8, metavar="N", help="number of samples, from short to long (default 8)")
     add("--max-length", type=int, default=1024, metavar="N", help="cut samples to N tokens (default 1024)")
     add("--tokenizer", metavar="PATH", help="tokenizer: folder or Hub id (default: the model's)")

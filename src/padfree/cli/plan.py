@@ -167,7 +167,7 @@ def _config(settings: argparse.Namespace) -> Config:
         if not _has_data(settings) and not settings.calibrate:
             raise UserError("--data", "missing", "give --data, --lengths or a recipe")
         if settings.data and settings.model is None and not _has_override(settings, "model.path"):
-            raise UserError("--model", "missing", "give --model: its tokenizer splits the data into tokens")
+            raise UserError("--model", "missing", "give a model, whose tokenizer splits the data into tokens")
         if _has_data(settings) and not settings.suggest and not _has_cap(settings):
             raise UserError(
                 "--max-tokens", "missing", "give the maximum number of tokens in a micro-batch, or add --suggest"
