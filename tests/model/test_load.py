@@ -338,7 +338,7 @@ def encoder(folder: Path) -> None:
         (broken_index, r"index\.json has no valid weight_map; copy or download the file again"),
         (
             moved_in_the_index,
-            r"model: model\.norm\.weight is not in .*model-.*safetensors, although .*index\.json says so",
+            r"model: model\.norm\.weight is not in .*model-.*safetensors, although .*index\.json says that it is",
         ),
         (
             unnamed_in_the_index,

@@ -112,7 +112,7 @@ LAYER_TYPES = (
     "sliding_attention",
     "chunked_attention",
     "attention",
-    # types of mixer layers; the probe finds mixers by their behaviour
+    # layers with a mixer, which the probe finds by its behaviour, whatever the type is called
     "linear_attention",
     "mamba",
     "hybrid",
@@ -237,7 +237,7 @@ called for every micro-batch.
 
 
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """The model's head as an `LmHead` with the current weight. Raises `UserError` if it gives other logits.
+    """The model's head as an `LmHead` with the current weight. Raises `UserError` if no `LmHead` gives its logits.
 
     The weight is the model's own parameter. Under FSDP2 it is a DTensor; inside `padfree.sharding.parallelize.inside`
     it is unsharded.

@@ -149,7 +149,7 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
             if name not in held:
                 raise UserError(
                     "model",
-                    f"{name} is not in {folder / file}, although {INDEX} says so",
+                    f"{name} is not in {folder / file}, although {INDEX} says that it is",
                     "copy or download both files again",
                 )
         if partial:

@@ -116,8 +116,9 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Whether the tensor `matrix` is computed in this graph, and read only by `node` and by the matmul_swiglu before
-    it.
+    """Whether `node` may overwrite the tensor `matrix`.
+
+    It may if `matrix` is computed in this graph and has no readers except `node` and matmul_swiglu.
     """
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
