@@ -377,7 +377,7 @@ def one_expert(change: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("missing", r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight is missing; give complete files"),
+        ("missing", r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight is missing\); give complete files"),
         (
             "unexpected",
             r"experts\.4\.up_proj\.weight in model\.safetensors is not part of the model of this config",

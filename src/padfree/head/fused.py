@@ -1,4 +1,4 @@
-"""Compute a loss and its gradient in one pass over the logits, with three matmuls, the minimum.
+"""Compute a loss and its gradient in one pass over the logits, with three matmuls, which is the minimum.
 
     for each chunk of C tokens    logits [C, V]  ->  logprobs, entropy [C]
                                                  ->  token_loss  ->  its gradient w.r.t. logprobs and entropy [C]

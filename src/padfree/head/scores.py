@@ -313,8 +313,8 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
 def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the indices [M] of the labelled tokens, and a scalar "poison".
 
-    The indices are None if all tokens have a label. The poison is added to every score. It is 0, or NaN if `num_labels`
-    is wrong, or None if `num_labels` is None.
+    The indices are None if all tokens have a label. The poison is added to every score. It is 0 if `num_labels` is
+    right and NaN if `num_labels` is wrong. If `num_labels` is None, there is nothing to check, and the poison is None.
     """
     labelled = labels != IGNORE
     if num_labels is None:

@@ -76,7 +76,8 @@ def mask(name: str, values: Tensor) -> Tensor:
 def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
     """Raise `UserError` unless every tensor has shape [length].
 
-    `reference` says in the message what the length counts, for example "tokens in mask".
+    `reference` is the noun for `length` in the error message: with "tokens in mask", the message ends in "but there are
+    5 tokens in mask".
     """
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):

@@ -178,7 +178,7 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
 
 
 def _probed(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that the probe runs: the model, or its base model if the head of the model gives no token outputs."""
+    """The module that the probe runs: the model, or its base model if the model's head has no output per token."""
     return base_of(model) if model.get_output_embeddings() is None else model  # type: ignore[no-untyped-call]
 
 

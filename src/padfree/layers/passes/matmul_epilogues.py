@@ -130,7 +130,7 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 
 
 def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """The two factors of the matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N].
+    """Find the matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N], and return its two factors.
 
     Returns None if `node` is not the result of a matmul or does not have `num_users` users.
     """
