@@ -147,7 +147,10 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
             r"cu_seq_lens_q: reached LlamaAttention, but padfree does not support it",
         ),
         ({"is_causal": False}, r"is_causal: is False in LlamaAttention"),
-        ({"input_ids": torch.zeros(2, 13, dtype=torch.long)}, r"input_ids: has a batch size of 2; .*padfree\.pack"),
+        (
+            {"input_ids": torch.zeros(2, 13, dtype=torch.long)},
+            r"input_ids: has a batch size of 2, not 1; .*padfree\.pack",
+        ),
         (
             {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": torch.arange(12)[None]},
             r"attn_context: is for 13 tokens, but the input has 12; take both from the same LocalBatch",

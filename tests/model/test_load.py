@@ -338,7 +338,7 @@ def encoder(folder: Path) -> None:
         (broken_index, r"index\.json has no valid weight_map; copy or download the file again"),
         (
             moved_in_the_index,
-            r"model: model\.norm\.weight is not in .*model-.*safetensors, although .*index\.json says so",
+            r"model: model\.norm\.weight is not in .*model-.*safetensors, although .*index\.json says that it is",
         ),
         (
             unnamed_in_the_index,
@@ -377,7 +377,7 @@ def one_expert(change: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("missing", r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight is missing; give complete files"),
+        ("missing", r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight is missing\); give complete files"),
         (
             "unexpected",
             r"experts\.4\.up_proj\.weight in model\.safetensors is not part of the model of this config",

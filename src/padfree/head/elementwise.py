@@ -3,9 +3,9 @@
     raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from column `first` on
     logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
 
-The vocabulary is divided into K blocks of `block` columns. Each token has three numbers per block. The numbers of
-different blocks can be merged exactly, in any order and for logits of any size, because all exponents are relative to a
-maximum:
+The vocabulary is divided into K blocks of `block` columns. Three values are computed per token and block. The values
+of different blocks can be merged exactly, in any order and for logits of any size, because all exponents are relative
+to a maximum:
 
     peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
 
@@ -61,7 +61,7 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """The three sums of each of K blocks for each of R tokens, and the logit of each token's label.
+    """For each of R tokens: its three sums over each of K blocks, and the logit of its label.
 
     The columns of [R, K] are contiguous in memory.
     """
@@ -73,7 +73,8 @@ class BlockSums:
 
     @staticmethod
     def empty(num_rows: int, num_blocks: int, like: Tensor, *, entropy: bool) -> BlockSums:
-        # The numbers of all tokens for one block are adjacent in memory, because a tile writes them together.
+        # Allocated as [K, R] and transposed. The sums of one block are then adjacent in memory, and a tile writes them
+        # together.
         peak = like.new_empty(num_blocks, num_rows).T
         return BlockSums(
             peak=peak,

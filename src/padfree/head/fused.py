@@ -1,4 +1,4 @@
-"""Compute a loss and its gradient in one pass over the logits, with three matmuls, the minimum.
+"""Compute a loss and its gradient in one pass over the logits, with three matmuls, which is the minimum.
 
     for each chunk of C tokens    logits [C, V]  ->  logprobs, entropy [C]
                                                  ->  token_loss  ->  its gradient w.r.t. logprobs and entropy [C]
@@ -38,7 +38,7 @@ TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FusedLoss:
-    """The differentiable loss, and the log-probabilities and entropies that it was computed from, without gradient."""
+    """The differentiable loss, and the scores that it was computed from (log-probabilities, entropies), detached."""
 
     loss: Tensor  # [] the sum of all tokens' losses
     logprobs: Tensor  # [N] float32, 0 for tokens without a label
@@ -67,7 +67,7 @@ def fused_loss(
     advantages[positions]. Element t of the losses may depend only on element t of the arguments. `token_loss` is called
     once per chunk, in order, and never for tokens without a label. Tensors that it captures get no gradient.
 
-    memory: as for `score`. With a small budget, a part of the logits is computed twice. The other arguments are the
+    memory: as for `score`. If `memory` is small, a part of the logits is computed twice. The other arguments are the
     same as in `score`.
     """
     if not callable(token_loss):
@@ -208,7 +208,8 @@ def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
             None if gradient is None else gradient.clone() for gradient in ctx.gradients
         )
     else:
-        # return the stored gradients without a copy, because they can be larger than all other tensors
+        # Return the stored gradients, which are not needed again, without a copy. A copy could need more memory than
+        # all other tensors together.
         ctx.gradients = None
     for gradient in (grad_hidden, grad_weight, grad_bias):
         if gradient is not None:

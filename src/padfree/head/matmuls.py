@@ -1,7 +1,7 @@
 """Matmuls fused with the elementwise work on their result, so that float32 logits are never written to memory.
 
     hidden [R, D] --.                       tile [rows, columns] of one program, in registers
-                     >--  matmul  -------->  peak, total, moment of each token  -> one number each per token and block
+                     >--  matmul  -------->  peak, total, moment of each token  -> one of each per token and block
     weight [V, D] --'                       the label's logit                   -> one per token
                                             x - peak as float16                 -> 2 bytes per logit, if it is kept
                                             or: gradient of the raw logits      -> 2 bytes per logit
@@ -57,7 +57,7 @@ OTHER = MatmulConfiguration(stages=4, parts=2)
 def choose(head: BlockedHead) -> MatmulConfiguration:
     """The configuration for this head that was fastest on an H200.
 
-    For a head with a bias or a soft cap, it reduces each tile in two parts.
+    The configuration for heads with a bias or a soft cap reduces each tile in two parts.
     """
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
@@ -181,9 +181,9 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """The configuration, with one stage less if `written` must be written element by element.
+    """The configuration, with one pipeline stage less if `written` must be written element by element.
 
-    Such writes need shared memory, which the stages would otherwise use up.
+    Such writes need shared memory, and with all stages none would be left.
     """
     return (
         configuration
@@ -193,7 +193,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Whether a matrix row of `written` is not a multiple of 16 bytes, so that a descriptor cannot write its end."""
+    """Whether the rows of `written` end between multiples of 16 bytes, where a descriptor cannot end its writes."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

@@ -96,9 +96,9 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """Return `weight` if it is already an `LmHead`, else an `LmHead` of all four arguments.
+    """Return `weight` if it is already an `LmHead`. Otherwise combine all four arguments into one.
 
-    An `LmHead` has its own bias, softcap and logit_scale, so these arguments must then have their defaults.
+    If it is an `LmHead`, it has its own bias, softcap and logit_scale, so these arguments must have their defaults.
     """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
@@ -155,7 +155,7 @@ class Call:
 
 
 def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
-    """The task with matmuls that are fused with the elementwise work. If they cannot be used, the task itself."""
+    """The task, changed to use fused matmuls (`matmuls.py`). If they cannot be used, the task unchanged."""
     if matmuls.unsupported_reason(task.hidden, task.head.weight, task.operand_dtype) is not None:
         return task
     return replace(task, head=replace(task.head, block=matmuls.choose(task.head).block), fused=matmuls)
@@ -313,8 +313,8 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
 def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the indices [M] of the labelled tokens, and a scalar "poison".
 
-    The indices are None if all tokens have a label. The poison is added to every score. It is 0, or NaN if `num_labels`
-    is wrong, or None if `num_labels` is None.
+    The indices are None if all tokens have a label. The poison is added to every score. It is 0 if `num_labels` is
+    right and NaN if `num_labels` is wrong. If `num_labels` is None, there is nothing to check, and the poison is None.
     """
     labelled = labels != IGNORE
     if num_labels is None:

@@ -94,7 +94,10 @@ class ScoringTask:
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
     def matmuls(self, num_rows: int) -> LogitMatmuls:
-        """The matmuls with their elementwise work, including the memory they need for `num_rows` tokens."""
+        """The implementation of the matmuls and of the elementwise work that this task uses.
+
+        `TiledMatmuls` allocates the memory of a tile for `num_rows` tokens.
+        """
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:
@@ -200,7 +203,7 @@ def tiled_gradients(
     hidden = task.hidden_rows(0, num_rows)
     matmuls = task.matmuls(num_rows)
     held = task.tile_bytes(num_rows) + (num_bytes(hidden) if task.copies_rows else 0)
-    # The sums of the gradient of hidden need more bytes than the returned gradient. Count the difference.
+    # The gradient of hidden is summed in a wider dtype than it is returned in. Count the difference in bytes.
     if grad_hidden is not None:
         held += grad_hidden.numel() * (task.sum_dtype.itemsize - task.hidden.dtype.itemsize)
     width = choose_width(
@@ -234,7 +237,7 @@ def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
 
 
 def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    """Compute out = left @ right, or out += left @ right if `accumulate` is True. The sums have the dtype of `out`."""
+    """Compute out = left @ right, or out += left @ right if `accumulate` is True. Sums have the dtype of `out`."""
     if left.dtype == out.dtype:
         if accumulate:
             torch.addmm(out, left, right, out=out)

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The functions of `divergence.py` as two Triton kernels: one computes the sums, the other the gradient.
 
-    grid (R tokens, spans): a program holds `BLOCKS` blocks of `BLOCK` columns of one token of both models in registers
+    grid (R tokens, spans): a program holds `BLOCKS` blocks of `BLOCK` columns, for one token and both models
 
 Both kernels read the stored logits of student and teacher. A span is the range of columns of one program. The block
 sizes of the two models may differ, because a head with a bias has smaller blocks. `BLOCK` is the smaller of the two
-sizes. The first column of a block determines which stored peak applies. The partial sums of the spans are added
-afterwards, in order.
+sizes, so each block lies in one block of either model and uses the peak that is stored for that block. The partial sums
+of the spans are added afterwards, in order.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 """The fused matmuls as Triton kernels: a loop over tiles of logits and over the hidden dimension D, with the
 elementwise work on each tile.
 
-Tensor descriptors handle the boundaries of matrices: outside, they read 0 and write nothing. Only the last columns of
-the vocabulary are masked, in the one tile that contains them. A descriptor can end its writes only at a multiple of 16
-bytes. If the columns end elsewhere (for example, five numbers of two bytes), `_store` writes the last tile element by
-element.
+Tensor descriptors handle the boundaries of matrices: outside a matrix, they read 0 and write nothing. Only the
+last columns of the vocabulary are masked, in the one tile that contains them. A descriptor can end its writes only at a
+multiple of 16 bytes. If the columns end elsewhere (for example, five numbers of two bytes), `_store` writes the last
+tile element by element.
 
-The number of tokens differs from step to step. By default, Triton compiles a kernel a second time for numbers divisible
-by 16, in the middle of a run. To avoid this, the arguments that depend on the number of tokens are marked
-`do_not_specialize`.
+The number of tokens differs from step to step. By default, Triton compiles a kernel again, in the middle of a run, when
+this number is divisible by 16 for the first time. To avoid this, the arguments that depend on the number of tokens are
+marked `do_not_specialize`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OUTSIDE = tl.constexpr(2 * FLOOR)
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BAND: tl.constexpr):
-    """The (row tile, column tile) of the tile with number `tile`, in the order of the bands."""
+    """The (row tile, column tile) of tile number `tile`. Tiles are numbered band by band (see `matmuls.py`)."""
     in_band = BAND * column_tiles
     first = tile // in_band * BAND
     height = tl.minimum(row_tiles - first, BAND)
@@ -121,7 +121,7 @@ def _gradient_part(
 ):  # fmt: skip
     """Write the gradient with respect to the raw logits [ROWS, BLOCK] of a part of a tile into `out`.
 
-    Column 0 of `out` is column `first_column` of the vocabulary. `first` is the first column of the part in `out`.
+    Column 0 of `out` is column `first_column` of the vocabulary. The part begins at column `first` of `out`.
     """
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < num_rows
@@ -167,8 +167,8 @@ def _gradient_part(
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile [ROWS, COLUMNS] of zeros. It is computed from `done`, which is never negative.
 
-    The compiler must not see that the tile is constant. Otherwise it would select a plain 0 at every step, before it
-    knows whether a tile is finished, and each step would have to wait for the tensor cores.
+    The compiler must not see that the tile is constant. Otherwise the compiled loop would select a plain 0 at every
+    step, before it is known whether a tile is finished, and each step would have to wait for the tensor cores.
     """
     return tl.full((ROWS, COLUMNS), (done < 0).to(tl.float32), tl.float32)
 
@@ -192,10 +192,10 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the matmul loop: multiply the next part of D for the current tile, or the first for the next tile.
+    """One step of the matmul loop: multiply the next part of the hidden dimension for the current tile.
 
-    D is the hidden dimension.
-    Returns the new loop state: the raw logits so far, the step, and the current tile.
+    If the current tile is complete, multiply the first part for the next tile instead. Returns the new loop state: the
+    raw logits so far, the step, and the current tile.
     """
     step = tl.where(step == steps - 1, 0, step + 1)
     if step == 0:

@@ -61,7 +61,7 @@ class ActivationOffload:
         self.streams: tuple[Any, Any] | None = None  # one stream for copies to the host, one for copies to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """Return a function that calls layer `number` through `call`.
+        """Return a wrapper of `call`, which is the function that runs layer `number`.
 
         If the layer is one of the first layers, the tensors that it saves are offloaded.
         """
@@ -99,7 +99,7 @@ class ActivationOffload:
 
 
 class _OffloadedTensor:
-    """A tensor on the device, its copy in host memory, and the number of saved tensors that are views of it."""
+    """A tensor on the device, its copy in host memory, and the number of its views among the saved tensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
@@ -127,7 +127,7 @@ class _LayerCall:
     ) -> None:
         self.offload, self.layer, self.previous, self.is_offloaded = offload, layer, previous, is_offloaded
         self.weights: set[int] | None = None
-        # offloaded tensors that are still on the device, by (address, bytes)
+        # offloaded tensors that are still on the device, keyed by (address, size in bytes)
         self.copied: dict[tuple[int, int], _OffloadedTensor] = {}
         self.on_host: list[_OffloadedTensor] = []  # tensors whose device memory is freed
         self.event: Any = None  # end of the last copy
@@ -170,7 +170,7 @@ class _LayerCall:
     def begin_backward(self) -> None:
         """Called when the backward pass reaches this layer.
 
-        Waits for its tensors, and prefetches those of the previous layer.
+        Waits until the tensors of this layer are on the device, and prefetches the tensors of the layer below.
         """
         self.prefetch()
         self._wait()
@@ -181,7 +181,7 @@ class _LayerCall:
             self.previous = None
 
     def _free_earlier(self) -> None:
-        """Free the device memory of tensors that layers before the previous one still hold."""
+        """Free the device memory that lower layers still hold, except that of the layer directly below."""
         earlier = None if self.previous is None else self.previous.previous
         while earlier is not None:
             earlier.free()

@@ -14,7 +14,7 @@ Compiled layers (`mark_saved`) are marked in their graph before autograd:
     host        saves what `selective` saves, and the results of the matmuls q k v o; most of these tensors are kept in
                 host memory (`padfree.layers.offload`)
 
-Each mode recomputes the activations that take the least time to recompute per byte of memory saved.
+Each mode recomputes the activations whose recomputation takes the least time per byte of memory that it frees.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
         if not isinstance(layer, GradientCheckpointingLayer):
             raise UserError(
                 "parallel.checkpointing",
-                f"is not supported: {type(layer).__name__} cannot be recomputed",
-                "set it to none",
+                f"is not supported, because {type(layer).__name__} cannot be recomputed",
+                "set it to 'none'",
                 value=mode,
             )
         layer.gradient_checkpointing = True

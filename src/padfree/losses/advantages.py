@@ -158,7 +158,8 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """The REINFORCE++ advantages [T] of T tokens, from the rewards [B] of B samples.
 
-    They are the discounted returns of the token rewards, which include the KL penalty, whitened over the global batch.
+    The KL penalty is subtracted from the token rewards. Their discounted returns are then whitened over the global
+    batch.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)

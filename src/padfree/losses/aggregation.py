@@ -87,9 +87,8 @@ def batch_weights(
     """The weights [T] (float32) of the T tokens of a packed batch, on its device.
 
     For code that knows the global counts but has no `Sample` objects. `divisor` is the result of `weight_divisor` for
-    the whole global batch: the number of scored tokens for token-mean, of samples for sample-mean and sample-sum, of
-    groups for group-mean, 1 for sum-of-sample-mean, and the constant for constant. `group_counts` [B] holds, for each
-    sample, the number of scored tokens in its group. `reduce` sums over the ranks that hold parts of the same pack.
+    the whole global batch. `group_counts` [B] holds, for each sample, the number of scored tokens in its group; only
+    the mode 'group-mean' needs it. `reduce` sums over the ranks that hold parts of the same pack.
     """
     _check_mode(mode)
     need_whole("num_samples", num_samples, 0, "give the number of samples")
@@ -119,7 +118,11 @@ def weight_divisor(
     groups: Sequence[Hashable] | None = None,
     constant: float | None = None,
 ) -> float:
-    """The number that all token weights of the global batch are divided by; the module docstring lists it by mode.
+    """The divisor of all token weights of the global batch.
+
+    It is the number of scored tokens for the mode 'token-mean', the number of samples for 'sample-mean' and
+    'sample-sum', the number of groups for 'group-mean', 1 for 'sum-of-sample-mean', and `constant` for 'constant'.
+    Samples and groups without scored tokens are not counted.
 
     `counts` [B] holds the number of scored tokens of each sample. If the divisor is a count, it is at least 1, so that
     a batch without scored tokens has weights of 0 instead of a division by 0.

@@ -38,7 +38,7 @@ def loss_input(name: str, values: Tensor) -> Tensor:
 def result_type(*values: Tensor) -> torch.dtype:
     """The dtype of a result that is computed from these tensors.
 
-    The result has the promoted dtype of the tensors, or float32 if the promoted dtype is not a floating dtype.
+    This is their promoted dtype, or float32 if the promoted dtype is not a floating dtype.
     """
     joined = values[0].dtype
     for other in values[1:]:
@@ -59,7 +59,9 @@ def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
     if size is not None and values.device.type == "cpu" and values.numel():
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= size:
-            raise UserError(name, f"{low if low < 0 else high} is out of range", f"give 0 to {max(size - 1, 0)} only")
+            raise UserError(
+                name, f"{low if low < 0 else high} is out of range", f"give values from 0 to {max(size - 1, 0)}"
+            )
     return values
 
 
@@ -74,7 +76,8 @@ def mask(name: str, values: Tensor) -> Tensor:
 def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
     """Raise `UserError` unless every tensor has shape [length].
 
-    `reference` says in the message what the length counts, for example "tokens in mask".
+    `reference` is the noun for `length` in the error message: with "tokens in mask", the message ends in "but there are
+    5 tokens in mask".
     """
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):

@@ -32,7 +32,7 @@ TokenLoss: TypeAlias = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 def compute_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> LossOutput:
-    """Compute the loss that `settings` describes from the scores (log-probabilities, entropies) in `inputs`."""
+    """From the scores (log-probabilities, entropies) in `inputs`, compute the loss that `settings` describes."""
     given: tuple[object, object] = (inputs, settings)
     if not isinstance(given[0], LossInputs) or not isinstance(given[1], TokenLossSettings):
         kinds = " and ".join(type(part).__name__ for part in given)

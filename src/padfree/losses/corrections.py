@@ -65,9 +65,9 @@ def sequence_factor(
 ) -> Tensor:
     """The product of all corrections that depend on whole sequences, [T].
 
-    `trainer`, `sampler` and `current` are log-probabilities [T] without gradient: from the trainer before the update,
-    from the sampler, and from the policy being trained. `sampler` may be None if no correction uses it. `current` may
-    be None if OPSM is not among the corrections.
+    The log-probabilities [T], without gradient, come from three sources: `trainer` from the trainer before the update,
+    `sampler` from the sampler, and `current` from the policy being trained. `sampler` may be None if no correction uses
+    it. `current` may be None if OPSM is not among the corrections.
     """
     mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
     factor = torch.ones_like(trainer)
@@ -97,9 +97,9 @@ def sequence_factor(
 
 
 def _sequence_ratio(inputs: LossInputs, difference: Tensor, *, mean: bool, reduce: Reduce) -> Tensor:
-    """The importance ratio of each of B sequences, [B] in float64: exp of the sum of its `difference`s, or of the mean.
+    """The importance ratio of each of B sequences, [B] in float64: exp(sum of `difference` over the sequence).
 
-    `difference` [T] holds differences of log-probabilities. If `mean` is True, their mean is used.
+    `difference` [T] holds differences of log-probabilities. If `mean` is True, their mean replaces the sum.
     """
     if mean:
         return _ratio(segment_mean(difference, inputs.mask, inputs.sample_index, inputs.num_samples, reduce))

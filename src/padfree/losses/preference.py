@@ -178,11 +178,11 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """The weighted loss of pairs, or this rank's share of it.
+    """The weighted loss of pairs. If several context ranks share the pack, this rank's share of the loss.
 
-    `local` [B] is this rank's part of the x of each sample (see the module docstring), and `held` [B] the number of the
-    sample's tokens on this rank. `loss` computes losses and derivatives from the x of both answers. Statistics of x are
-    multiplied by `shown`.
+    For each sample, `local` [B] holds this rank's part of x, which the module docstring defines, and `held` [B] the
+    number of tokens on this rank. `loss` computes losses and derivatives from the x of both answers. Statistics of x
+    are multiplied by `shown`.
     """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):

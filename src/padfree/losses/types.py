@@ -123,7 +123,7 @@ class LossOutput:
     loss: Tensor  # scalar
     token_losses: Tensor | None = None  # [T] weighted losses, without gradient; None if the losses belong to pairs
     statistics: Statistics = field(default_factory=dict)
-    # by name, [P] float64: the statistics of P pairs times this rank's shares, and under "count" the shares
+    # name -> [P] float64: a statistic of each of P pairs times this rank's share of the pair; "count" holds the shares
     pair_statistics: dict[str, Tensor] | None = None
 
 
@@ -143,7 +143,7 @@ def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, T
 
 
 def merge_statistics(first: Statistics, second: Statistics) -> Statistics:
-    """Add the statistics of two parts of a batch. A name that only one part has is kept unchanged."""
+    """Add the statistics of two parts of a batch. A statistic that only one part has is kept unchanged."""
     merged = dict(first)
     for name, (total, count) in second.items():
         if name in merged:

@@ -112,7 +112,7 @@ LAYER_TYPES = (
     "sliding_attention",
     "chunked_attention",
     "attention",
-    # types of mixer layers; the probe finds mixers by their behaviour
+    # layers with a mixer, which the probe finds by its behaviour, whatever the type is called
     "linear_attention",
     "mamba",
     "hybrid",
@@ -178,7 +178,7 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
 
 
 def _probed(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that the probe runs: the model, or its base model if the head of the model gives no token outputs."""
+    """The module that the probe runs: the model, or its base model if the model's head has no output per token."""
     return base_of(model) if model.get_output_embeddings() is None else model  # type: ignore[no-untyped-call]
 
 
@@ -237,7 +237,7 @@ called for every micro-batch.
 
 
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """The model's head as an `LmHead` with the current weight. Raises `UserError` if it gives other logits.
+    """The model's head as an `LmHead` with the current weight. Raises `UserError` if no `LmHead` gives its logits.
 
     The weight is the model's own parameter. Under FSDP2 it is a DTensor; inside `padfree.sharding.parallelize.inside`
     it is unsharded.

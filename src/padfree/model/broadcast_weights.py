@@ -68,7 +68,9 @@ def through_transformers(
     except RuntimeError as error:  # tensors that transformers merges are missing or have other shapes
         found = _unlike_config(files, config, dtype, trust_remote_code) or f"tensors do not fit ({one_line(error)})"
         raise UserError(
-            "model", f"{folder}: {found}", "give complete files and the config that belongs to them"
+            "model",
+            f"{folder} does not match its config ({found})",
+            "give complete files and the config that belongs to them",
         ) from None
     model, info = loaded
     for kind, cure in (

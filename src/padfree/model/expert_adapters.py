@@ -39,7 +39,7 @@ ALIGNMENT = 16
 
 
 class ExpertMatrices(nn.Module):
-    """The matrices A, or the matrices B, of the adapted weights of a layer's experts, by the names of the weights."""
+    """The matrices A (or the matrices B) of a layer's experts, one stacked tensor for each weight that has adapters."""
 
     def __init__(self, shapes: dict[str, tuple[int, int, int]]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
     """[S, in] tokens sorted by expert, `a` [E, rank, in], `b` [E, out, rank] -> [S, out]."""
-    # The kernels need aligned strides: fill the rank with zeros, which add nothing.
+    # The kernels need aligned strides. Pad the rank with zeros, which do not change the result.
     if fill := -a.shape[1] % (ALIGNMENT // a.element_size()):
         a, b = functional.pad(a, (0, 0, 0, fill)), functional.pad(b, (0, fill))
     return grouped_matmul(grouped_matmul(x, a.mT, offsets) * scale, b.mT, offsets)

@@ -220,9 +220,9 @@ def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) ->
 
 
 def not_an_export(folder: Path) -> str | None:
-    """The reason why an export must not replace this folder, for example because it has files that no export wrote.
+    """The reason why an export must not replace this folder, for example that other files are in it.
 
-    Returns None if it may be replaced.
+    Returns None if the folder may be replaced.
     """
     paths = list(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     if not paths:

@@ -6,7 +6,7 @@
 Names are those of gguf's own table for the architecture. Values differ from the HF file in three places, which readers
 of the format undo:
 
-    Llama    rows of q and k: llama.cpp rotates neighbours (0 1) (2 3), transformers halves (0 2) (1 3)
+    Llama    rows of q and k: llama.cpp rotates the pairs (0 1) (2 3), transformers the pairs (0 2) (1 3)
     Gemma 3  norm weights are stored as 1 + weight
     Llama 3  RoPE scaling is stored as a tensor: `rope_freqs.weight` divides the frequencies of plain RoPE
 

@@ -6,8 +6,9 @@
 llama.cpp has the pre-tokenizers built in and knows them by name. A tokenizer whose pre-tokenizer has no name here is
 refused, because llama.cpp would split its text differently.
 
-SentencePiece merges the pair whose result has the highest score. A tokenizer file has a list of merges instead, so the
-score of a token is minus the index of the first merge that gives it: both choose the same pair.
+SentencePiece merges the pair whose result has the highest score. A tokenizer file has an ordered list of
+merges instead. The score of a token is therefore set to minus the index of the first merge that produces the token, so
+that the highest score selects the same pair as the first merge in the list.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class GgufVocabulary:
 def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
     """The vocabulary of a tokenizer, for a model whose embedding has `size` rows.
 
-    A row without a token, such as row 7, gets the name `[PAD7]`.
+    A row without a token gets a name with its index: row 7 becomes `[PAD7]`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if backend is None else json.loads(backend.to_str())
@@ -134,7 +135,7 @@ def _described(part: dict[str, Any]) -> str:
 def _space_prefix(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> bool:
     """Whether the tokenizer adds a space before a text.
 
-    Raises `UserError` if it changes the text in any other way than by replacing spaces with U+2581.
+    It must also replace each space with U+2581. Raises `UserError` if it changes the text in any other way.
     """
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}

@@ -62,7 +62,7 @@ def is_attached(config: PreTrainedConfig) -> bool:
 
 
 def need_attached(model: PreTrainedModel) -> None:
-    """Raise `UserError` if `attach` was not called on the model, whose own attention would mix the samples of a pack.
+    """Raise `UserError` if `attach` was not called on the model. Its own attention would mix the samples of a pack.
 
     The name of the attention implementation does not prove that `attach` was called, because users can set it directly.
     """
@@ -125,7 +125,9 @@ def attention(
         if content is not None and argument not in UNRELATED_ARGUMENTS:
             raise UserError(argument, f"reached {name}, but padfree does not support it", "remove it from the call")
     if query.shape[0] != 1:
-        raise UserError("input_ids", f"has a batch size of {query.shape[0]}", "pack the samples with padfree.pack")
+        raise UserError(
+            "input_ids", f"has a batch size of {query.shape[0]}, not 1", "pack the samples with padfree.pack"
+        )
     if key.shape[2] != query.shape[2]:
         raise UserError(
             "past_key_values",
@@ -266,7 +268,7 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.get("position_ids") is None and not handed:
         raise UserError(
             "position_ids",
-            "is missing, so that HF would count positions along the whole pack",
+            "is missing, so HF would count positions along the whole pack",
             "call the model with **LocalBatch.model_inputs()",
         )
     for argument, cure in _REFUSED.items():

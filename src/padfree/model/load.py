@@ -73,7 +73,7 @@ def load_model(
     `source`: a folder, a Hub id, or a config (file or object). A config gives random weights, and so does
     `init="random"`. `shard` is called with the model on the meta device. With `offload`, the parameters stay on the
     CPU, as FSDP2's offloading requires, and only the buffers go to `device`. A scalar head that is not in the files is
-    initialised from `seed` with the standard deviation `spread` (None: that of the config).
+    initialised from `seed` with the standard deviation `spread`. If `spread` is None, the config gives it.
     """
     config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
     wrapper = None
@@ -160,7 +160,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """For every tied parameter: its (module, attribute), and those of the earlier parameter that it is tied to."""
+    """For every tied parameter, two (module, attribute) pairs: its own, and that of the parameter it is tied to."""
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for module in model.modules():
@@ -176,7 +176,7 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Call `open_model` on all ranks. If it fails on one, for example because files are missing, all ranks raise."""
+    """Call `open_model` on all ranks. If it fails on one rank, for example because a file is missing, all raise."""
     found, error = None, None
     try:
         found = open_model(source, init=init, trust_remote_code=trust_remote_code)

@@ -188,7 +188,7 @@ def adapts_experts(model: PreTrainedModel, targets: Sequence[str]) -> bool:
 
 
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The full names of the linear layers, and of the weights of experts and routers, that get adapters."""
+    """The full names of what gets adapters: the linear layers, and the weights of experts and routers."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -235,7 +235,7 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str],
             raise UserError(
                 "lora.targets",
                 f"{list(targets)} names layers besides {ALL_LINEAR!r}, which already includes them",
-                f"give either {ALL_LINEAR!r} or names, because only experts and routers can be added to {ALL_LINEAR!r}",
+                f"remove these layers, or {ALL_LINEAR!r} (only experts and routers can be added to {ALL_LINEAR!r})",
             )
         layers.update(name for name in found if name in fit)
     return sorted(layers), sorted(weights)
@@ -266,7 +266,7 @@ def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 
 
 
 def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
-    """Whether PEFT would take target modules for experts, because experts in old files had modules of such names."""
+    """Whether PEFT would mistake target modules for experts, because old files use these names for parts of experts."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     trial = copy.deepcopy(config)
@@ -278,7 +278,7 @@ def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
 
 
 def _weights_read_by(module: nn.Module) -> set[str]:
-    """The names of the submodules whose `weight` a mixer's forward reads as `self.part.weight`, without a call."""
+    """The names of submodules that a mixer's forward does not call, but whose weight it reads as `self.name.weight`."""
     if kind_of(module).name == "other":
         return set()
     return {

@@ -45,8 +45,8 @@ def open_model(
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
     """Return the config of a model, and the file of each tensor.
 
-    If the weights are to be random, None replaces the files. `init_setting` is the name of the setting that requests
-    random weights, for error messages. It is None if the caller has no such setting.
+    The files are None if the weights are to be random. `init_setting` is the name of the setting that requests random
+    weights, for error messages. It is None if the caller has no such setting.
     """
     if isinstance(source, PreTrainedConfig):
         return copy.deepcopy(source), None
@@ -149,7 +149,7 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
             if name not in held:
                 raise UserError(
                     "model",
-                    f"{name} is not in {folder / file}, although {INDEX} says so",
+                    f"{name} is not in {folder / file}, although {INDEX} says that it is",
                     "copy or download both files again",
                 )
         if partial:

@@ -29,7 +29,8 @@ def clean_name(name: str) -> str:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer once, by its name in HF files. Tied tensors have their first name.
 
-    Under FSDP2 these are the sharded tensors: units left unsharded by a forward without backward are resharded first.
+    Under FSDP2 these are the sharded tensors: units that a forward without backward has left unsharded are
+    resharded first.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

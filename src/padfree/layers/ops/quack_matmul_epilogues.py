@@ -18,7 +18,7 @@ from quack.epilogue.frontend import gemm_epilogue
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-# quack-kernels caches compiled kernels on disk. The cache must depend on the source code of this folder.
+# quack-kernels caches compiled kernels on disk. Its cache keys must include the source code of this folder.
 EXTRA_SOURCE_DIRS.append(Path(__file__).parent)
 
 WIDE_TILE = GemmConfig(tile_m=128, tile_n=256, pingpong=False, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)

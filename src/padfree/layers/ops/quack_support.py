@@ -21,7 +21,7 @@ def is_supported(a: Tensor, b: Tensor) -> bool:
 
 
 def is_whole(columns: int | torch.SymInt) -> bool:
-    """Whether a matrix row of this many 16-bit columns is a multiple of 16 bytes, as the kernels require."""
+    """Whether a matrix row of `columns` 16-bit numbers takes a multiple of 16 bytes, as the kernels require."""
     return isinstance(columns, int) and columns % 8 == 0
 
 

@@ -27,7 +27,7 @@ BACKWARD = LaunchConfiguration(rows=16, warps=4, stages=3, resident=4)
 def forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, configuration: LaunchConfiguration = FORWARD
 ) -> tuple[Tensor, Tensor]:
-    """Return y [.., T, H, d], the normalised and rotated x, and 1 / rms [.., T, H] of each head vector."""
+    """Return y [.., T, H, d], which is x normalised and rotated, and 1 / rms [.., T, H] of each head vector."""
     x = x.contiguous()
     num_rows = x.numel() // x.shape[-1]
     y = torch.empty_like(x)
@@ -93,8 +93,10 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the memory indices of ROWS head vectors from `first` on, the column indices of a half, and a validity
-    mask.
+    """Return three tensors for ROWS head vectors, beginning with number `first`.
+
+    They are the numbers of the head vectors, the column indices of half a head vector, and a mask of the elements that
+    exist.
     """
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]

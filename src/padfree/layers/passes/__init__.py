@@ -6,8 +6,8 @@
       │    qk_norm_rope_pass               QK-norm and RoPE of heads           →  qk_norm_rope
       │    swiglu_pass                     silu(gate) · up                     →  swiglu
       ▼
-    autograd: a forward and a backward graph; operators have a `_backward`, `parallel.checkpointing` decides what is
-      │       recomputed in backward
+    autograd: a forward graph, and a backward graph in which op_backward computes the gradient of the operator op;
+      │       `parallel.checkpointing` decides what is recomputed in backward
       │  after autograd (Inductor only), in both graphs
       │    rms_norm_backward_pass          adds around rms_norm_backward       →  its arguments dys and residual
       │    matmul_epilogues_pass           a·b -> swiglu, swiglu_backward, +   →  matmul_swiglu, .._backward, matmul_add

@@ -116,8 +116,9 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Whether the tensor `matrix` is computed in this graph, and read only by `node` and by the matmul_swiglu before
-    it.
+    """Whether `node` may overwrite the tensor `matrix`.
+
+    It may if `matrix` is computed in this graph and has no readers except `node` and matmul_swiglu.
     """
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
@@ -129,7 +130,7 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 
 
 def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """The two factors of the matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N].
+    """Find the matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N], and return its two factors.
 
     Returns None if `node` is not the result of a matmul or does not have `num_users` users.
     """

@@ -74,10 +74,10 @@ def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
 
 
 def _angles(multiplied: fx.Node, factor: fx.Node, heads: Tensor) -> fx.Node | None:
-    """The node of cos or sin [1, T, d], given the node `multiplied` = `factor` · cos.unsqueeze(1) (or sin).
+    """Return the node `angles` (cos or sin, [1, T, d]) if `multiplied` computes `factor` · angles.unsqueeze(1).
 
-    `factor` holds the heads [1, H, T, d] or the rotated heads. Returns None if `multiplied` does not have this form, or
-    if cos or sin requires a gradient or differs from `heads` [1, T, H, d] in dtype or sizes.
+    `factor` is the node of the heads [1, H, T, d], or of the rotated heads. Returns None if `multiplied` computes
+    something else, if the angles require a gradient, or if their dtype or sizes do not match `heads` [1, T, H, d].
     """
     others: list[Any] = [arg for arg in multiplied.args if arg is not factor]
     if len(others) != 1 or not is_call(others[0], "unsqueeze", users=None) or others[0].args[1:] != (1,):

@@ -186,9 +186,9 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
-    """The add that computes `node`, possibly through reshapes that keep the number of columns of x.
+    """Find the add whose result is `node`, possibly after reshapes that leave the last dimension as it is in x.
 
-    Returns None if there is no such add, or if it has other users.
+    Returns None if there is no such add, or if its result has other users.
     """
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):

@@ -9,7 +9,7 @@ After autograd, `swiglu_overwrite_pass`, in a backward graph that recomputes gat
     act = swiglu(gate, up)    ...    dgate, dup = swiglu_backward(dact, gate, up)       becomes   swiglu_backward_
 
 swiglu_backward_(dact, gate, up) writes act over dact, dgate over gate and dup over up. Nodes that read act are moved
-after it.
+after this call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The clipped objective of PPO and GRPO. The loss of a token is
 
     max(-r A, -clamp(r, 1 - low, 1 + high) A)          high > low is DAPO's clip-higher
-    and, with `dual` c, at most -c A if A < 0          dual clip: bounds the loss of a bad token that became likely
+    if `dual` is set to c and A < 0: at most -c A      dual clip: bounds the loss of a bad token that became likely
 
 where r = π / π_old is the probability ratio of the token and A its advantage.
 """

@@ -91,6 +91,6 @@ class UserObjective:
         if names != self._names:
             raise UserError(
                 "loss.kind",
-                f"{self.path} returned {', '.join(names)}, but {', '.join(self._names)} in an earlier call",
-                "return the same names in every call",
+                f"{self.path} returned values of {', '.join(names)}, but {', '.join(self._names)} in an earlier call",
+                "return the same fields and statistics in every call",
             )

@@ -28,8 +28,7 @@ def by_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor],
         if length:
             members.setdefault(length, []).append(segment)
     if not members:
-        # The zeros are sums of the empty values and not new tensors, because backward must run through this call on
-        # every rank.
+        # Sum the empty values instead of creating new zeros, because backward must run through this call on every rank.
         result = call([value.sum(0, dtype=value.dtype)[None, None] for value in values])
         return (result * 0)[0, :0] + result.sum() * 0
     pieces = [torch.split(value, list(lengths)) for value in values]

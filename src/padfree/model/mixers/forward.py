@@ -74,7 +74,7 @@ def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | Non
             object.__setattr__(module, STATE, state)
             object.__setattr__(module, "forward", MethodType(packed_forward, module))
             count += 1
-        # If the base model passes the context as the mask, the model around it may also pass on only the mask.
+        # If the base model passes on only the mask, the model around the base model may do so too.
         hands = name in handing or (module is model and qualified_name(type(base_of(model))) in handing)
         if hands and hand_context not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hand_context, with_kwargs=True)

@@ -33,7 +33,8 @@ def matches(module: nn.Module) -> bool:
 def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
     """The number of heads, the key size d_k and the value size d_v of a head.
 
-    Attribute names differ between models. If none is found, q, k and v each get a third of the convolution channels.
+    Models store these sizes under different names. If no known name is found, q, k and v are assumed to have a third of
+    the convolution channels each.
     """
 
     def number(*names: str) -> int:

@@ -24,8 +24,8 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 def state_flops(module: nn.Module) -> int:
     """The FLOPs per token of the recurrence, computed in blocks of n tokens.
 
-    The count includes the scores and values inside a block, reading the state before it, and updating the state after
-    it.
+    The count includes the products with keys and values inside a block, reading the state at its beginning, and
+    updating the state at its end.
     """
     heads, dim = _heads(module)
     return heads * (4 * int(module.block_size) * dim + 4 * dim * dim)  # type: ignore[arg-type]

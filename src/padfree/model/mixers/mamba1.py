@@ -25,7 +25,7 @@ def state_flops(module: nn.Module) -> int:
 
 
 def state_width(module: nn.Module) -> int:
-    """The number of values per token saved for backward. Without kernels, they include the state of every token."""
+    """The number of values per token saved for backward, including the state of every token, as in plain PyTorch."""
     decay = decay_of(module)
     assert decay is not None
     return 2 * decay.numel() + 2 * convolution_width(module)

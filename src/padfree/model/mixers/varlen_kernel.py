@@ -95,9 +95,9 @@ def tested_kernel(
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Whether the kernels that transformers chooses for the module's own forward pass the test.
+    """Whether the module's own forward passes the test with the kernels that transformers chooses.
 
-    The kernels are tested segment by segment.
+    The forward is tested segment by segment.
     """
     if device.type == "cpu" or reference_forward(type(module)) is None:  # type: ignore[arg-type]
         return False
