@@ -4,7 +4,7 @@
 
     about                        what the setting means: `padfree settings` and docs/reference/settings.md print it
     least, above, most, below    the bounds of a number, which are checked when the section is constructed
-    allowed                      the bounds in words, if the default wording does not fit or the section itself checks
+    allowed                      the bounds in words, if the default words do not fit or the section checks the value
     needs                        other settings that must have certain values before this one may differ from its
                                  default, as in `needs=need_of("filter", "equal")`
     formerly                     the former name of the setting; it is refused with a message that gives the new name
@@ -53,9 +53,12 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A requirement of a setting: another setting `name` must have one of `values` or, if `values` is empty, be set.
+    """A requirement of a setting: the other setting `name` must have one of `values`.
 
-    A name without a dot is a field or property of the same table. A name with a dot is looked up from the `Config`.
+    If `values` is empty, the other setting must be set to any value.
+
+    A name without a dot is a field or property of the same table. A name with a dot is looked up
+    from the `Config`, as in `loss.kind`.
     """
 
     name: str

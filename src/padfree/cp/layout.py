@@ -140,9 +140,11 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Sort keys for pieces in pack order: by owner, then pieces of divided documents first, then the latest ends first.
+    """Return a number for each piece, by which the pieces of the layout `balanced` are sorted.
 
-    The end of a piece is here the end of its owner's last piece of the same document.
+    Pieces are sorted by owner. The pieces of one owner begin with those of divided documents. Within both groups, the
+    pieces with the largest `end` come first. All pieces that an owner has of one document count with the `end` of the
+    last one, so that they stay adjacent. `first` and `end` are positions in the document.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)

@@ -65,7 +65,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
     document, start = pieces.document[mine], pieces.start[mine]
-    # `border[i]` is where the i-th piece of the block begins in the block.
+    # `border[i]` is the index in the block at which its i-th piece begins.
     border = np.concatenate([[0], np.cumsum(pieces.length[theirs])])
     in_pack_order = np.argsort(pieces.start[theirs])
     documents, starts = pieces.document[theirs][in_pack_order], pieces.start[theirs][in_pack_order]
@@ -96,8 +96,8 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
     """The ring step if the documents are nodes of a prefix tree. None if this rank computes nothing in the step.
 
-    The block belongs to the rank that is `distance` steps before this rank in the ring. `border` holds the start of
-    each piece in the block.
+    The block belongs to the rank that is `distance` steps before this rank in the ring. `border[i]` is the
+    index in the block at which its i-th piece begins.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -142,9 +142,9 @@ class RingLike(Protocol):
 class PlayedRing:
     """Simulates the ring for one rank of a group, without the process group.
 
-    Given the blocks of all ranks, it delivers them as a real ring would. Without blocks, it delivers zeros. In that
-    case, `posted` holds what the rank adds to the gradient of each block: element i belongs to the block of rank
-    `rank - i`.
+    `blocks` holds the block of every rank, and the simulation delivers them in the order of a real ring. If `blocks` is
+    None, it delivers zeros. For a ring of gradients, `posted[i]` is then what this rank contributes to the gradient of
+    the block of rank `rank - i`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:
@@ -219,7 +219,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's q, k and v in float32.
 
-    `dout` is the gradient of the output. `out` and `lse` are those of the softmax over all blocks, including sinks.
+    `dout` is the gradient of the output. `out` and `lse` are the output and the log-sum-exp over the keys of all blocks
+    and the sinks.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None
