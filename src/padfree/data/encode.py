@@ -165,7 +165,7 @@ class Encoder:
             character += len(piece.text)
             before = batch.char_to_token(index, character - 1)
             after = batch.char_to_token(index, character)
-            # A character without a token is white space that the tokenizer does not assign to any token.
+            # char_to_token returns None for white space that the tokenizer does not assign to any token.
             if before is None or after is None or before == after:
                 return None
             if batch.token_to_chars(index, after).start != character:

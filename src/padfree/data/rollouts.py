@@ -3,7 +3,7 @@
     {"tokens": [5, 6, 7, 8, 9], "response_length": 3, "reward": 1.0, "logprobs": [-0.1, -0.2, -0.3]}
      tokens     5    6    7    8    9         entry j of every array belongs to token j
      loss_mask  0    0    1    1    1
-     logprobs   0    0  -.1  -.2  -.3         the row has the 3 numbers of the response; tokens of the prompt get 0
+     logprobs   0    0  -.1  -.2  -.3         the row has one number per token of the response; the prompt gets 0
 
 A row has the prompt and the response in one of three sets of columns. If a row has both token ids and text, the token
 ids are used, because they were sampled.
@@ -291,7 +291,7 @@ class _CollectedRollouts:
             self._unnamed.append((self.samples[-1], file, line, unit))
 
     def _refuse_unnamed(self) -> None:
-        """If some rows have a group, treat the others as bad rows, because their advantages would be wrong."""
+        """If some rows have a group, treat rows without one as bad rows, because their advantages would be wrong."""
         if self._first_named is None or not self._unnamed:
             return
         error = RowError(f"has no group, but {self._first_named} has one; give every row a group, or none")

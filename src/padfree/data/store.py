@@ -84,8 +84,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
         "template": tokenizer.chat_template,
     }
     if tokenizer.is_fast:
-        # Leave out padding and truncation, which change when the tokenizer is used. They come before the added tokens
-        # in this JSON text.
+        # Hash the JSON text of the tokenizer from "added_tokens" on. The settings of padding and truncation come before
+        # it, and are left out because every call of the tokenizer may change them.
         _, name, backend = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')
         assert name
         identity["backend"] = hashlib.sha256(backend.encode()).hexdigest()
@@ -148,7 +148,7 @@ class ArrayWriter:
         """Write the final header and sync the file to disk, so that a later rename cannot expose incomplete content."""
         self._file.seek(0)
         length = self._write_header()
-        # the header keeps its size, because numpy reserves space in it for a first dimension of any size
+        # the final header is as long as the first one, because numpy reserves space in it for the final length
         assert length == self._header_length
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -246,12 +246,13 @@ def find_or_build(
     folder = cache / key
     if intact(folder):
         return folder
-    # A spawned process imports the main script. If that import calls this function, the process would wait for the lock
-    # of its parent, which waits for the process. multiprocessing sets the attribute `_inheriting` during the import.
+    # A spawned worker process imports the main script. If this import calls `find_or_build`, the worker would wait for
+    # the lock that its parent holds, while the parent waits for the worker. multiprocessing sets the attribute
+    # `_inheriting` during the import.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             "num_workers",
-            "the main script loads its data when it is imported",
+            "the main script loads its data when it is imported, and every worker process imports it",
             "put the call under if __name__ == '__main__', or set num_workers=0",
         )
     with writing(cache):

@@ -261,13 +261,13 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards) 
 
 
 def key_copies(config: Config, prompt_tokens: int) -> float:
-    """The number of keys that a pack copies per token if its samples share prefixes of `prompt_tokens` tokens.
+    """The number of keys per token that attention copies, if samples share prefixes of `prompt_tokens` tokens.
 
-    If the run generates the responses, a group of G responses of R tokens to a prompt of P tokens has P + G (P + R)
-    keys for P + G R tokens. For other data, the prefixes are unknown before samples are compared. The estimate then
-    assumes groups of eight samples in which the first half of each sample is shared. For SFT the result is 0 unless
-    `batch.share_prefixes` is true, because SFT compares only samples from the same data row. `estimate_memory` gets the
-    keys of such samples as `copied_keys`.
+    If the run generates the responses, G responses of R tokens share a prompt of P tokens. Attention
+    then copies P + G (P + R) keys for P + G R tokens. For other data, the prefixes are unknown before samples are
+    compared. The estimate then assumes groups of eight samples that share the first half of each sample. For SFT the
+    result is 0 unless `batch.share_prefixes` is true, because otherwise SFT compares only samples from the same data
+    row. The keys of such samples are passed to `estimate_memory` as `copied_keys`.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
