@@ -171,7 +171,7 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
 
 
 def check_table(table: Any, prefix: str) -> None:
-    """Raise a `UserError` for a value outside its bounds, or a setting whose `needs` in the same table are not met.
+    """Raise a `UserError` for a value outside its bounds, or for `needs` that other settings of the table do not meet.
 
     `prefix` is the name of the table with a dot at its end.
     """
@@ -184,7 +184,7 @@ def check_table(table: Any, prefix: str) -> None:
 
 
 def check_needs(config: Any) -> None:
-    """Raise a `UserError` for a setting whose `needs` in other tables are not met."""
+    """Raise a `UserError` for `needs` that settings of other tables do not meet."""
     for name, entry, value in _settings(config):
         for one in rules_of(entry).needs:
             if "." in one.name:
@@ -201,7 +201,7 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 
 
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
-    """Return a dict from the name of each setting of the dataclass `kind` to whether it may change on resume.
+    """Map the name of each setting of the dataclass `kind` to its rule for resuming, such as "must stay".
 
     `hints`: function that returns the type hints of a dataclass. `prefix`: name of the table, with a dot at its end.
     """

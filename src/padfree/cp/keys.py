@@ -108,7 +108,8 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
     """The keys that each piece reads, as ranges of the pack.
 
-    The ranges of the ancestors of the piece's node come first, if any. The range in its own document follows.
+    If the documents are nodes of a prefix tree, the ranges of the node's ancestors come first. The range in the piece's
+    own document follows.
     """
     every = np.arange(len(pieces.start))
     if not causal:

@@ -92,7 +92,7 @@ def document_index(tokens: Indices, offsets: Indices) -> Indices:
 
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
-    """For each piece of a rank, its first position in the document, and the position after its last."""
+    """For each piece [a, b) of a rank, its bounds a and b as positions in the document."""
     origins = segments.offsets[:-1] - segments.first_positions
     origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin

@@ -47,7 +47,7 @@ class Passage:
     """The text of one sample in pieces.
 
     `joined`: whether the pieces are one text, which already contains its special tokens. `begun`: whether the first of
-    several separate texts already has the special tokens that belong at the beginning.
+    several separate texts already begins with the special tokens that the tokenizer would add, such as bos.
     """
 
     pieces: tuple[Piece, ...]

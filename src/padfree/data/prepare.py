@@ -359,7 +359,7 @@ def _died() -> UserError:
     return UserError(
         "num_workers",
         "a tokenising process died",
-        "read its error output; if memory ran out, use fewer processes, or num_workers=0",
+        "read its error output, and if memory ran out, use fewer processes or num_workers=0",
     )
 
 

@@ -321,19 +321,19 @@ def _umask() -> int:
 def read_metadata(folder: Path) -> dict[str, Any]:
     path = folder / "metadata.json"
     if not path.exists():
-        raise UserError("cache", f"{folder} has no metadata.json", "delete the folder; the next run rebuilds it")
+        raise UserError("cache", f"{folder} has no metadata.json", "delete the folder, and the next run rebuilds it")
     try:
         metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = isinstance(metadata["format"], int)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            "cache", f"{path} is damaged ({error})", "delete its folder; the next run rebuilds it"
+            "cache", f"{path} is damaged ({error})", "delete its folder, and the next run rebuilds it"
         ) from None
     if not known or metadata["format"] != FORMAT:
         raise UserError(
             "cache",
             f"{folder} has format {metadata['format']}, but this version reads format {FORMAT}",
-            "delete the folder; the next run rebuilds it",
+            "delete the folder, and the next run rebuilds it",
         )
     return metadata
 
@@ -349,9 +349,11 @@ def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UserError("cache", f"{path} is damaged ({error})", f"delete {folder}; the next run rebuilds it") from None
+        raise UserError(
+            "cache", f"{path} is damaged ({error})", f"delete {folder}, and the next run rebuilds it"
+        ) from None
     if array.shape != shape:
         raise UserError(
-            "cache", f"{path} has shape {array.shape}, not {shape}", f"delete {folder}; the next run rebuilds it"
+            "cache", f"{path} has shape {array.shape}, not {shape}", f"delete {folder}, and the next run rebuilds it"
         )
     return array

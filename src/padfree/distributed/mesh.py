@@ -250,7 +250,7 @@ class Groups:
     """
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
-        """`ranks` is an array [replicate, shard, context] of all ranks."""
+        """`ranks` holds all ranks, as an array with the dimensions [replicate, shard, context]."""
         self.ranks, self._timeout = ranks, timedelta(seconds=timeout)
         self._made: dict[tuple[int, bytes], Axis] = {}
 
