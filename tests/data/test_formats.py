@@ -154,7 +154,7 @@ def test_a_prompt_template_is_filled_with_columns(load: Load) -> None:
     [
         (
             "{qestion}",
-            r"data\.prompt_template: names \{qestion\}, which is not a column of a\.jsonl; it has \['answer', 'l', 'qu",
+            r"data\.prompt_template: names \{qestion\}, but a\.jsonl has no such column, only \['answer', 'l', 'qu",
         ),
         (
             "{l}",

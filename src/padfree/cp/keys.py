@@ -59,7 +59,7 @@ def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None =
 
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
-    """How many keys are sent between ranks, as a matrix [world, world]: rank i receives element (i, j) from rank j."""
+    """A matrix [world, world], whose element (i, j) is the number of keys that rank i receives from rank j."""
     needs = _needs(pieces, _key_ranges(pieces, causal, window))
     moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
     np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)

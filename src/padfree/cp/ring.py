@@ -1,15 +1,16 @@
 """Ring context parallelism: keys and values are passed from rank to rank, and no rank ever holds all of them.
 
     step     0          1          2          3
-    block    1 (own)    0          3          2           the rank that owns the keys which rank 1 of 4 computes with
+    block    1 (own)    0          3          2           rank 1 of 4 computes with the keys of this rank
 
-While a rank computes, the next block is in flight. Each rank holds pieces of documents: T/world of the T tokens of a
-pack, its block. Two pieces of a document never overlap. So a query piece sees all of another rank's piece if that piece
-comes earlier in the document, and nothing of it otherwise. In step 0 a piece sees the earlier pieces of its document on
-its own rank, and itself causally. The pieces of a document are adjacent in a block, so the keys that a query piece sees
-of a block are one range. Queries that see nothing of a block are left out of its step, and a step that no query needs
-is skipped. If samples share prefixes, documents are nodes of a prefix tree, and a piece also sees the pieces of its
-node's ancestors entirely: it sees several ranges of a block, the range of its own node last.
+While a rank computes, the next block is in flight. Each rank holds pieces of documents. Together they have T/world of
+the T tokens of a pack, and their keys and values are the rank's block. Two pieces of a document never overlap. So a
+query piece sees all of another rank's piece if that piece comes earlier in the document, and nothing of it otherwise.
+In step 0 a piece sees the earlier pieces of its document on its own rank, and itself causally. The pieces of a document
+are adjacent in a block, so the keys that a query piece sees of a block are one range. A step leaves out the queries
+that see nothing of its block, and a step without queries is skipped. If samples share prefixes, documents are nodes of
+a prefix tree, and a piece also sees all pieces of its node's ancestors. It then sees several ranges of a block, of
+which the range of its own node is the last.
 
 Each block gives an output and the log-sum-exp lse of its scores. The outputs of two blocks are merged in float32:
 

@@ -46,7 +46,7 @@ def shard(
     method: str = "allgather",
     backend: str = "auto",
 ) -> LocalBatch:
-    """The part of a pack that belongs to context rank `rank` of `world`, with the context that its attention needs.
+    """The part of a pack that belongs to context rank `rank` of `world`, with the `AttnContext` of this part.
 
     `group` is the process group of the context ranks. Without a group, the shards can be inspected but attention cannot
     be computed, and one process can create the shards of all ranks. If `world` is 1, the pack stays whole. `kind` is
@@ -140,7 +140,7 @@ def gather_tokens(
     the ranks equal the gradients that one process would compute.
     """
     if loss not in ("replicated", "partial"):
-        raise UserError("loss", "is unknown", "choose replicated or partial", value=loss)
+        raise UserError("loss", "is unknown", "choose 'replicated' or 'partial'", value=loss)
     need_tensor("values", values)
     expected = context.segments.num_tokens // context.world
     if values.shape[:1] != (expected,):

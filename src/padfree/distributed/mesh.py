@@ -119,13 +119,13 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
     "cpu", "cuda" or "auto". If the process group is already initialised, this function only chooses the device.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError("device", "is not a device type", "choose auto, cpu or cuda", value=device)
+        raise UserError("device", "is not a device type", "choose 'auto', 'cpu' or 'cuda'", value=device)
     if not 0 < timeout <= LONGEST_TIMEOUT:
         raise UserError(
             "timeout", f"{timeout} s is out of range", f"give more than 0 and at most {LONGEST_TIMEOUT:.0e} s"
         )
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device", "is 'cuda', but torch sees no GPU", "choose cpu, or install a CUDA build of torch")
+        raise UserError("device", "is 'cuda', but torch sees no GPU", "choose 'cpu', or install a CUDA build of torch")
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     processes = processes_of(meet=not dist.is_initialized())
     local_rank = processes.local_rank
