@@ -20,9 +20,9 @@ A row must also have a number in `reward`. These columns are optional:
 - `group`: a string or an integer, in every row or in none. Without it, rows with the same prompt form a group.
 - `uid`, `raw_reward`
 
-`loss_mask` and the arrays have one entry per token of the sample, or one per token of the response. The response is the
-last `response_length` tokens or, if there is only a loss mask, all tokens from the first trained one on. Rows of
-different files with the same `group` are in the same group.
+`loss_mask` and the arrays have one entry per token of the sample, or one per token of the response. The response
+consists of the last `response_length` tokens. If a row has a loss mask but no `response_length`, the response begins
+with the first trained token. Rows of different files with the same `group` are in the same group.
 
 A rollout without trained tokens is kept, because its reward counts in its group. Truncation at `max_length` keeps the
 first tokens.

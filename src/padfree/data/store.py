@@ -11,8 +11,8 @@
 The key is a hash of everything that the tokens depend on: the content of the files, the tokenizer, the settings that
 change tokens, the versions of transformers and tokenizers, and the format of this folder. A folder is built under a
 temporary name and then renamed, so that other processes only ever see complete folders. A damaged folder (a file is
-missing or too short) is rebuilt. A lock makes other processes that need the same folder wait while one process builds
-it.
+missing or too short) is rebuilt. A folder is built by one process, which holds a lock. Other processes that need the
+same folder wait for this lock.
 
 Hashing a large file takes a long time, because the whole file must be read. The hash is therefore cached under the
 file's path, size, inode and times of change. The hash of a file that changed less than two seconds before hashing is

@@ -3,7 +3,7 @@
     8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
 
 One DeviceMesh contains all processes, with the dimensions `replicate`, `shard` and `context`: [2, 2, 2]. Every group
-spans some of these dimensions, which the last column lists.
+spans some of these dimensions. The table shows the ranks of each group, and in the last column its dimensions.
 
     context    ranks that share one pack         0 1 | 2 3 | 4 5 | 6 7    context
     data       ranks with different samples      0 2 4 6 | 1 3 5 7        replicate, shard
