@@ -289,7 +289,7 @@ class _Search:
     def at_borders(self) -> tuple[Indices, Reals]:
         """For each circle, the beginning and the score of the best window that begins where a piece begins.
 
-        About 64 windows per circle are tried at most.
+        At most about 64 windows per circle are tried.
         """
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
@@ -300,7 +300,7 @@ class _Search:
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
         """For each circle in `which`, the beginning and the score of the best window with a cut inside a piece.
 
-        Only cuts between two neighbouring boundaries more than `least` tokens apart are tried.
+        Cuts are tried only between neighbouring boundaries that are more than `least` tokens apart.
         """
         # `begin` holds the windows that begin or end at a boundary of pieces. If a window is half of its circle, the
         # windows that begin in the second half are the complements of those that begin in the first half, so only the

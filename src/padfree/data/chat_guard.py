@@ -65,9 +65,9 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text of a conversation, if the checks of its twin (`check_twin`) do not apply to it.
+    """Check the rendered text of a conversation that the template renders differently from its twin.
 
-    They do not apply if the template renders the conversation differently from the twin.
+    The twin is the conversation of the same shape in which every text is a marker.
     """
 
     def found(text: str) -> set[int]:

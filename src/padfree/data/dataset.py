@@ -286,8 +286,8 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    The field `source` of a sample is the name of its source. `uid` and `group` begin with this name. It is put in front
-    of them, unless the source is named after its file, so that they already begin with the name.
+    The field `source` of a sample is the name of its source. `uid` and `group` also begin with this name. It is put
+    in front of them, except if the source is named after its file, because they then begin with the name anyway.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:
