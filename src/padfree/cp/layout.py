@@ -142,9 +142,9 @@ def _layout(
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
     """Return a number for each piece, by which the pieces of the layout `balanced` are sorted.
 
-    Pieces are sorted by owner. For one owner, the pieces of divided documents come before whole documents. In
-    each group, the pieces with the largest `end` come first. All pieces that an owner has of one document count with the `end` of the
-    last one, so that they stay adjacent. `first` and `end` are positions in the document.
+    Pieces are sorted by owner. For one owner, the pieces of divided documents come before whole documents. In each
+    group, the pieces with the largest `end` come first. All pieces that an owner has of one document count with the
+    `end` of the last one, so that they stay adjacent. `first` and `end` are positions in the document.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)
