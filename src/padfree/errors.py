@@ -45,8 +45,9 @@ class UserError(ValueError):
     def at(self, setting: str, argument: str | None = None) -> UserError:
         """Return the same error about another setting, as in `error.at("critic.path")`.
 
-        `argument`: the name that stands for `setting` in the code that raised the error, such as `model` in
-        `error.at("critic.path", "model")`. If the error is about another name, this name is kept in the problem.
+        `argument` is the name that the called code uses for `setting`. For example, `error.at("critic.path", "model")`
+        turns an error about `model` into one about `critic.path`. An error about any other name keeps this name
+        in its problem.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)

@@ -154,14 +154,14 @@ def test_a_prompt_template_is_filled_with_columns(load: Load) -> None:
     [
         (
             "{qestion}",
-            r"data\.prompt_template: names \{qestion\}, which is not a column of a\.jsonl; it has \['answer', 'l', 'qu",
+            r"data\.prompt_template: names \{qestion\}, but a\.jsonl has no such column, only \['answer', 'l', 'qu",
         ),
         (
             "{l}",
             r"data\.prompt_template: does not contain \{prompt\}, so that the column 'question' of a\.jsonl",
         ),
-        ("{question} {answer.__class__}", r"\{answer\.__class__\}, which is not a column"),
-        ("{question} {l[0]}", r"\{l\[0\]\}, which is not a column"),
+        ("{question} {answer.__class__}", r"\{answer\.__class__\}, but a\.jsonl has no such column"),
+        ("{question} {l[0]}", r"\{l\[0\]\}, but a\.jsonl has no such column"),
         ("{question!r}", r"has braces without a column"),
         ("{question:>10}", r"has braces without a column"),
         ('{question} {"a": 1}', r"has braces without a column"),

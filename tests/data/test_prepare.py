@@ -205,7 +205,7 @@ def test_malformed_messages_are_bad_rows(load: Load, row: dict[str, Any], words:
         ([GOOD], {"on_bad_row": "warn"}, r"on_bad_row: 'warn'; give one of error, skip"),
         ([GOOD], {"overlong": "cut"}, r"overlong: 'cut'; give one of error, truncate, drop"),
         ([GOOD], {"max_length": 0}, r"max_length: 0 is too short, .*; give 2 or more"),
-        ([GOOD], {"max_length": 4}, r"max_length: 4, but 1 of 1 samples are longer; the first is a\.jsonl:1"),
+        ([GOOD], {"max_length": 4}, r"max_length: 4, but 1 of 1 samples are longer \(the first is a\.jsonl:1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
@@ -337,7 +337,7 @@ def test_a_script_that_processes_cannot_import_is_an_error_and_not_a_wait(tmp_pa
         check=False,
     )
     assert result.returncode == 1
-    assert "num_workers: the main script loads its data when it is imported; put the call under if" in result.stderr
+    assert "num_workers: the main script loads its data when it is imported, and every worker process" in result.stderr
     assert result.stderr.rstrip().endswith("or num_workers=0")
     assert "num_workers: a tokenising process died" in result.stderr
 

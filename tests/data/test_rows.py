@@ -39,7 +39,7 @@ def test_samples_of_a_row_have_names_of_their_own_and_a_common_group(tmp_path: P
 
 def test_too_long_is_an_error_that_names_the_turn(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"7, but 3 of 7 samples are longer; the first is train\.jsonl:2 turn 2 with 8 tok"
+        ValueError, match=r"7, but 3 of 7 samples are longer \(the first is train\.jsonl:2 turn 2 with 8 tok"
     ):
         TokenizedDataset(write_store(tmp_path, ROWS), max_length=7)
 

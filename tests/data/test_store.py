@@ -63,7 +63,7 @@ def test_damage_is_named_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokens\.npy has shape \(100,\), not \(99,\); delete"):
         open_array(tmp_path, "tokens", (99,))
     os.truncate(tmp_path / "tokens.npy", 200)
-    with pytest.raises(ValueError, match=r"tokens\.npy is damaged .*; delete .*; the next run rebuilds it"):
+    with pytest.raises(ValueError, match=r"tokens\.npy is damaged .*; delete .*, and the next run rebuilds it"):
         open_array(tmp_path, "tokens", (100,))
     with pytest.raises(ValueError, match=r"mask\.npy is damaged"):
         open_array(tmp_path, "mask", (100,))

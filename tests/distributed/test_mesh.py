@@ -78,7 +78,7 @@ def test_every_purpose_has_its_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "tpu"}, "device: 'tpu' is not a device type; choose auto, cpu or cuda"),
+        ({"device": "tpu"}, "device: 'tpu' is not a device type; choose 'auto', 'cpu' or 'cuda'"),
         ({"timeout": 0.0}, "timeout: 0.0 s is out of range; give more than 0"),
     ],
 )

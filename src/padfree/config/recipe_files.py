@@ -1,4 +1,4 @@
-"""The recipes that come with the package: `sft` is the file padfree/recipes/sft.toml."""
+"""The recipes that come with the package, named by their files: the recipe `sft` is padfree/recipes/sft.toml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def recipe_path(name: str | PathLike[str]) -> Path:
-    """Return the path of a recipe, given as a path or as the name of a shipped recipe. An existing file wins."""
+    """Return the path of a recipe. `name` is a path, or the name of a recipe that comes with the package.
+
+    If both exist, the path is used.
+    """
     path = Path(name)
     return path if path.is_file() else shipped_recipes().get(str(name), path)
 

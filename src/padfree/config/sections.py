@@ -264,10 +264,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How a run uses its devices: number of processes = replicate x shard x context, where shard is not a setting.
+    """How a run divides its processes, of which there are replicate x shard x context.
 
-    The size of shard follows from the number of processes and the other two sizes. `expert` divides the same
-    shard x context processes in another way, for the weights of experts only.
+    The size of shard is not a setting. It follows from the number of processes and the other two sizes. `expert`
+    divides the shard x context processes of a replica in another way, for the weights of experts only.
     """
 
     context: Literal["auto"] | int = setting(
@@ -319,7 +319,7 @@ class ParallelConfig:
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
     def most_context(self, processes: int) -> int:
-        """Return the maximum number of ranks that share a pack; if `context` is `auto`, all ranks of a replica."""
+        """Return the maximum number of ranks that share a pack: all ranks of a replica if `context` is "auto"."""
         return max(1, processes // self.replicate) if self.context == "auto" else self.context
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@
 
     about                        what the setting means: `padfree settings` and docs/reference/settings.md print it
     least, above, most, below    the bounds of a number, which are checked when the section is constructed
-    allowed                      the bounds in words, if the default wording does not fit or the section itself checks
+    allowed                      the bounds in words, if the default words do not fit or the section checks the value
     needs                        other settings that must have certain values before this one may differ from its
                                  default, as in `needs=need_of("filter", "equal")`
     formerly                     the former name of the setting; it is refused with a message that gives the new name
@@ -53,9 +53,12 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A requirement of a setting: another setting `name` must have one of `values` or, if `values` is empty, be set.
+    """A requirement of a setting: the other setting `name` must have one of `values`.
 
-    A name without a dot is a field or property of the same table. A name with a dot is looked up from the `Config`.
+    If `values` is empty, the other setting must be set to any value.
+
+    A name without a dot is a field or property of the same table. A name with a dot is looked up
+    from the `Config`, as in `loss.kind`.
     """
 
     name: str
@@ -168,7 +171,7 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
 
 
 def check_table(table: Any, prefix: str) -> None:
-    """Raise a `UserError` for a value outside its bounds, or a setting whose `needs` in the same table are not met.
+    """Raise a `UserError` for a value outside its bounds, or for `needs` that other settings of the table do not meet.
 
     `prefix` is the name of the table with a dot at its end.
     """
@@ -181,7 +184,7 @@ def check_table(table: Any, prefix: str) -> None:
 
 
 def check_needs(config: Any) -> None:
-    """Raise a `UserError` for a setting whose `needs` in other tables are not met."""
+    """Raise a `UserError` for `needs` that settings of other tables do not meet."""
     for name, entry, value in _settings(config):
         for one in rules_of(entry).needs:
             if "." in one.name:
@@ -198,7 +201,7 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 
 
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
-    """Return a dict from the name of each setting of the dataclass `kind` to whether it may change on resume.
+    """Map the name of each setting of the dataclass `kind` to its rule for resuming, such as "must stay".
 
     `hints`: function that returns the type hints of a dataclass. `prefix`: name of the table, with a dot at its end.
     """

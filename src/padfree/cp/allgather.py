@@ -138,9 +138,10 @@ def _exchanged(
 ) -> list[tuple[Tensor, ...]]:
     """Exchange slices of several tensors with all ranks in one all-to-all.
 
-    `leaving` holds the slices to send: for rank 0 from the first tensor, for rank 0 from the second, for rank 1 from
-    the first, and so on. `send` and `receive` hold the number of tokens sent to and received from each rank. Returns,
-    for each tensor, the parts received from each rank; their trailing dimensions are those of the tensors in `like`.
+    `leaving` holds the slices to send: the slices of all tensors for rank 0, then those for rank 1, and so on.
+    `send[r]` and `receive[r]` are the numbers of tokens sent to rank r and received from it. Each tensor has the same
+    trailing dimensions as the tensor in `like` with the same index. Returns, for each tensor, the slices received from
+    all ranks, in rank order.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

@@ -7,7 +7,7 @@
 
     method       forward                                        backward
     allgather    keys and values that other ranks' pieces read  gradients of the keys and values it received
-    ring         a block of K and V, world - 1 times            the same, and a block's float32 gradient, world times
+    ring         K and V of a block, in world - 1 steps         the same, and their float32 gradients, in world steps
     ulysses      (world - 1)/world of q, k, v and the output    the same
 """
 
@@ -68,10 +68,10 @@ def attend(
             raise UserError(
                 name,
                 f"has shape {tuple(tensor.shape)}, but this rank has {expected} tokens",
-                "give a tensor with one element per token in the first dimension",
+                "give a tensor with one element per token in its first dimension",
             )
     if window is not None:
-        need_whole("window", window, 1, "give 1 or more and causal=True, or window=None")
+        need_whole("window", window, 1, "give a window of 1 or more with causal=True, or window=None")
     if window is not None and window >= segments.num_positions:
         window = None  # no sample is longer than the window
     if segments.parents is not None and not causal:
@@ -93,9 +93,7 @@ def attend(
         out: Tensor = varlen_attention(q, k, v, segments, segments, **options)
         return out
     if window is not None and not causal:
-        raise UserError(
-            "window", f"{window} cannot be used with causal={causal}", "give 1 or more and causal=True, or window=None"
-        )
+        raise UserError("window", f"{window} cannot be used with causal={causal}", "set causal=True, or window=None")
     if context.method not in _ATTEND:
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=context.method)
     plan = context.plan

@@ -59,14 +59,15 @@ def causal_work(first: Indices, end: Indices) -> Indices:
 
 
 def tile_cost(first: Indices, end: Indices) -> Indices:
-    """The cost of each piece [first, end) in pairs: the pairs of whole tiles, and the fixed costs of keys.
+    """The cost of each piece [first, end), in (query, key) pairs.
 
-    Tiles of queries start at `first`.
+    It is the number of pairs in all tiles that a kernel computes, plus the fixed costs of keys. The first tile of
+    queries starts at `first`.
     """
-    # bit shifts are several times as fast as divisions
+    # rounded up to tiles; bit shifts are several times as fast as divisions
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
-    # key tile j >= diagonal is not seen by the first 2 j - before tiles of queries
+    # for j >= diagonal, the first 2 j - before tiles of queries see no key of tile j
     tiles = keys * queries - (keys - diagonal) * (keys + diagonal - 1 - before)
     beside = (OWN_KEY_PAIRS << TILE_BITS) * keys - (OWN_KEY_PAIRS - EARLIER_KEY_PAIRS) * first
     cost: Indices = (tiles << 2 * TILE_BITS - 1) + beside * (end > first)
@@ -81,10 +82,11 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
     offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
-    # Short documents keep their order, so that those to which whole tiles add much cost are spread over the ranks. Long
-    # documents follow, the longest last. On the circle, short documents come after the longest one, so the ranks that
-    # hold its tail, and read the most keys, get short documents too. The nodes of a prefix tree stay together, so that
-    # the ranks that hold a prefix also hold the nodes that read it.
+    # Short documents come first, in the order of the pack. This spreads the documents that whole tiles make expensive
+    # over the ranks. Long documents follow, the longest last. On the circle, short documents come after the longest
+    # document. So the ranks that hold the tail of the longest document, and read the most keys, get short documents
+    # too. The nodes of a prefix tree stay together, so that the ranks that hold a prefix also hold the nodes that read
+    # the prefix.
     together = _tree_lengths(segments)
     order = np.argsort(np.where(together >= 4 * TILE, together, 0), kind="stable")
     order = order[lengths[order] > 0]
@@ -100,7 +102,7 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """[S] the number of tokens of each document, or of its whole prefix tree if documents are nodes of such a tree."""
+    """[S] the number of tokens of each document or, if it is a node of a prefix tree, of its whole tree."""
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
         return lengths
@@ -110,7 +112,10 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """P pieces of the pack, laid on C circles. Circle c is to be divided among `world[c]` ranks."""
+    """P pieces of the pack, arranged on C circles. In a circle, the first piece follows the last one.
+
+    Circle c is divided among `world[c]` ranks.
+    """
 
     start: Indices  # [P] index in the pack
     first: Indices  # [P] position in the document
@@ -120,7 +125,11 @@ class _Circles(NamedTuple):
 
 
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
-    """Cut each circle into two: a window for one half of its ranks, the rest for the other half."""
+    """Cut each circle into two circles: a window for one half of its ranks, and the rest for the other half.
+
+    A rank has `share` tokens, and the mean and the maximum of its work are `mean_work` and `most_work`. `last`: whether
+    the new circles are not cut again.
+    """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)
     begin, score = search.at_borders()
@@ -167,7 +176,11 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """For each circle, searches for the window with the lowest modelled cost per rank within the limits on work."""
+    """Searches each circle for the best window.
+
+    The best window is the one whose more expensive side (inside or outside) has the lowest modelled cost per rank,
+    among the windows within the limits on work.
+    """
 
     def __init__(
         self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
@@ -199,23 +212,23 @@ class _Search:
         self.high = np.maximum(inside * most_work, self.target)
 
     def cost_of(self, first: Indices, end: Indices) -> Reals:
-        """The modelled cost of parts [first, end) of documents, which a cut has made."""
+        """The modelled cost of each part [first, end) of a document that a cut creates."""
         if self.last:
             return tile_cost(first, end).astype(np.float64)
-        # More cuts will follow, so the tiles are unknown. On average, whole tiles add half a tile of keys for every
-        # query, half a tile of queries if the part does not start at the start of its document, and half a tile of
-        # both at the end.
+        # More cuts will follow, so the tiles of a part are not known yet. On average, rounding to whole tiles adds half
+        # a tile of keys for every query, half a tile of queries if the part does not start at the start of its
+        # document, and at the end of the part half a tile of keys and half a tile of queries.
         a, b = first.astype(np.float64), end.astype(np.float64)
         pairs = (b - a) * ((a + b) / 2 + (TILE // 2 + OWN_KEY_PAIRS) + QUERY_TILE // 2 * (a > 0))
         at_end = EARLIER_KEY_PAIRS * a + QUERY_TILE // 2 * b + OWN_KEY_PAIRS * (TILE // 2)
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """The expected cost of the future cuts of parts with more work than one rank's share.
+        """The expected cost of cutting each part [first, end) again, if it has more work than one rank's share.
 
-        The work of [first, end) has its mean at position 2/3 (end^3 - first^3) / (end^2 - first^2). If n ranks share
-        the work equally, their parts start, on average, half a part before this mean. The start of the first part is
-        not a cut.
+        The cost of a cut is proportional to the number of keys before it. If n ranks share the work of [first, end)
+        equally, their parts start, on average, half a part before the mean position of the work. The mean position is
+        2/3 (end^3 - first^3) / (end^2 - first^2). The start of the first part is not counted, because it is not a cut.
         """
         ends = end + first
         keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n (mean - first)
@@ -238,7 +251,7 @@ class _Search:
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """[2, N] the cost per rank inside and outside each of N windows, relative to the mean of its circle."""
+        """[2, N] the cost per rank inside and outside each of N windows, divided by the mean over the circle."""
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
         before, behind, whole = self.spent[piece], self.spent[piece + 1], self.whole_cost[circle]
@@ -253,9 +266,9 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """The score of each window: the relative cost of its more expensive side.
+        """The score of each window: the relative cost per rank of its more expensive side (inside or outside).
 
-        The score is at least `REFUSED` if the work of the window is outside the limits.
+        If the work of the window is outside the limits, the score is at least `REFUSED`.
         """
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
@@ -274,9 +287,9 @@ class _Search:
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """For each circle, the best window that begins at the boundary of a piece, and its score.
+        """For each circle, the beginning and the score of the best window that begins where a piece begins.
 
-        At most about 64 windows are tried per circle.
+        At most about 64 windows per circle are tried.
         """
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
@@ -285,13 +298,14 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """For each circle in `which`, the best window with a cut between two boundaries of pieces, and its score.
+        """For each circle in `which`, the beginning and the score of the best window with a cut inside a piece.
 
-        Only boundaries that are more than `least` tokens apart are considered.
+        Cuts are tried only between neighbouring boundaries that are more than `least` tokens apart.
         """
-        # If the window is half of the circle, a window that begins in the second half is the complement of one that
-        # begins in the first half, so boundaries count modulo half the circle. In other circles, each boundary counts
-        # as the beginning of a window and as the end of one.
+        # `begin` holds the windows that begin or end at a boundary of pieces. If a window is half of its circle, the
+        # windows that begin in the second half are the complements of those that begin in the first half, so only the
+        # first half is needed. In other circles, each boundary gives two windows: one begins there, the other ends
+        # there.
         even = 2 * self.size == self.total
         turn = np.where(even, self.size, self.total)
         mine = which[self.circle].nonzero()[0]
@@ -303,9 +317,9 @@ class _Search:
         begin = (begin - self.base[circle]) % turn[circle]
         order = np.argsort(circle * self.total.max() + begin)
         begin, circle = begin[order], circle[order]
-        # Between two neighbouring boundaries the work is linear in the location of the window, and so is the cost apart
-        # from the rounding to tiles. The candidates are the locations where both sides cost the same, where the work
-        # reaches the target, and where the work enters the tolerance.
+        # While a window moves from one of these beginnings to the next, its work changes linearly. So does its cost,
+        # apart from the rounding to tiles. The candidates are the windows at which inside and outside cost the same, at
+        # which the work reaches the target, and at which the work comes within the tolerance.
         load = self.load(self.window_ends(begin, circle))
         wide = ((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]])).nonzero()[0]
         low, high = np.minimum(load[wide], load[wide + 1]), np.maximum(load[wide], load[wide + 1])
@@ -327,7 +341,7 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """The given windows, and windows shifted by less than a tile so that a cut falls on the boundary of a tile."""
+        """The given windows, and windows shifted by less than a tile so that one cut falls between two tiles."""
         piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
         moved = (begin + np.concatenate([step, step - QUERY_TILE])) % self.total[circle]

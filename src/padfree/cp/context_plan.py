@@ -3,7 +3,7 @@
     pack order   0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the tokens of the pack, T
     own          the tokens of this rank, piece by piece      as it holds them, T/world
     rank order   rank 0's tokens, then rank 1's, ...          the result of an all-gather
-    pieces       ranges of `own`, one document each           the query segments; those of one document are adjacent
+    pieces       ranges of `own`, one document each           the query segments; pieces of one document are adjacent
 
 A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it. A method of
 context parallelism needs further data, such as which keys each piece reads and which rank sends them. The first layer
@@ -48,8 +48,8 @@ class Pieces:
         self.document_start = segments.offsets[self.document]
         self.document_end = segments.offsets[self.document + 1]
         self.offsets = segments.offsets
-        # If the documents are nodes of a prefix tree: the ancestors of each node, whose keys the node's queries also
-        # see.
+        # None, or, if the documents are nodes of a prefix tree, the ancestors of each node. The queries of a node also
+        # see the keys of its ancestors.
         self.ancestors = None if segments.parents is None else [path[:-1] for path in paths(segments.parents)]
 
     def of(self, rank: int) -> slice:
@@ -86,10 +86,10 @@ class ContextPlan:
         return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """The permutation between the two orders of the T tokens, as two index arrays [T].
+        """The permutation between rank order and pack order, as two index arrays [T]. None if both orders are equal.
 
-        None if both orders are equal. The first array holds the token at each index of the rank order, the second the
-        rank-order index of each token.
+        The first array maps an index in rank order to the index of the same token in the pack. The second array maps
+        an index in the pack to the index in rank order.
         """
         tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
         if (tokens == np.arange(len(tokens))).all():

@@ -59,7 +59,7 @@ def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None =
 
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
-    """How many keys are sent between ranks, as a matrix [world, world]: rank i receives element (i, j) from rank j."""
+    """A matrix [world, world], whose element (i, j) is the number of keys that rank i receives from rank j."""
     needs = _needs(pieces, _key_ranges(pieces, causal, window))
     moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
     np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)
@@ -108,7 +108,8 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
     """The keys that each piece reads, as ranges of the pack.
 
-    The ranges of the ancestors of the piece's node come first, if any. The range in its own document follows.
+    If the documents are nodes of a prefix tree, the ranges of the node's ancestors come first. The range in the piece's
+    own document follows.
     """
     every = np.arange(len(pieces.start))
     if not causal:

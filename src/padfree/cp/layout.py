@@ -92,7 +92,7 @@ def document_index(tokens: Indices, offsets: Indices) -> Indices:
 
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
-    """For each piece of a rank, its first position in the document, and the position after its last."""
+    """For each piece [a, b) of a rank, its bounds a and b as positions in the document."""
     origins = segments.offsets[:-1] - segments.first_positions
     origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin
@@ -140,9 +140,11 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Sort keys for pieces in pack order: by owner, then pieces of divided documents first, then the latest ends first.
+    """Return a number for each piece, by which the pieces of the layout `balanced` are sorted.
 
-    The end of a piece is here the end of its owner's last piece of the same document.
+    Pieces are sorted by owner. For one owner, the pieces of divided documents come before whole documents. In each
+    group, the pieces with the largest `end` come first. All pieces that an owner has of one document count with the
+    `end` of the last one, so that they stay adjacent. `first` and `end` are positions in the document.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)

@@ -86,10 +86,10 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `summed`, but returns two tensors: the gradient of the first part [n_0, ...] and of all other parts.
+        """Like `summed`, but returns two tensors: the gradient of the first part, and that of all other parts together.
 
-        May overwrite `gradient`. If no token is repeated and few tokens are out of order, both results are views of
-        `gradient`, in which only these few tokens are moved.
+        May overwrite `gradient`. If no token is selected twice, and few tokens must be moved to bring the other parts
+        before the first part, then only these tokens are moved, and both results are views of `gradient`.
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])
@@ -112,9 +112,9 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """The ranges (index, length) of the selection in the order in which `summed_apart` returns them.
+        """The ranges (index in the selection, length) of all tokens, sorted by part for `summed_apart`.
 
-        The tokens of the first part come after the tokens of the other parts.
+        The tokens of the first part come last.
         """
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
@@ -157,9 +157,10 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """The occurrences of stretches that are followed by `layer` more occurrences of the same stretch.
+        """For each stretch, the occurrence that is followed by exactly `layer` more occurrences of the stretch.
 
-        Returns arrays (token, index in the selection, length). Each token appears at most once, in ascending order.
+        Stretches with fewer occurrences are left out. Returns arrays (token, index in the selection, length), sorted by
+        token.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

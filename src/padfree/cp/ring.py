@@ -1,15 +1,16 @@
 """Ring context parallelism: keys and values are passed from rank to rank, and no rank ever holds all of them.
 
     step     0          1          2          3
-    block    1 (own)    0          3          2           the rank that owns the keys which rank 1 of 4 computes with
+    block    1 (own)    0          3          2           rank 1 of 4 computes with the keys of this rank
 
-While a rank computes, the next block is in flight. Each rank holds pieces of documents: T/world of the T tokens of a
-pack, its block. Two pieces of a document never overlap. So a query piece sees all of another rank's piece if that piece
-comes earlier in the document, and nothing of it otherwise. In step 0 a piece sees the earlier pieces of its document on
-its own rank, and itself causally. The pieces of a document are adjacent in a block, so the keys that a query piece sees
-of a block are one range. Queries that see nothing of a block are left out of its step, and a step that no query needs
-is skipped. If samples share prefixes, documents are nodes of a prefix tree, and a piece also sees the pieces of its
-node's ancestors entirely: it sees several ranges of a block, the range of its own node last.
+While a rank computes, the next block is in flight. Each rank holds pieces of documents. Together they have T/world of
+the T tokens of a pack, and their keys and values are the rank's block. Two pieces of a document never overlap. So a
+query piece sees all of another rank's piece if that piece comes earlier in the document, and nothing of it otherwise.
+In step 0 a piece sees the earlier pieces of its document on its own rank, and itself causally. The pieces of a document
+are adjacent in a block, so the keys that a query piece sees of a block are one range. A step leaves out the queries
+that see nothing of its block, and a step without queries is skipped. If samples share prefixes, documents are nodes of
+a prefix tree, and a piece also sees all pieces of its node's ancestors. It then sees several ranges of a block, of
+which the range of its own node is the last.
 
 Each block gives an output and the log-sum-exp lse of its scores. The outputs of two blocks are merged in float32:
 
@@ -65,7 +66,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
     document, start = pieces.document[mine], pieces.start[mine]
-    # `border[i]` is where the i-th piece of the block begins in the block.
+    # `border[i]` is the index in the block at which its i-th piece begins.
     border = np.concatenate([[0], np.cumsum(pieces.length[theirs])])
     in_pack_order = np.argsort(pieces.start[theirs])
     documents, starts = pieces.document[theirs][in_pack_order], pieces.start[theirs][in_pack_order]
@@ -96,8 +97,8 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
     """The ring step if the documents are nodes of a prefix tree. None if this rank computes nothing in the step.
 
-    The block belongs to the rank that is `distance` steps before this rank in the ring. `border` holds the start of
-    each piece in the block.
+    The block belongs to the rank that is `distance` steps before this rank in the ring. `border[i]` is the
+    index in the block at which its i-th piece begins.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -142,9 +143,9 @@ class RingLike(Protocol):
 class PlayedRing:
     """Simulates the ring for one rank of a group, without the process group.
 
-    Given the blocks of all ranks, it delivers them as a real ring would. Without blocks, it delivers zeros. In that
-    case, `posted` holds what the rank adds to the gradient of each block: element i belongs to the block of rank
-    `rank - i`.
+    `blocks` holds the block of every rank, and the simulation delivers them in the order of a real ring. If `blocks` is
+    None, it delivers zeros. For a ring of gradients, `posted[i]` is then what this rank contributes to the gradient of
+    the block of rank `rank - i`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:
@@ -219,7 +220,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's q, k and v in float32.
 
-    `dout` is the gradient of the output. `out` and `lse` are those of the softmax over all blocks, including sinks.
+    `dout` is the gradient of the output. `out` and `lse` are the output and the log-sum-exp over the keys of all blocks
+    and the sinks.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None

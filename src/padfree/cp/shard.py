@@ -46,12 +46,12 @@ def shard(
     method: str = "allgather",
     backend: str = "auto",
 ) -> LocalBatch:
-    """The part of a pack that belongs to context rank `rank` of `world`, with the context that its attention needs.
+    """The part of a pack that belongs to context rank `rank` of `world`, with the `AttnContext` of this part.
 
     `group` is the process group of the context ranks. Without a group, the shards can be inspected but attention cannot
     be computed, and one process can create the shards of all ranks. If `world` is 1, the pack stays whole. `kind` is
-    the layout of the tokens. The method `ulysses` is balanced with every kind of layout; with the kind `contiguous` it
-    needs no permutation.
+    the layout of the tokens. The method `ulysses` balances the work with every kind of layout, and with
+    `contiguous` it saves a permutation.
     """
     if method not in METHODS:
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)
@@ -133,13 +133,14 @@ def gather_tokens(
     """Gather the values [T/world, ...] of all ranks to [T, ...] in pack order, on every rank; differentiable.
 
     `loss` says how the ranks use the result, which determines the gradient. `replicated`: every rank computes the same
-    loss from the result, and it counts once. A rank then keeps the part of its own gradient that belongs to its tokens.
+    loss from the result, and this loss counts once. Each rank then keeps the part of its own gradient that belongs to
+    its tokens.
     `partial`: each rank computes a part of the loss, and the loss is the sum of the parts. The gradients of all ranks
     are then summed before each rank keeps the part of its tokens. In both cases, the parameters' gradients summed over
     the ranks equal the gradients that one process would compute.
     """
     if loss not in ("replicated", "partial"):
-        raise UserError("loss", "is unknown", "choose replicated or partial", value=loss)
+        raise UserError("loss", "is unknown", "choose 'replicated' or 'partial'", value=loss)
     need_tensor("values", values)
     expected = context.segments.num_tokens // context.world
     if values.shape[:1] != (expected,):

@@ -104,8 +104,8 @@ class _RepeatHeads(torch.autograd.Function):
 def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Exchange tokens for heads: each [T/world, h, d] -> [T, h/world, d] in pack order, all tensors in one exchange."""
     world = plan.world
-    # Rank r gets the r-th part of the heads. Each tensor becomes [T/world, world, h/world * d], and they are
-    # concatenated.
+    # Rank r gets the r-th part of the heads. Each tensor becomes [T/world, world, h/world * d]. The tensors are
+    # then concatenated in the last dimension, so that one exchange sends them all.
     parts = [tensor.reshape(tensor.shape[0], world, -1) for tensor in tensors]
     packed = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)  # [world * T/world, width]
     counts = [plan.pieces.share] * world

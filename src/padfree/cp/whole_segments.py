@@ -5,12 +5,13 @@
     moved       rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment on one rank
 
 Segments are assigned longest first, each to the rank with the fewest tokens so far. If several ranks have the fewest,
-the segment goes to the one that already holds most of its tokens. The pad is not moved. A segment that is longer than a
-rank's share of T/world tokens raises an error, because the other ranks would have to wait for one rank.
+the segment goes to the rank among them that already holds most of the segment's tokens. The pad is not moved. A segment
+that is longer than a rank's share of T/world tokens raises an error, because the other ranks would have to wait for the
+rank of this segment.
 
 The number of bytes that a rank sends to move values with `width` numbers per token to whole segments and back:
 
-    forward     (tokens it holds of segments assigned to others + tokens it received) · width · element size
+    forward     (tokens that it sends to other ranks + tokens that it receives and returns) · width · element size
     backward    the same
 """
 

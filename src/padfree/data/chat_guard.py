@@ -49,7 +49,10 @@ class Shown:
 
 
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text of the twin of a shape. `keep_thoughts`: the reasoning of all turns must appear in it."""
+    """Check the rendered text of a shape's twin, i.e. of the conversation in which every text is a marker.
+
+    `keep_thoughts`: whether the reasoning of all turns must appear in the text.
+    """
 
     def found(text: str) -> set[int]:
         slots = [slot for slot in slots_of(text) if slot.leaf < len(shape.leaves)]
@@ -62,7 +65,10 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text of a conversation that the template renders differently from the twin of its shape."""
+    """Check the rendered text of a conversation that the template renders differently from its twin.
+
+    The twin is the conversation of the same shape in which every text is a marker.
+    """
 
     def found(text: str) -> set[int]:
         leaves = enumerate(shape.leaves)
@@ -209,10 +215,10 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
 
 
 def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
-    """Whether the template renders `value` as JSON: `true`, `false` or `null`.
+    """Whether the template renders `value` as JSON, i.e. as `true`, `false` or `null`.
 
-    `changed` is `text` rendered again with `not value` in place of `value`. At the first difference between the two
-    texts, `text` must have the JSON of `value` and `changed` the JSON of `not value`.
+    `text` is the rendered text with `value`, and `changed` the rendered text with `not value` instead. At the first
+    difference between them, `text` must have the JSON of `value`, and `changed` the JSON of `not value`.
     """
     if changed is None:
         return False

@@ -95,7 +95,7 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What all conversations of one shape (`chat_shape`) share: the form of messages, and the borders of turns."""
+    """What all conversations of one shape (`chat_shape`) share: the form of messages, and where turns begin and end."""
 
     form: Form
     cuts: tuple[tuple[TurnCut, Skeleton | None], ...]
@@ -213,7 +213,7 @@ class ChatRenderer:
     def _predicted(
         self, conversation: Conversation, shape: ConversationShape, plan: _Plan, task: _Task
     ) -> list[RenderedSample] | None:
-        """Return the samples of a row as the `plan` for its shape (`chat_shape`) predicts them.
+        """Return the samples of a row, as predicted by the `plan` for the row's shape (`chat_shape`).
 
         Return None if the template renders the row differently from the prediction.
         """
@@ -248,9 +248,9 @@ class ChatRenderer:
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
         """Call `work` with each form of the messages (`chat_forms`), and return the first result.
 
-        `work` raises a `RowError` if the rendered text fails a check. If `work` raises an error for every form, the
-        error of the usual form is raised. But if this error is about tool calls, or comes from the template, the error
-        about the latest message is raised instead.
+        `work` raises a `RowError` if the rendered text fails a check. If this happens with every form, the error of the
+        usual form is raised, with one exception: if that error is about tool calls or was raised by the template, other
+        forms may have got further, so the error about the latest message is raised.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):
@@ -319,7 +319,11 @@ class ChatRenderer:
         return found
 
     def _with_roles(self, conversation: Conversation) -> Conversation:
-        """Replace other names of roles (`ROLE_ALIASES`), unless the template compares the role with that name."""
+        """Replace the aliases of roles, such as `human` by `user` (`ROLE_ALIASES`).
+
+        An alias is kept if the template itself compares the role with this alias. Aliases of `assistant` are always
+        replaced.
+        """
         source = self._sources[conversation.tools is not None]
         messages = []
         for message in conversation.messages:
@@ -394,9 +398,10 @@ def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
 
 
 def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
-    """Return (index of the message, span) for each message of a row that is rendered differently from its prediction.
+    """Return (index of the message, span) for each message in the rendered text of a sample.
 
-    The spans are found by searching for the messages' leaves (texts and numbers) in the rendered text, in order.
+    The messages' leaves (texts and numbers) are searched for in the text, in order. This is needed for a row that the
+    template renders differently from the prediction.
     """
     message_spans: dict[int, Span] = {}
     done = 0

@@ -32,7 +32,7 @@ THOUGHT_FIELDS = ("reasoning_content",)
 RESULT_ROLES = ("tool", "function", "ipython")
 MAX_LEAVES = 10_000
 _TAGS = re.compile(r"(\s*(?:</?(?:think|thinking|thought|reasoning)>|\[/?THINK\])\s*)")
-# The marker of a number: 70000, four digits with the index of the leaf, and 07.
+# A number is replaced by the marker 70000iiii07, in which iiii is the index of its leaf.
 _FIRST_NUMBER = 70_000_000_007
 _MARKER = re.compile(
     r'zq(?P<text>\d+)x(?:(?P<plain>\\"éw)|(?P<json>\\\\\\"éw)|(?P<ascii>\\\\\\"\\u00e9w))?'
@@ -78,7 +78,7 @@ class _Dissection:
         self._key: list[Hashable] = []
         self._leaves: list[TemplateValue] = []
         self._identifiers: dict[str, int] = {}
-        # The tool calls that have no result yet, each with the index of the leaf of its name.
+        # The tool calls without a result so far, each with the index of the leaf that holds its name.
         self._waiting: list[tuple[Message, int]] = []
         self._shuffled: int | None = None
 
@@ -113,9 +113,9 @@ class _Dissection:
         return twin
 
     def _answered(self, message: Message, index: int) -> tuple[Message, int] | None:
-        """Return the tool call that the tool result `message` answers, with the index of the leaf of the call's name.
+        """Return the tool call that the tool result `message` answers, and the index of the leaf with the call's name.
 
-        This is the call with the same id, or else the first call without a result. Return None if all calls have
+        The call is the one with the same id, or else the first call without a result. Return None if all calls have
         results.
         """
         if not self._waiting:
@@ -187,7 +187,10 @@ class _Dissection:
 
 
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
-    """Split a text into tuples (white space or tags, text or "", whether the text is reasoning)."""
+    """Split a text into tuples (white space and tags before a text, the text, whether it is reasoning).
+
+    In the last tuple, the text may be empty.
+    """
     pieces = _TAGS.split(value) if tags else [value]
     if len(pieces) == 1:
         text = value.strip()

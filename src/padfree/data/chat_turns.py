@@ -4,9 +4,9 @@
     up to and including the turn                   <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
                                                                                    [----------)
 
-The first text must be a prefix of the second, so that the rest of the second is the text of the turn. If for every turn
-the second text is a prefix of the whole rendered conversation, all turns are trained in one sample (`together`).
-Otherwise each turn is trained in its own sample (`apart`).
+The first text must be a prefix of the second, so that the rest of the second text is the text of the turn. All turns
+are trained in one sample ("together") if, for every turn, the second text is a prefix of the whole rendered
+conversation. Otherwise each turn is trained in its own sample ("apart").
 
 Some templates render the earlier messages differently once the turn is added: Mistral-Nemo's template shows the system
 message only if the last message is from the user. For such a template, the sample of a turn joins the two renderings

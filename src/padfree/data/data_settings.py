@@ -30,18 +30,19 @@ class TextSettings:
 
     - `columns` maps a column of the file to a field: `{"question": "prompt", "answer": "response", "note": "unused"}`.
       A column mapped to "unused" is ignored.
-    - `prompt_format`: render a prompt with the chat template (`chat`) or use it as plain text (`plain`). `auto` is
-      `chat` if there is a template.
+    - `prompt_format`: "chat" renders a prompt with the chat template, and "plain" uses it as plain text. "auto" means
+      "chat" if there is a template, else "plain".
     - `chat_template` replaces the tokenizer's template, and `template_arguments` are passed to the template, such as
       `{"enable_thinking": False}`. `day` is the date that the template gets as the current date.
-    - `turns`: train the assistant turns of a conversation in one sample (`together`) or each in its own sample
-      (`apart`). `auto` is `together` if the template does not change earlier turns.
+    - `turns`: "together" trains all assistant turns of a conversation in one sample, and "apart" each turn in its own
+      sample. "auto" means "together" if the template does not change earlier turns, else "apart".
     - `system`: the system prompt of conversations that have none.
     - `prompt_template`: a text that composes the prompt from several columns.
-    - `append_eos`: append the end-of-sequence token to text that no chat template ends.
+    - `append_eos`: append the end-of-sequence token to text that is not rendered with a chat template.
     - `split`, `subset`: the part of a Hub data set to read.
-    - `overlong`: samples of more than `max_length` tokens raise an `error`, are cut (`truncate`) or skipped (`drop`).
-    - `on_bad_row`: a row that cannot be used raises an `error`, or is skipped (`skip`).
+    - `overlong`: what happens to a sample of more than `max_length` tokens. "error" raises an error, "truncate" cuts
+      the sample, and "drop" skips it.
+    - `on_bad_row`: what happens to a row that cannot be used. "error" raises an error, and "skip" skips the row.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -73,8 +74,8 @@ class TextSettings:
 class SFTDataSettings(TextSettings):
     """The settings for SFT data.
 
-    `loss_on` says which tokens are trained: those of every assistant turn (`assistant`), those of the last assistant
-    turn only (`last`), or all tokens (`all`).
+    `loss_on` says which tokens are trained: "assistant" means the tokens of every assistant turn, "last" only those of
+    the last assistant turn, and "all" all tokens.
     """
 
     loss_on: LossOn = "assistant"

@@ -93,7 +93,7 @@ class TokenizedDataset(StoredSamples):
     """The samples of one folder of the token cache."""
 
     samples_per_row: ClassVar[int | None] = None  # None: rows may have any number of samples
-    # Whether all samples of a row are dropped if one of them is dropped, also with overlong="truncate".
+    # If True, overlong="truncate" also drops all samples of a row if it drops one of them, as overlong="drop" does.
     drops_whole_rows: ClassVar[bool] = False
 
     def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
@@ -151,8 +151,8 @@ class TokenizedDataset(StoredSamples):
             first = int(over[0])
             raise UserError(
                 "data.max_length",
-                f"{self.max_length}, but {len(over)} of {len(self.lengths)} samples are longer; the first is "
-                f"{self._uid(first)} with {self.lengths[first]} tokens",
+                f"{self.max_length}, but {len(over)} of {len(self.lengths)} samples are longer (the first is "
+                f"{self._uid(first)} with {self.lengths[first]} tokens)",
                 f"set data.overlong=truncate or data.overlong=drop, or data.max_length={self.lengths[over].max()}",
             )
         usable = np.ones(len(self.lengths), dtype=np.bool_)
@@ -286,8 +286,8 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    The field `source` of a sample is the name of its source. The name is put in front of `uid` and `group`, unless they
-    already begin with it because the source is named after its file.
+    The field `source` of a sample is the name of its source. `uid` and `group` also begin with this name. It is put
+    in front of them, except if the source is named after its file, because they then begin with the name anyway.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:

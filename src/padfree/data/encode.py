@@ -3,7 +3,8 @@
     joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      one text in pieces (a rendered conversation)
                the whole text is tokenised; the loss mask changes at the borders between pieces
     apart      "What is 2+2?" | "4"                             separate texts (prompt, response)
-               each text is tokenised on its own; bos (if the tokenizer adds one) before them, eos after them
+               each text is tokenised on its own; bos (if the tokenizer adds it) comes before the first, eos after the
+               last
 
 A joined text is tokenised as a whole, as is usual for conversations. A token can then span a border, for example if a
 header ends with a newline and the reply begins with one. Such a token is partly trained text and partly not, so neither
@@ -47,7 +48,7 @@ class Passage:
     """The text of one sample in pieces.
 
     `joined`: whether the pieces are one text, which already contains its special tokens. `begun`: whether the first of
-    several separate texts already has the special tokens that belong at the beginning.
+    several separate texts already begins with the special tokens that the tokenizer would add, such as bos.
     """
 
     pieces: tuple[Piece, ...]
@@ -165,7 +166,7 @@ class Encoder:
             character += len(piece.text)
             before = batch.char_to_token(index, character - 1)
             after = batch.char_to_token(index, character)
-            # A character without a token is white space that the tokenizer does not assign to any token.
+            # char_to_token returns None for white space that the tokenizer does not assign to any token.
             if before is None or after is None or before == after:
                 return None
             if batch.token_to_chars(index, after).start != character:

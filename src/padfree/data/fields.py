@@ -6,7 +6,7 @@
     unused     ("id",)
 
 A format is a set of fields that together make a sample. A field is recognised by its own name or by another usual name
-(`question` for `prompt`), case-insensitive. `data.columns` maps a column to a field, or to `unused`. If a file can be
+(`question` for `prompt`), ignoring case. `data.columns` maps a column to a field, or to `unused`. If a file can be
 read in several ways, an error lists the `data.columns` setting that selects each of them.
 
 Some columns change the meaning of a row, for example a `label` that marks the answer as bad. A row with a value in such
@@ -258,7 +258,7 @@ def _fields(
     if unknown:
         raise UserError(
             "data.prompt_template",
-            f"names {{{unknown[0]}}}, which is not a column of {file}; it has {sorted(first)}",
+            f"names {{{unknown[0]}}}, but {file} has no such column, only {sorted(first)}",
             "correct the name of the column",
         )
     if also and not {"prompt", reading.columns["prompt"]} & set(also):

@@ -180,7 +180,10 @@ def _is_sharegpt(messages: object) -> bool:
 
 
 def reading_notes(files: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return one note for each way in which files are read, with their names: `data: train.jsonl is read as ...`."""
+    """Return notes on how the files are read: `data: train.jsonl is read as ...`.
+
+    Files that are read in the same way share one note.
+    """
     names: dict[str, list[str]] = {}
     for file in files:
         if file.get("read_as"):

@@ -4,9 +4,9 @@ The files are tokenised once, by several processes. Later calls open the tokens 
 
     sources -> chunk 1, chunk 2, ... -> process i tokenises chunks i, i + k, i + 2k, ... -> results in order -> store
 
-A chunk is a number of consecutive rows. Each of the k processes works on one chunk at a time, and gets its next chunk
-after its result has been received. Therefore results arrive in the order of the rows for any number of processes,
-memory stays bounded, and no pipe can block.
+A chunk is a number of consecutive rows. Each of the k processes works on one chunk at a time. A process gets its
+next chunk after the main process has received the result of the previous one. Therefore results arrive in the order of
+the rows for any number of processes, memory stays bounded, and no pipe can block.
 
 `padfree.data.tokenize` turns rows into samples.
 """
@@ -70,7 +70,7 @@ def load_pairs(
     progress: bool | Progress = False,
     margins: bool = False,
 ) -> PairDataset:
-    """Load preference pairs from the columns `chosen`, `rejected` and, if there is one, the prompt.
+    """Load preference pairs from the columns `chosen` and `rejected` and, if a file has one, the column `prompt`.
 
     The arguments are those of `load_sft`. If `margins` is True, a row can have a `margin`, which becomes
     `terms["margin"]` of its chosen answer.
@@ -274,7 +274,7 @@ def _reading_of(
         column = fields["text" if fields.kind == "text" else "input_ids"]
         raise UserError(
             "data.loss_on",
-            f"'last', but {source.name} has {column!r}, which has no turns",
+            f"'last' needs conversations, but {source.name} has the column {column!r}, which has no turns",
             "set data.loss_on=assistant",
         )
     return fields, described(fields, first, schema) + _how(fields, first, settings, tokenize.renders_chat)
@@ -359,7 +359,7 @@ def _died() -> UserError:
     return UserError(
         "num_workers",
         "a tokenising process died",
-        "read its error output; if memory ran out, use fewer processes, or num_workers=0",
+        "read its error output, and if memory ran out, use fewer processes or num_workers=0",
     )
 
 

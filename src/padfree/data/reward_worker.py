@@ -1,7 +1,7 @@
 """A worker process that computes rewards for `padfree.rollout.environment.reward_workers`.
 
-The worker reads requests from its standard input and writes answers to its standard output. A message is a pickled
-tuple after its length in bytes (8 bytes).
+The worker reads requests from its standard input and writes answers to its standard output. A message is a
+pickled tuple, preceded by the length of the pickle in bytes, an 8-byte integer.
 
     request    (text, row, uid)
     answer     (True, reward) or (False, UserError)

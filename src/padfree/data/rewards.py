@@ -78,7 +78,7 @@ def _answer(row: Mapping[str, Any]) -> str | int | float:
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise UserError(
-            "answer", f"is {shown(answer)} in the row", "give a string or a number to compare the response with"
+            "answer", f"is {shown(answer)} in the row", "give the row a string or a number to compare the response with"
         )
     return answer
 

@@ -3,7 +3,7 @@
     {"tokens": [5, 6, 7, 8, 9], "response_length": 3, "reward": 1.0, "logprobs": [-0.1, -0.2, -0.3]}
      tokens     5    6    7    8    9         entry j of every array belongs to token j
      loss_mask  0    0    1    1    1
-     logprobs   0    0  -.1  -.2  -.3         the row has the 3 numbers of the response; tokens of the prompt get 0
+     logprobs   0    0  -.1  -.2  -.3         the row has one number per token of the response; the prompt gets 0
 
 A row has the prompt and the response in one of three sets of columns. If a row has both token ids and text, the token
 ids are used, because they were sampled.
@@ -20,9 +20,9 @@ A row must also have a number in `reward`. These columns are optional:
 - `group`: a string or an integer, in every row or in none. Without it, rows with the same prompt form a group.
 - `uid`, `raw_reward`
 
-`loss_mask` and the arrays have one entry per token of the sample, or one per token of the response. The response is the
-last `response_length` tokens or, if there is only a loss mask, all tokens from the first trained one on. Rows of
-different files with the same `group` are in the same group.
+`loss_mask` and the arrays have one entry per token of the sample, or one per token of the response. The response
+consists of the last `response_length` tokens. If a row has a loss mask but no `response_length`, the response begins
+with the first trained token. Rows of different files with the same `group` are in the same group.
 
 A rollout without trained tokens is kept, because its reward counts in its group. Truncation at `max_length` keeps the
 first tokens.
@@ -291,7 +291,7 @@ class _CollectedRollouts:
             self._unnamed.append((self.samples[-1], file, line, unit))
 
     def _refuse_unnamed(self) -> None:
-        """If some rows have a group, treat the others as bad rows, because their advantages would be wrong."""
+        """If some rows have a group, treat rows without one as bad rows, because their advantages would be wrong."""
         if self._first_named is None or not self._unnamed:
             return
         error = RowError(f"has no group, but {self._first_named} has one; give every row a group, or none")

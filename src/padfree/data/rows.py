@@ -1,7 +1,7 @@
 """Read a row as a conversation, or as a prompt in plain text.
 
-`RowReader.prompt` and `RowReader.completed` read a row with a prompt and a response. Only the response is trained, and
-not earlier assistant turns.
+`RowReader.prompt` and `RowReader.completed` read a row with a prompt and a response. Only the response is trained.
+Assistant turns in the prompt are not trained.
 
     {"instruction": "Add.", "input": "2+2", "output": "4"}
         prompt       user: "Add.\\n\\n2+2"
@@ -14,8 +14,9 @@ assistant) are the context of both answers.
         pair         u1 a1 u2 | a2          u1 a1 u2 | b2
 
 A prompt or an answer is a text, a list of messages, or such a list as JSON text. An answer can also be a whole
-conversation that includes the prompt. Then the prompt must be the first messages of this conversation, or its last user
-turn, apart from white space around the content of messages. The answer must begin with an assistant message.
+conversation that includes the prompt. In this case the prompt must equal the first messages of this conversation, or
+its last user turn, ignoring white space around the content of messages. What follows the prompt must begin with an
+assistant message.
 """
 
 from __future__ import annotations
@@ -421,8 +422,8 @@ def _common_words(one: str, other: str) -> int:
     end = next((index for index in range(most) if one[index] != other[index]), most)
     if end > 0 and not one[end - 1].isascii():  # cut at any character of a script such as Chinese, which has no spaces
         return end
-    # The white space after the prefix belongs to the answers, because tokenizers put the space before a word into the
-    # token of the word.
+    # Cut before the white space, so that the answers begin with it: tokenizers make one token of a word and the space
+    # before it.
     while end > 0 and not (one[end].isspace() and other[end].isspace() and not one[end - 1].isspace()):
         end -= 1
     return end

@@ -47,7 +47,7 @@ Record = bytes | Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Consecutive rows of one source. `numbers`: their numbers in the source. `size`: about their size in bytes."""
+    """Consecutive rows of one source. `numbers`: the row numbers. `size`: the approximate size of the rows in bytes."""
 
     source: str
     unit: str

@@ -11,8 +11,8 @@
 The key is a hash of everything that the tokens depend on: the content of the files, the tokenizer, the settings that
 change tokens, the versions of transformers and tokenizers, and the format of this folder. A folder is built under a
 temporary name and then renamed, so that other processes only ever see complete folders. A damaged folder (a file is
-missing or too short) is rebuilt. A lock makes other processes that need the same folder wait while one process builds
-it.
+missing or too short) is rebuilt. A folder is built by one process, which holds a lock. Other processes that need the
+same folder wait for this lock.
 
 Hashing a large file takes a long time, because the whole file must be read. The hash is therefore cached under the
 file's path, size, inode and times of change. The hash of a file that changed less than two seconds before hashing is
@@ -84,8 +84,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
         "template": tokenizer.chat_template,
     }
     if tokenizer.is_fast:
-        # Leave out padding and truncation, which change when the tokenizer is used. They come before the added tokens
-        # in this JSON text.
+        # Hash the JSON text of the tokenizer from "added_tokens" on. The settings of padding and truncation come before
+        # it, and are left out because every call of the tokenizer may change them.
         _, name, backend = tokenizer.backend_tokenizer.to_str().partition('"added_tokens"')
         assert name
         identity["backend"] = hashlib.sha256(backend.encode()).hexdigest()
@@ -148,7 +148,7 @@ class ArrayWriter:
         """Write the final header and sync the file to disk, so that a later rename cannot expose incomplete content."""
         self._file.seek(0)
         length = self._write_header()
-        # the header keeps its size, because numpy reserves space in it for a first dimension of any size
+        # the final header is as long as the first one, because numpy reserves space in it for the final length
         assert length == self._header_length
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -246,12 +246,13 @@ def find_or_build(
     folder = cache / key
     if intact(folder):
         return folder
-    # A spawned process imports the main script. If that import calls this function, the process would wait for the lock
-    # of its parent, which waits for the process. multiprocessing sets the attribute `_inheriting` during the import.
+    # A spawned worker process imports the main script. If this import calls `find_or_build`, the worker would wait for
+    # the lock that its parent holds, while the parent waits for the worker. multiprocessing sets the attribute
+    # `_inheriting` during the import.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             "num_workers",
-            "the main script loads its data when it is imported",
+            "the main script loads its data when it is imported, and every worker process imports it",
             "put the call under if __name__ == '__main__', or set num_workers=0",
         )
     with writing(cache):
@@ -320,19 +321,19 @@ def _umask() -> int:
 def read_metadata(folder: Path) -> dict[str, Any]:
     path = folder / "metadata.json"
     if not path.exists():
-        raise UserError("cache", f"{folder} has no metadata.json", "delete the folder; the next run rebuilds it")
+        raise UserError("cache", f"{folder} has no metadata.json", "delete the folder, and the next run rebuilds it")
     try:
         metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = isinstance(metadata["format"], int)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            "cache", f"{path} is damaged ({error})", "delete its folder; the next run rebuilds it"
+            "cache", f"{path} is damaged ({error})", "delete its folder, and the next run rebuilds it"
         ) from None
     if not known or metadata["format"] != FORMAT:
         raise UserError(
             "cache",
             f"{folder} has format {metadata['format']}, but this version reads format {FORMAT}",
-            "delete the folder; the next run rebuilds it",
+            "delete the folder, and the next run rebuilds it",
         )
     return metadata
 
@@ -348,9 +349,11 @@ def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UserError("cache", f"{path} is damaged ({error})", f"delete {folder}; the next run rebuilds it") from None
+        raise UserError(
+            "cache", f"{path} is damaged ({error})", f"delete {folder}, and the next run rebuilds it"
+        ) from None
     if array.shape != shape:
         raise UserError(
-            "cache", f"{path} has shape {array.shape}, not {shape}", f"delete {folder}; the next run rebuilds it"
+            "cache", f"{path} has shape {array.shape}, not {shape}", f"delete {folder}, and the next run rebuilds it"
         )
     return array

@@ -177,7 +177,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_checks(template: nodes.Template) -> nodes.Template:
-    """Change a template's syntax tree so that filters check the iterables of loops, literals, and results of `~`."""
+    """Insert filters into a template's syntax tree that check values.
+
+    They check the results of `~`, the iterables of loops, and list, tuple and object literals.
+    """
 
     def checked(node: Any, name: str) -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)

@@ -3,10 +3,11 @@
     columns            sample                                                               trained tokens
     messages           the conversation rendered with the chat template; one sample, or     the assistant turns
                        one per turn if the template changes earlier turns (`turns`)
-    prompt, response   the conversation of both, rendered in the same way                   the response
+    prompt, response   a conversation of both, rendered in the same way                     the response
       no template      prompt and response as plain text, each tokenised on its own, eos    response and eos
     text               the text, eos                                                        all
-    input_ids          these ids                                                            tokens with a label, or all
+    input_ids          the tokens with these ids                                            those that `labels` or
+                                                                                            `loss_mask` marks, or all
     chosen, rejected   two samples: the shared context with either answer                   the answer
 
 `loss_on="all"` trains on all tokens. A row without a token to train on is a bad row.

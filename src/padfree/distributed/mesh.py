@@ -3,7 +3,7 @@
     8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
 
 One DeviceMesh contains all processes, with the dimensions `replicate`, `shard` and `context`: [2, 2, 2]. Every group
-spans some of these dimensions, which the last column lists.
+spans some of these dimensions. The table shows the ranks of each group, and in the last column its dimensions.
 
     context    ranks that share one pack         0 1 | 2 3 | 4 5 | 6 7    context
     data       ranks with different samples      0 2 4 6 | 1 3 5 7        replicate, shard
@@ -119,13 +119,13 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
     "cpu", "cuda" or "auto". If the process group is already initialised, this function only chooses the device.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError("device", "is not a device type", "choose auto, cpu or cuda", value=device)
+        raise UserError("device", "is not a device type", "choose 'auto', 'cpu' or 'cuda'", value=device)
     if not 0 < timeout <= LONGEST_TIMEOUT:
         raise UserError(
             "timeout", f"{timeout} s is out of range", f"give more than 0 and at most {LONGEST_TIMEOUT:.0e} s"
         )
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device", "is 'cuda', but torch sees no GPU", "choose cpu, or install a CUDA build of torch")
+        raise UserError("device", "is 'cuda', but torch sees no GPU", "choose 'cpu', or install a CUDA build of torch")
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     processes = processes_of(meet=not dist.is_initialized())
     local_rank = processes.local_rank
@@ -200,10 +200,12 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
     """A view of the rendezvous store with a new key prefix, so that keys of an earlier start are not seen. Collective.
 
     torchrun keeps its store when it restarts the processes (PyTorch issue 135712), and the new processes would use the
-    addresses of processes that no longer exist. So each start uses a fresh nonce:
+    addresses of processes that no longer exist. So each process draws a nonce at its start:
 
-        rank r   publishes its nonce, waits for the answer (the name of this start), and confirms this name
-        rank 0   answers the latest nonce of each rank repeatedly until all ranks have confirmed
+        rank r   publishes its own nonce, waits for the answer, which is the nonce of rank 0, and confirms it
+        rank 0   repeatedly answers the latest nonce of each rank, until all ranks have confirmed
+
+    The nonce of rank 0 is the new key prefix.
     """
     nonce = uuid.uuid4().hex
     if rank > 0:
@@ -234,7 +236,8 @@ class RankGroups(NamedTuple):
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
     """Compute the ranks of each process group for `world` processes.
 
-    Neighbouring ranks are on the same machine if possible, so they share a pack and a copy of the weights.
+    Neighbouring ranks form a group that shares a pack, or a copy of the weights, because they are usually on the same
+    machine.
     """
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
@@ -247,7 +250,7 @@ class Groups:
     """
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
-        """`ranks` is an array [replicate, shard, context] of all ranks."""
+        """`ranks` holds all ranks, as an array with the dimensions [replicate, shard, context]."""
         self.ranks, self._timeout = ranks, timedelta(seconds=timeout)
         self._made: dict[tuple[int, bytes], Axis] = {}
 
@@ -308,7 +311,7 @@ class Groups:
 
 
 def check_expert_ranks(expert: int, shards: int) -> None:
-    """Refuse a size of expert groups that does not divide the `shards` processes that share one set of weights."""
+    """Raise a `UserError` unless `expert` divides `shards`, the number of processes that share one set of weights."""
     if shards % expert:
         raise UserError(
             "parallel.expert",
@@ -328,9 +331,10 @@ def make_mesh(
 ) -> Mesh:
     """Make the process groups of a run.
 
-    If `expert` is above 1, groups of this many neighbouring processes divide the experts of a model among them.
+    If `expert` is above 1, every `expert` neighbouring processes divide the experts of a model among them.
 
-    `contexts` are group sizes, each a divisor of the number of processes; neighbouring ranks form groups of each size.
+    `contexts` lists further sizes of context groups, each a divisor of the number of processes. For each size,
+    neighbouring ranks form groups of this size.
 
     `timeout` is the time limit of one collective in these groups, in seconds.
     """
@@ -341,7 +345,7 @@ def make_mesh(
     if world % (context * replicate):
         raise UserError(
             "parallel.context",
-            f"{context} times parallel.replicate {replicate} does not divide the number of processes ({world})",
+            f"{context} × {replicate} (parallel.context × parallel.replicate) does not divide the {world} processes",
             f"start a multiple of {context * replicate} processes, or lower one of the two settings",
         )
     check_expert_ranks(expert, world // replicate)

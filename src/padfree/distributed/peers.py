@@ -4,15 +4,16 @@
     raise_together       if any rank has found an error, raise it on all ranks
     failing_together     a block in which an error on one rank ends all ranks within seconds
 
-    rank 1   error -> writes its message to the store of the group -> waits LINGER -> exits, its connections close
-    rank 0   a thread polls the store every POLL; the current collective fails -> PeerLostError with the message
-             (with NCCL the collective may hang until its timeout: the process exits PATIENCE after the message arrived)
+    rank 1   error -> writes its message to the store of the group -> waits LINGER s -> exits, its connections close
+    rank 0   a thread polls the store every POLL s; the current collective fails -> PeerLostError with the message
+             (with NCCL the collective may hang until its timeout: the process exits PATIENCE s after it has read the
+             message)
 
 A process that is killed or stopped, or whose host is cut off, cannot report anything. So every process increments a
 heartbeat counter in the store, and a rank that has lost a peer looks for counters that no longer change:
 
     rank 3   killed with its host: its counter stays at 41
-    rank 0   its collective fails -> reads all counters, waits SILENCE, reads again -> "rank 3 on b is gone, stuck ..."
+    rank 0   its collective fails -> reads all counters twice, SILENCE s apart -> "rank 3 on b is gone, stuck ..."
              no answer from the store -> names the host that holds the store
 """
 

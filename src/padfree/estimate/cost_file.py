@@ -28,7 +28,7 @@ def read_cost(path: str | Path) -> CostModel:
 
 
 def check_grows(cost: CostModel, setting: str, path: object = None) -> None:
-    """Raise `UserError` if the cost does not depend on the number of tokens: then it cannot balance work over devices.
+    """Raise `UserError` if the cost does not grow with the number of tokens, because it then cannot balance any work.
 
     Noise in the measurements may produce such a cost.
     """

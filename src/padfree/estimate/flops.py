@@ -1,6 +1,7 @@
 """How much of the hardware a step uses: the model's FLOPs per second, and the fraction of the devices' peak.
 
-    FLOPs of a step = forward and backward of all samples (`CostModel.from_config`); the head for scored tokens only
+    FLOPs of a step = forward and backward of all samples (`CostModel.from_config`), but of the head only for the scored
+                      tokens
     tflops_per_device = FLOPs / seconds / devices / 1e12
     mfu = tflops_per_device / peak of the device        only if the peak is known and the model computes in bfloat16
 

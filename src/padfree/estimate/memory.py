@@ -1,16 +1,17 @@
 """Estimate the memory that a run needs on each device, before any weight is loaded.
 
-    weights, gradients, optimizer   the exact size of the largest shard, in float32 (frozen weights of a bfloat16 run in
-                                    bfloat16). In host memory with parallel.offload. With parallel.expert, experts are
-                                    divided evenly over all shards
-    gathered                        the unsharded root unit and two layers (all layers without parallel.reshard), and
-                                    their gradients, while FSDP2 computes. With parallel.expert, experts only of this
-                                    rank
+    weights, gradients, optimizer   the exact size of the largest shard, in float32; if a run computes in bfloat16, its
+                                    frozen weights are in bfloat16. With parallel.offload, all three are in host memory.
+                                    With parallel.expert, experts are divided evenly over all shards
+    gathered                        the unsharded weights of the root unit and two layers (of all layers without
+                                    parallel.reshard) and unsharded gradients, while FSDP2 computes. With
+                                    parallel.expert, only the experts of this rank
     activations                     what the forward pass of one micro-batch keeps for its backward pass
     working                         the larger of two needs: the logits and gradients of the head, or the gradients of
                                     one layer, with its activations if they are recomputed
     reference, sampler              frozen copies of the model; none if the sampler can use the trained weights
-    cache                           the KV cache of the sampler: permanent on a GPU, on the CPU only during sampling
+    cache                           the KV cache of the sampler; it exists all the time on a GPU, but only during
+                                    sampling on the CPU
 
 `padfree.estimate.activations` counts the activations.
 
@@ -261,13 +262,13 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards) 
 
 
 def key_copies(config: Config, prompt_tokens: int) -> float:
-    """The number of keys that a pack copies per token if its samples share prefixes of `prompt_tokens` tokens.
+    """The number of keys per token that attention copies, if samples share prefixes of `prompt_tokens` tokens.
 
-    If the run generates the responses, a group of G responses of R tokens to a prompt of P tokens has P + G (P + R)
-    keys for P + G R tokens. For other data, the prefixes are unknown before samples are compared. The estimate then
-    assumes groups of eight samples in which the first half of each sample is shared. For SFT the result is 0 unless
-    `batch.share_prefixes` is true, because SFT compares only samples from the same data row. `estimate_memory` gets the
-    keys of such samples as `copied_keys`.
+    If the run generates the responses, G responses of R tokens share a prompt of P tokens. Attention then copies
+    P + G (P + R) keys for P + G R tokens. For other data, the prefixes are unknown before samples are compared. The
+    estimate then assumes groups of eight samples that share the first half of each sample. For SFT the result is 0
+    unless `batch.share_prefixes` is true, because otherwise SFT compares only samples from the same data row. The keys
+    of such samples are passed to `estimate_memory` as `copied_keys`.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):

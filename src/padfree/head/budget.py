@@ -32,8 +32,8 @@ Memory = HeadMemory | int
 GIBIBYTE = 1 << 30
 BUDGETS = {"speed": 4 * GIBIBYTE, "low": GIBIBYTE}
 
-# The size of a tile of logits in bytes. On a GPU, a tile has enough work for all multiprocessors several times over. On
-# a CPU, a tile fits into the caches.
+# The size of a tile of logits in bytes. On a GPU, a tile is large enough to keep all multiprocessors busy. On a CPU, a
+# tile fits into the caches.
 TILE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 MAX_BLOCK = 4096
 
@@ -42,9 +42,9 @@ TILE_ROWS = 128
 # The number of matmul operations that take as long as one byte of memory traffic. On an H200 this is 790e12 operations
 # per second / 4.3e12 bytes per second.
 OPERATIONS_PER_BYTE = 180
-# The extra memory traffic in bytes, besides the matmul, of a logit that is computed twice instead of kept. The logit is
-# written and read, and its gradient is written. If the matmul is fused with the elementwise work, only the gradient is
-# written. The extra traffic is then negative, because a kept logit causes more.
+# The memory traffic of a logit that is computed twice, minus that of a kept logit, in bytes and without the matmuls.
+# The second time, the logit is written and read, and its gradient is written. If the matmul is fused with the
+# elementwise work (FUSED_TWICE_BYTES), only the gradient is written, which is less traffic than a kept logit causes.
 TWICE_BYTES = 10
 FUSED_TWICE_BYTES = -4
 
@@ -148,8 +148,8 @@ def plan_fused(
     def plan(kept: int) -> tuple[float, FusedPlan]:
         shared = min(kept, fitting) if own_sums else kept
         again = vocabulary - kept
-        # If columns are recomputed, the gradient of hidden is a sum over chunks and recomputed columns. The sum needs
-        # more bytes than the returned gradient.
+        # If columns are recomputed, the gradient of hidden is summed over chunks and recomputed columns. An element of
+        # the sum has more bytes than one of the returned gradient.
         held = num_rows * hidden * (sum_bytes - gradient_bytes) if again else 0
         chunk_rows = max(1, (budget - held) // (kept * logit_bytes + row_bytes))
         if chunk_rows < num_rows:

@@ -51,8 +51,8 @@ def chunked_gradients(
     grad_bias = weight.new_empty(len(weight)) if wants_bias else None
     weight_sums = None if grad_weight is None else WeightSums(grad_weight, plan, task)
     bias_sums = task.new_sums(plan.kept).zero_()
-    # grad_hidden has full precision if the gradients of recomputed columns are added to it later, or if the matmuls
-    # convert the weight to float32. Otherwise it is rounded now.
+    # grad_hidden has the dtype of sums if gradients of recomputed columns are added to it later, or if the matmuls
+    # convert the weight to another dtype. Otherwise it has the dtype of the weight.
     exact = task.sum_dtype if not is_whole or operand != weight.dtype else operand
     grad_hidden = task.hidden.new_empty(task.num_rows, weight.shape[1], dtype=exact) if wants_hidden else None
 
@@ -127,7 +127,7 @@ def _plan(task: ScoringTask, weight_gradient: bool) -> FusedPlan:
 def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
     """Write gradient [C, kept] @ weight [kept, D] into `out` [C, D]."""
     kept = gradient.shape[1]
-    # One matmul suffices, unless the weight must be converted to float32, which is done for 4096 columns at a time.
+    # If the weight must be converted to another dtype, 4096 of its columns are converted and multiplied at a time.
     width = kept if gradient.dtype == task.head.weight.dtype else 4096
     for start, end in parts_of(kept, width):
         matmul(gradient[:, start:end], task.weight_block(start, end), out, accumulate=start > 0)
@@ -167,7 +167,7 @@ class WeightSums:
             shared sums, same bytes | 32-bit sum 0 | 32-bit sum 1 | 32-bit sum 2 ...
 
         A rounded piece takes half of the bytes of its sums, so it overwrites only sums of earlier pieces. Only the
-        first piece would overwrite its own sums; it is first rounded into separate memory.
+        first piece would overwrite its own sums. Therefore it is rounded into separate memory first.
         """
         for start, end, part in self.parts:
             if part is not self.grad_weight:

@@ -1,6 +1,6 @@
 """Distillation: the divergence between the student's and the teacher's distribution over the vocabulary, fused.
 
-    for each chunk of C tokens  student's logits [C, V], teacher's logits [C, V], one after the other, in 16 bits each
+    for each chunk of C tokens  the student's logits [C, V], then the teacher's logits [C, V], both in 16 bits
                                 -> softmax of both [C], which includes the log-probabilities of the labels
                                 -> divergence of each token [C]
                                 -> gradient of the student's logits, in the same memory

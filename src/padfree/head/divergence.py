@@ -1,7 +1,7 @@
 """The divergence between a student's and a teacher's softmax for each token, and its gradient, in plain torch.
 
-    student   s = softmax(x)  [R, V]        x and y are logits with bias, scale, cap and temperature applied, stored by
-    teacher   t = softmax(y)  [R, V]        `elementwise.reduce_tile` as x - peak of their block, for R tokens
+    student   s = softmax(x)  [R, V]        x and y are the logits of R tokens, with bias, scale, cap and temperature
+    teacher   t = softmax(y)  [R, V]        applied. `elementwise.reduce_tile` stores them minus the peak of their block
 
     forward-kl   KL(t | s) = Σ t log(t/s)                        gradient  s_j − t_j
     reverse-kl   KL(s | t) = Σ s log(s/t)                                  s_j (log(s_j/t_j) − KL)
@@ -35,11 +35,11 @@ from padfree.head.elementwise import FLOAT16_FLOOR, BlockedHead, Softmax
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """The kind of divergence, and the number of the teacher's most probable vocabulary entries that it compares."""
+    """The kind of divergence, and its parameters."""
 
     kind: DivergenceKind
     beta: float  # the teacher's share in the mixture of jsd
-    top_k: int | None  # None: all entries
+    top_k: int | None  # compare only the teacher's k most probable vocabulary entries; None: all entries
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class StoredLogits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenDivergence:
-    """For each of R tokens: its divergence, and the numbers over all columns that the gradient of its logits needs."""
+    """The divergence of each of R tokens, and further values per token from which its gradient is computed."""
 
     value: Tensor  # [R] the divergence
     mean: Tensor  # [R] number that is subtracted from every log-ratio, so that the gradient sums to 0
@@ -178,7 +178,8 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Write into `out` [R, V] the gradient of the divergences, times `factor` [R], in the student's raw logits.
+    """Write into `out` [R, V] the gradient of the divergences times `factor` [R], with respect to the student's raw
+    logits.
 
     `out` may be the memory of the student's stored logits. `head` is the student's head.
     """
