@@ -49,7 +49,7 @@ def integer_array(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Concatenate the numbers of several ranges. For example, starts 2 0 and lengths 3 2 give 2 3 4 0 1."""
+    """Concatenate the numbers of several ranges: starts [2, 0] and lengths [3, 2] give [2, 3, 4, 0, 1]."""
     return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 

@@ -93,7 +93,8 @@ def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[
     if not num_queries or not num_keys:
         return []
     if not spec.causal:
-        # With a soft cap, the reference computes the piece and stores its scores, so long segments are cut.
+        # With a soft cap, the reference computes the piece and stores all its scores. Cutting long segments into pieces
+        # limits this memory.
         step = num_queries if spec.softcap is None else PIECE_QUERIES
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]
@@ -273,9 +274,10 @@ def _token_index(starts: list[int], length: int) -> Tensor:
 
 
 def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (queries, keys, visible) for each call of a plan with a soft cap, in which every call has one piece.
+    """Yield (queries, keys, visible) for each piece of a plan with a soft cap.
 
-    `queries` and `keys` are slices of the token axes, and `visible` is the mask [queries, keys].
+    With a soft cap, each call of the plan has one piece. `queries` and `keys` are slices of the token axes, and
+    `visible` is the mask [queries, keys].
     """
     for shape, (query,), (key,) in calls:
         yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)

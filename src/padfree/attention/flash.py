@@ -19,9 +19,9 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The number of keys that a query sees to the left of its own key, with which it is aligned.
+    """The maximum number of keys that a query sees to the left of the key that it is aligned with.
 
-    Returns -1 if no segment is longer than the window, or without a window. The value -1 selects a faster kernel.
+    Returns -1, which selects a faster kernel, if there is no window or if no segment is longer than the window.
     """
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 

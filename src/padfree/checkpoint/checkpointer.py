@@ -187,7 +187,7 @@ class Checkpointer:
         return self.folder / job.name
 
     def wait(self) -> None:
-        """Wait until an asynchronous save is complete. If the save failed, raise its error, once."""
+        """Wait until an asynchronous save is complete. If it failed, only the first call raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

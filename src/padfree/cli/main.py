@@ -198,7 +198,8 @@ def refuse_os_exit() -> Iterator[None]:
         caller = traceback.extract_stack(limit=2)[0]
         raise UserError(
             f"os._exit({status})",
-            f"{caller.filename}:{caller.lineno} in {caller.name} called it, which would end the run without a message",
+            f"{caller.filename}:{caller.lineno} in {caller.name} calls this function, which would end the run without "
+            "a message",
             "raise an Exception there, or return",
         )
 

@@ -34,8 +34,8 @@ class Processes:
 def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
     """Read the rank and the number of processes from environment variables.
 
-    Raise a `UserError` that names a variable if its value is impossible. With `meet=False`, the processes will not
-    connect, as in a dry run; rank and address may then be missing.
+    If a variable has an impossible value, raise a `UserError` that names it. Set `meet=False` if the processes will not
+    connect, as in a dry run; the variables RANK and MASTER_ADDR may then be missing.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")
