@@ -96,7 +96,7 @@ def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
     _check_length(array, length, "loss_mask", name)
     if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
         raise UserError(
-            f"loss_mask of {name}", "has values other than 0 and 1", "give 0 or 1, and scale tokens with advantages"
+            f"loss_mask of {name}", "has values other than 0 and 1", "give 0 or 1, and use advantages to weight tokens"
         )
     return array.astype(np.bool_, copy=False)
 

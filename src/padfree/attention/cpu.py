@@ -1,4 +1,4 @@
-"""PyTorch's fused CPU attention, called piece by piece. A piece is a range of a segment's queries and their keys.
+"""PyTorch's fused CPU attention, called piece by piece. A piece is a range of a segment's queries and their visible keys.
 
     segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      The keys of a piece end at
                                                   0..100  x  0..100           q q .      its last query, and only its

@@ -1,4 +1,4 @@
-"""The argument conventions that the flash kernels (`torch`, `fa4`) share.
+"""The argument conventions that the kernels of the backends `torch` and `fa4` share.
 
 The kernels take [T, H, d] (T tokens, H heads of size d) with a contiguous last dimension. They return the log-sum-exp
 (lse) as [H, T]; padfree uses [T, H], a transposed view. A window is given as the number of keys to the left of a query.

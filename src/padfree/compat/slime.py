@@ -4,7 +4,7 @@
 
     packed    tokens        [T]     prompt and response of every sequence, one sequence after the other
               cu_seqlens    [n+1]   boundaries of the sequences, for attention
-              loss_masks    [R]     responses only, in the same order; response_lengths has the length of each
+              loss_masks    [R]     of the responses only, concatenated; response_lengths has their lengths
               log_probs     [T-1]   entry j-1 is the log-probability of token j
 
 Signatures and keys are those of slime. Behaviour differs where slime was wrong:
@@ -272,7 +272,7 @@ def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
                 raise UserError(
                     f"loss_masks of sequence {i}",
                     "has values other than 0 and 1",
-                    "give 0 or 1 per token, and scale tokens with advantages",
+                    "give 0 or 1 per token, and use advantages to weight tokens",
                 )
     return torch.cat([torch.from_numpy(array.astype(np.float32)) for array in arrays])
 

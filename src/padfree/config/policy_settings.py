@@ -210,8 +210,8 @@ class PolicySettings(TaskSettings):
         current    those of π in the update itself, without a separate forward pass. Every batch then serves one
                    step. The ratio is 1, and its gradient is that of the log-probability
 
-    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by its ratio to the old policy. The ratio is
-    differentiable, so it changes the gradient even where its value is 1.
+    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by the ratio of the token. The ratio is
+    differentiable, so it changes the gradient even if its value is 1.
     """
 
     command: ClassVar[str] = "rl"

@@ -1,8 +1,8 @@
 """The rank of this process, from the environment variables of torchrun or of processes that were started by hand.
 
-RANK, WORLD_SIZE                 among all processes
-LOCAL_RANK, LOCAL_WORLD_SIZE     on this host
-MASTER_ADDR, MASTER_PORT         host of rank 0 and port of the rendezvous
+RANK, WORLD_SIZE                 rank of this process and number of processes, over all hosts
+LOCAL_RANK, LOCAL_WORLD_SIZE     rank of this process and number of processes, on this host
+MASTER_ADDR, MASTER_PORT         host of rank 0, and the port on which the processes connect to it
 
 Without WORLD_SIZE, a run has a single process.
 """
@@ -88,6 +88,6 @@ def _index(variables: Mapping[str, str], name: str, limit: int | None, of: str) 
         raise UserError(
             name,
             f"{found} is out of range{among}",
-            f"ranks count from 0{'' if limit is None else f' to {limit - 1}'}",
+            f"give 0{' or more' if limit is None else f' to {limit - 1}'}",
         )
     return found
