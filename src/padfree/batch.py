@@ -5,7 +5,7 @@
              position_ids  [T]            0 1 2 3 4 | 0 1 2 | 0 1 2
              labels        [T]            4 3 2 1 - | 8 9 - | - - -        (- is -100: no loss)
              sample_index  [T]            0 0 0 0 0 | 1 1 1 | 2 2 2
-             cu_seqlens    [S+1]          0          5       8      11     S = B + 1: the pad is its own last segment
+             cu_seqlens    [S+1]          0          5       8      11     S = B + 1: the pad is the last segment
 
 Letters: T tokens of one micro-batch, B samples, S segments (S = B, or B + 1 with a pad), n tokens of one sample.
 

@@ -1,4 +1,4 @@
-"""PyTorch's fused CPU attention, called piece by piece. A piece is a range of a segment's queries and their visible keys.
+"""PyTorch's fused CPU attention, called piece by piece. A piece is some queries of a segment and the keys they see.
 
     segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      The keys of a piece end at
                                                   0..100  x  0..100           q q .      its last query, and only its
@@ -125,8 +125,8 @@ class FusedCPU(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
         q_, k_, v_ = (_widened(x, dtype, width) for x in (q, k, v))
-        # If all scores of a query are NaN or -inf, the kernel returns 0, as if the query saw no key. The reference
-        # returns NaN.
+        # If all scores of a query are NaN or -inf, the kernel returns 0, as if the query saw no key. The reference,
+        # which returns NaN, therefore computes all inputs that are not finite.
         if not all(torch.isfinite(x.sum()) for x in (q_, k_, v_)):
             return reference.BACKEND.forward(q, k, v, segments_q, segments_k, spec)
         out = q_.new_zeros(len(q), q.shape[1], width)
@@ -242,7 +242,7 @@ class _PieceTensors:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Return the pieces that begin at the n `starts`, for each tensor as [Hkv · n, group, length, ...].
+        """Return n pieces of each tensor, joined to [Hkv · n, group, length, ...]. `starts` holds the n start tokens.
 
         The result is a view if n is 1.
         """

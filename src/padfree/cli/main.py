@@ -110,7 +110,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. docs/guides/runs.md lists the codes.
 
-    `arguments`: the words of the command line; None takes those of this process. Wrong usage exits with code 2.
+    `arguments`: the words of the command line. None: the arguments of this process. Wrong usage exits with code 2.
     """
     if arguments is None:
         open_closed_descriptors()

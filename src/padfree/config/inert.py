@@ -283,7 +283,7 @@ READ_BY: dict[str, Reason | None] = {
 
 
 def rule_of(name: str) -> Reason | None:
-    """Return the rule of a setting: its entry in `READ_BY`, or else that of the innermost table that contains it."""
+    """Return the entry of a setting in `READ_BY`, or else the entry of the innermost table with this setting."""
     while name not in READ_BY:
         name, _, last = name.rpartition(".")
         if not last or not name:

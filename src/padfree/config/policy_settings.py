@@ -25,7 +25,7 @@ from padfree.errors import UserError, check_choice, need
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """The policy loss of a token as a function of its ratio π / π_old and advantage. `kind`: its name in a recipe."""
+    """The policy loss as a function of a token's ratio π / π_old and advantage. `kind`: the name of the objective."""
 
     kind: ClassVar[str]
 
