@@ -131,7 +131,7 @@ def suggestion(word: str, command: str) -> str:
 
 
 def setting_names(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings of the dataclass `kind`. `prefix`: the start of each name, e.g. "loss."."""
+    """Yield the names of all settings of the dataclass `kind`. `prefix`: the start of each name, e.g. "loss."."""
     hints = get_type_hints(kind)
     for entry in fields(kind):
         hint = hints[entry.name]
