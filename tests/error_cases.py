@@ -303,7 +303,7 @@ CASES["config"] = [
     ("run.folder", changed("run.folder=''"), "run.folder=runs/x"),
     ("parallel.context", changed("parallel.context=0")),
     ("parallel.method", changed("parallel.method=rings")),
-    ("loss.temperature", changed("loss.temperature=0", recipe="rl")),
+    ("loss.temperature", changed("loss.temperature=0", recipe="rl"), "loss.temperature=1"),
     ("loss.load_balancing", changed("loss.load_balancing=-0.1"), "loss.load_balancing=0"),
     ("loss.router_bias", changed("loss.router_bias=-0.1"), "loss.router_bias=0"),
     ("loss.router_bias", changed("loss.router_bias=0.1", "lora.rank=4"), "loss.router_bias=0"),

@@ -3,7 +3,7 @@
     import padfree
 
     packs = padfree.pack(samples, max_tokens=8192)        # samples end to end, no padding
-    model = padfree.attach(model)                         # attention inside each sample, by cumulative lengths
+    model = padfree.attach(model)                         # attention only inside each sample
     local = padfree.shard(packs[0])                       # one micro-batch (or one context rank's share of it)
     hidden = padfree.hidden_states(model, local)          # [T, D]
 

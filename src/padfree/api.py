@@ -8,10 +8,10 @@
     )
     run.metrics[-1]["loss"], run.steps, run.model       # the last loss, the number of steps, the exported folder
 
-The keywords are the sections of a recipe, with the same names and values. `recipe=` names a recipe that the keywords
-change. Instead of a section, the value of its main setting may be given: the `path` of model, data, reference, teacher,
-critic and eval, or the `folder` of run. Functions (a reward, an environment, a loss) may be passed directly if they are
-defined at the top level of a module or of a notebook.
+The keywords are the sections of a recipe, with the same names and values. They override settings of the recipe that
+`recipe=` names. A section may also be given as the value of its main setting: the `path` of model, data, reference,
+teacher, critic and eval, or the `folder` of run. Functions (a reward, an environment, a loss) may be passed directly if
+they are defined at the top level of a module or of a notebook.
 
 Each call runs in this process and returns when the run has ended. Without `progress=True` it prints nothing to stdout.
 The call restores signal handlers and random state, and leaves no process group behind. Ctrl-C, or the interrupt of a
@@ -62,7 +62,7 @@ SAMPLES, MAX_TOKENS = 64, 16384
 
 
 class Sections(TypedDict, total=False):
-    """The keywords of every call: the sections of a recipe, each given as a dictionary or as its main setting."""
+    """The keywords of every call: the sections of a recipe, each a dictionary or the value of its main setting."""
 
     model: Any
     data: Any
@@ -117,9 +117,9 @@ class TrainCall:
     ) -> TrainedRun:
         """Run the task and return when the run has ended.
 
-        `recipe` is the path of a recipe file; the keywords in `sections` are the sections of a recipe and change its
-        settings. `on_step` is called with the metrics of each step, and `on_note` with the text of each message that
-        the run reports. With `progress`, one line is printed for each step and each message.
+        `recipe` is the path of a recipe file. The keywords in `sections` are sections of a recipe; their settings
+        override those of the file. `on_step` is called with the metrics of each step, and `on_note` with the text of
+        each message that the run reports. With `progress`, one line is printed for each step and each message.
         """
         return _trained(self.__name__, recipe, sections, on_step, on_note, progress)
 
@@ -210,7 +210,7 @@ def _trained(
 def _undisturbed(config: Config) -> Iterator[None]:
     """Context manager that restores the random state at its end.
 
-    An exception in the block that is a bug in padfree gets a note that says so.
+    If the block raises an exception that is a bug in padfree, a note on the exception says so.
     """
     from padfree.train.determinism import random_state, restore_random_state
     from padfree.train.failures import one_line_failures
@@ -228,7 +228,7 @@ def _undisturbed(config: Config) -> Iterator[None]:
 
 
 def _called(function: Callable[[Any], None], argument: Any) -> None:
-    """Call a function that the user passed, and mark its exceptions, because they are not bugs in padfree."""
+    """Call a function that the user passed. An exception that it raises is marked as not being a bug in padfree."""
     try:
         function(argument)
     except Exception as error:
@@ -254,7 +254,7 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
 
 
 def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
-    """Return the settings with the defaults that apply to a call without a recipe. `command`: e.g. "sft"."""
+    """Return the settings `values`, with the defaults of a call without a recipe added. `command`: e.g. "sft"."""
     batch = values.setdefault("batch", {})
     if batch.get("tokens") is None:
         batch.setdefault("samples", SAMPLES)

@@ -49,7 +49,7 @@ def integer_array(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Concatenate the numbers of several ranges. For example, starts 2 0 and lengths 3 2 give 2 3 4 0 1."""
+    """Concatenate the numbers of several ranges: starts [2, 0] and lengths [3, 2] give [2, 3, 4, 0, 1]."""
     return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 
@@ -96,7 +96,7 @@ def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
     _check_length(array, length, "loss_mask", name)
     if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
         raise UserError(
-            f"loss_mask of {name}", "has values other than 0 and 1", "give 0 or 1, and scale tokens with advantages"
+            f"loss_mask of {name}", "has values other than 0 and 1", "give 0 or 1, and use advantages to weight tokens"
         )
     return array.astype(np.bool_, copy=False)
 

@@ -5,7 +5,7 @@
              position_ids  [T]            0 1 2 3 4 | 0 1 2 | 0 1 2
              labels        [T]            4 3 2 1 - | 8 9 - | - - -        (- is -100: no loss)
              sample_index  [T]            0 0 0 0 0 | 1 1 1 | 2 2 2
-             cu_seqlens    [S+1]          0          5       8      11     S = B + 1: the pad is its own last segment
+             cu_seqlens    [S+1]          0          5       8      11     S = B + 1: the pad is the last segment
 
 Letters: T tokens of one micro-batch, B samples, S segments (S = B, or B + 1 with a pad), n tokens of one sample.
 
@@ -109,7 +109,7 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
-    """A gather `tensor[index]` that may take an element of `tensor` [n, ...] many times, and its inverse.
+    """A gather `tensor[index]` that may copy an element of `tensor` [n, ...] many times, and a list of its copies.
 
     elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
     """
@@ -159,7 +159,7 @@ class PackedBatch:
             if field in self.LABEL_FIELDS and self.entries is not None:
                 assert shape == (len(self.entries.positions),), field
             elif shape != (num_tokens,):
-                raise UserError(field, f"has shape {shape}, segments {num_tokens} tokens", "give one value per token")
+                raise UserError(field, f"has shape {shape} for {num_tokens} tokens", "give one value per token")
         if self.entries is None and len(self.samples) != self.segments.num_samples:
             raise UserError(
                 "samples",
@@ -293,9 +293,9 @@ def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> 
 class Layout:
     """Which token ranges of a pack of T tokens each context rank holds. Made on the host by `padfree.cp.make_layout`.
 
-    Rank r holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. In this list the ranges of one
-    segment are adjacent. No range crosses a segment boundary, so each range is one *piece*: consecutive queries of one
-    sample.
+    Rank r holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. The ranges that a rank holds of one
+    segment have adjacent indices i. No range crosses a segment boundary, so each range is one *piece*: consecutive
+    queries of one sample.
     """
 
     kind: LayoutKind
@@ -311,8 +311,8 @@ class PrefixKeys:
 
     Made and read by `padfree.attention.prefix_attention`.
 
-    `numbers` concatenates several arrays, so that compiled code sees a single size. The compiler would assume that two
-    sizes that happen to be equal are always equal.
+    `numbers` concatenates several arrays, so that compiled code sees one tensor with one size. If it saw several
+    tensors whose sizes happen to be equal, the compiler would assume that the sizes are always equal.
     """
 
     numbers: Tensor  # [n] int32

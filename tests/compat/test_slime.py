@@ -177,7 +177,8 @@ def test_unpacking_refuses_what_does_not_fit() -> None:
         unpack_sequences({**packed, "rewards": torch.zeros(3)})
     (whole,) = pack_sequences(**sequences([4, 4], [2, 4]))
     with pytest.raises(
-        ValueError, match="log_probs: cannot score the first token of sequence 1, whose response is all of its 4 tokens"
+        ValueError,
+        match="log_probs: cannot score the first token of sequence 1, because all of its 4 tokens are response",
     ):
         unpack_sequences({**whole, "log_probs": torch.zeros(7)})
     with refused("cp_size"):

@@ -38,7 +38,7 @@ def test_numbers_that_cannot_be(name: str, value: str) -> None:
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE: 0; give 1 or more processes"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE: 0; give 1 or more"),
         ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE: 5 is more than WORLD_SIZE 4"),
-        ({"RANK": "4"}, "RANK: 4 is out of range for WORLD_SIZE 4; ranks count from 0 to 3"),
+        ({"RANK": "4"}, "RANK: 4 is out of range for WORLD_SIZE 4; give 0 to 3"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK: 2 is out of range for LOCAL_WORLD_SIZE 2"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT: 0; give a port"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT: 65536; give a port"),

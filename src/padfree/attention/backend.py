@@ -1,4 +1,4 @@
-"""The interface of an attention backend. Each backend is one file with one object, which states its capabilities.
+"""The interface of an attention backend. Each backend is one file that defines one object.
 
     forward     q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv]   ->   out [Tq, H, dv], lse [Tq, H]
     backward    dout, q, k, v, out, lse                         ->   dq, dk, dv

@@ -3,9 +3,10 @@
     take    [n, ...] -> [m, ...]    a b c            ->  a a c b a        (index 0 0 2 1 0)
     sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in the order of the copies
 
-padfree copies elements if samples of a pack share prefixes, which form a prefix tree: the keys of a shared prefix are
-copied for every node below it, and a hidden state is copied for every sample in which it predicts a token. Each sum has
-a fixed order, so that the result is deterministic. The sum of an element without copies is 0.
+padfree copies elements if samples of a pack share prefixes. The pack is then a prefix tree: the keys of a shared prefix
+are copied for every node (range of tokens) that continues the prefix, and a hidden state is copied for every sample in
+which it predicts a token. Each sum has a fixed order, so that the result is deterministic. The sum of an element
+without copies is 0.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Cop
 
 
 def group_copies(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Group m copies by the element that they were taken from: copy j was taken from element `index[j]` of `count`.
+    """Group m copies by the element that they were taken from: copy j was taken from element `index[j]`.
 
-    Returns two arrays. The first [m] holds the indices of the copies, grouped by element. The second [count + 1] holds
-    the start of each element's group in the first array.
+    `count` is the number of elements. Returns two arrays. The first [m] holds the indices of the copies, grouped by
+    element. The second [count + 1] holds the start of each element's group in the first array.
     """
     offsets = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(np.bincount(index, minlength=count), out=offsets[1:])

@@ -1,4 +1,4 @@
-"""PyTorch's fused CPU attention, called piece by piece. A piece is a range of a segment's queries and their keys.
+"""PyTorch's fused CPU attention, called piece by piece. A piece is some queries of a segment and the keys they see.
 
     segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      The keys of a piece end at
                                                   0..100  x  0..100           q q .      its last query, and only its
@@ -93,7 +93,8 @@ def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[
     if not num_queries or not num_keys:
         return []
     if not spec.causal:
-        # With a soft cap, the reference computes the piece and stores its scores, so long segments are cut.
+        # With a soft cap, the reference computes the piece and stores all its scores. Cutting long segments into pieces
+        # limits this memory.
         step = num_queries if spec.softcap is None else PIECE_QUERIES
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]
@@ -124,8 +125,8 @@ class FusedCPU(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
         q_, k_, v_ = (_widened(x, dtype, width) for x in (q, k, v))
-        # If all scores of a query are NaN or -inf, the kernel returns 0, as if the query saw no key. The reference
-        # returns NaN.
+        # If all scores of a query are NaN or -inf, the kernel returns 0, as if the query saw no key. The reference,
+        # which returns NaN, therefore computes all inputs that are not finite.
         if not all(torch.isfinite(x.sum()) for x in (q_, k_, v_)):
             return reference.BACKEND.forward(q, k, v, segments_q, segments_k, spec)
         out = q_.new_zeros(len(q), q.shape[1], width)
@@ -241,7 +242,7 @@ class _PieceTensors:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Return the pieces that begin at the n `starts`, for each tensor as [Hkv · n, group, length, ...].
+        """Return n pieces of each tensor, joined to [Hkv · n, group, length, ...]. `starts` holds the n start tokens.
 
         The result is a view if n is 1.
         """
@@ -273,9 +274,10 @@ def _token_index(starts: list[int], length: int) -> Tensor:
 
 
 def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (queries, keys, visible) for each call of a plan with a soft cap, in which every call has one piece.
+    """Yield (queries, keys, visible) for each piece of a plan with a soft cap.
 
-    `queries` and `keys` are slices of the token axes, and `visible` is the mask [queries, keys].
+    With a soft cap, each call of the plan has one piece. `queries` and `keys` are slices of the token axes, and
+    `visible` is the mask [queries, keys].
     """
     for shape, (query,), (key,) in calls:
         yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)

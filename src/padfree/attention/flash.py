@@ -1,4 +1,4 @@
-"""The argument conventions that the flash kernels (`torch`, `fa4`) share.
+"""The argument conventions that the kernels of the backends `torch` and `fa4` share.
 
 The kernels take [T, H, d] (T tokens, H heads of size d) with a contiguous last dimension. They return the log-sum-exp
 (lse) as [H, T]; padfree uses [T, H], a transposed view. A window is given as the number of keys to the left of a query.
@@ -19,9 +19,9 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The number of keys that a query sees to the left of its own key, with which it is aligned.
+    """The maximum number of keys that a query sees to the left of the key that it is aligned with.
 
-    Returns -1 if no segment is longer than the window, or without a window. The value -1 selects a faster kernel.
+    Returns -1, which selects a faster kernel, if there is no window or if no segment is longer than the window.
     """
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 

@@ -4,9 +4,9 @@
     keys     0 1 2 3 | 4 5 6 7                                          partial: the mask decides pair by pair
                                                                         empty: skipped
 
-The keys that a query sees are one range (`spec.key_ranges`), so the mask is two comparisons. The host computes from the
-segment offsets which blocks are visible, so the mask [Tq queries, Tk keys] is never evaluated as a whole. The block
-masks of the last few (segments, mask) pairs are cached, because all layers of a model use the same few masks.
+The keys that a query sees are one range (`spec.key_ranges`), so two comparisons decide whether a query sees a key. The
+host computes from the segment offsets which blocks are visible, so the mask [Tq queries, Tk keys] is never evaluated as
+a whole. The last few block masks are cached, because all layers of a model use the same few masks.
 
 Flex attention has its own autograd and does not accept the lse of a larger softmax, so this backend has no raw
 backward.
@@ -70,9 +70,9 @@ class Flex(AttentionBackend):
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # With fullgraph, a failed compilation raises an error; without compilation, flex attention would store the scores
-    # [H, Tq, Tk]. Flex attention is compiled for each head size and kind of mask, and twice more until the compiler
-    # treats lengths as dynamic. These compilations exceed PyTorch's default recompile limit.
+    # With fullgraph, a failed compilation raises an error. Otherwise flex attention would run uncompiled and store the
+    # scores [H, Tq, Tk]. It is compiled for each head size and kind of mask, and twice more before the compiler treats
+    # lengths as dynamic. These compilations exceed PyTorch's default recompile limit.
     compiled = torch.compile(flex_attention, fullgraph=True)
     patched: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=64)(compiled)
     return patched
@@ -87,7 +87,7 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
 
 
 class _MaskKey:
-    """The key of a mask in the cache: segments, mask parameters and device. Keys are compared by value."""
+    """The key of a block mask in the cache: segments, mask parameters and device, compared by value."""
 
     __slots__ = ("device", "hash", "segments_k", "segments_q", "spec")
 
@@ -148,9 +148,9 @@ def block_table(
 
 
 def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """Count the queries of each query block that reach each key block, as an array [query blocks, key blocks].
+    """For each pair of a query block and a key block, count the queries of the first that reach the second.
 
-    Query t reaches the key blocks `first[t] <= j < end[t]`.
+    Query t reaches the key blocks `first[t] <= j < end[t]`. Returns an array [query blocks, key blocks].
     """
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)

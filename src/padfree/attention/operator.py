@@ -1,4 +1,4 @@
-"""Packed self-attention as a custom operator for `torch.compile`, so that a layer around it stays one graph.
+"""Packed self-attention as a custom operator for `torch.compile`, so that a layer that calls it stays one graph.
 
     self_attention            q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv], cu_seqlens [S+1] -> out [T, H, dv], lse [H, T]
     self_attention_backward   dout [T, H, dv], and the same arguments                      -> dq, dk, dv, dsinks

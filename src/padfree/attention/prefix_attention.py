@@ -1,4 +1,4 @@
-"""Attention over a pack whose samples share prefixes, with the usual kernels and gathered keys.
+"""Attention over a pack whose samples share prefixes: the usual kernels, with the keys copied for each node.
 
     nodes      p p p | a a | b b b                      queries, as they are in the pack
     keys       p p p | p p p a a | p p p b b b          for each node, the tokens of its path
@@ -8,10 +8,11 @@ last query of a node is aligned with the last key of its path: kernels call this
 Windows, soft caps and sinks therefore work unchanged, no partial results have to be merged, and the queries of a prefix
 are computed once. The cost is one copy of each key for every node below it, and a sum over the gradients of the copies.
 
-In the backward pass, these copies are expensive if many nodes read one long node. However, the gradient of any subset
-of the keys can be computed by itself, given the output and the log-sum-exp over all keys. So a long node can be treated
-as a *long prefix*, which is left out of the paths below it. One separate call then computes the gradients between the
-long prefix and the queries of all nodes below it. It needs no copies, because these queries are adjacent in the pack.
+In the backward pass, these copies are expensive if many nodes continue one long node. However, the gradient of any
+subset of the keys can be computed by itself, given the output and the log-sum-exp over all keys. So a long node can be
+treated as a *long prefix*, which is left out of the paths of the nodes below it. One separate call then computes the
+gradients between the long prefix and the queries of all nodes below it. This call needs no copies, because these
+queries are adjacent in the pack.
 
     keys          p p p | a a | b b b                   p is a long prefix
     long prefix   a a b b b   see   p p p               without a mask
@@ -78,8 +79,8 @@ with 8 key heads of size 128.
 """
 
 # Where each group of arrays begins in `PrefixKeys`. WHOLE: the four arrays cu_seqlens, index, copy_index and offsets
-# for the keys of whole paths. BELOW: the same four arrays for paths without their long prefixes. LONG_PREFIXES:
-# cu_seqlens of the long prefixes. PAGES: the three arrays tokens, table and lengths.
+# for the keys of whole paths. BELOW: the same four arrays for paths without their long prefixes. LONG_PREFIXES: one
+# array, cu_seqlens of the long prefixes. PAGES: the three arrays tokens, table and lengths.
 WHOLE, BELOW, LONG_PREFIXES, PAGES, NUM_ARRAYS = 0, 4, 8, 9, 12
 
 _NOTHING: Indices = np.zeros(0, dtype=np.int64)
@@ -103,9 +104,9 @@ def prepare_prefix_keys(
 ) -> PrefixKeys | None:
     """The keys that each node of a pack's prefix tree sees, on the device of `segments`.
 
-    None if the samples share no prefix. `long_prefixes` holds the indices of at most `MOST_LONG_PREFIXES` nodes,
-    ascending; if it is None, `choose_long_prefixes` chooses them. `paged` says whether to prepare pages for kernels
-    that read pages; if it is None, pages are prepared if they save enough copies of keys.
+    None if the samples share no prefix. `long_prefixes` holds the indices of the nodes to treat as long prefixes, at
+    most `MOST_LONG_PREFIXES`, ascending; None: `choose_long_prefixes` chooses them. `paged` says whether to prepare
+    pages for kernels that read pages; None: pages are prepared if they save at least `PAGES_PAY` copies of keys.
     """
     if segments.parents is None:
         return None
@@ -115,7 +116,7 @@ def prepare_prefix_keys(
     whole, longest = _key_arrays(parents, offsets)
     below, longest_below = _key_arrays(parents, offsets, long_prefixes.tolist()) if len(long_prefixes) else ([], 0)
     ends = subtree_ends(parents)[long_prefixes]
-    # for each long prefix: first query, end of the queries, first key, end of the keys
+    # For each long prefix, begin and end of two token ranges: the queries below the prefix, and its own keys
     ranges = np.zeros((MOST_LONG_PREFIXES, 4), dtype=np.int64)
     ranges[: len(long_prefixes)] = np.stack(
         [offsets[long_prefixes + 1], offsets[ends], offsets[long_prefixes], offsets[long_prefixes + 1]], axis=1
@@ -133,8 +134,9 @@ def prepare_prefix_keys(
 def choose_long_prefixes(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
     """Choose the long prefixes: the few nodes for which a separate call is cheaper than copying their keys.
 
-    `parents` [S] and `offsets` [S + 1] describe the S nodes of the prefix tree. `query_cost` and `call_cost` are the
-    two numbers of `COSTS`. Returns the indices of the chosen nodes, ascending.
+    `parents` [S] and `offsets` [S + 1] describe the S nodes of the prefix tree. A separate call for a node
+    costs `call_cost`, plus `query_cost` for each query below the node; the unit is the cost of copying one key. Returns
+    the indices of the chosen nodes, ascending.
     """
     ends = subtree_ends(parents)
     copies = np.diff(offsets) * (ends - np.arange(len(parents)) - 1)
@@ -152,10 +154,10 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """Return four arrays that describe the concatenated paths of all nodes, and the length of the longest path.
+    """Return the arrays that describe the concatenated paths of all nodes, and the length of the longest path.
 
-    The arrays are cu_seqlens of the paths, and the three arrays of `Copies` for the tokens of the paths. The three
-    arrays are empty if each token occurs once. Nodes in `without` are left out of the paths.
+    The first array is the cu_seqlens of the paths. The other three are the arrays of `Copies` that gather the tokens of
+    the paths; they are empty if each token occurs once. Nodes in `without` are left out of the paths.
     """
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))

@@ -53,7 +53,7 @@ class ReferenceAttention(AttentionBackend):
         dtypes=FLOAT_TYPES,
         any_value_dim=True,
         lengths_on_host=True,
-        # `auto` chooses the reference only for float64, because it is too slow to train with
+        # `auto` chooses the reference only for float64, because the reference is too slow for training
         auto_dtypes=(torch.float64,),
     )
 

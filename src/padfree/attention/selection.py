@@ -92,7 +92,7 @@ def _choose(
         raise UserError(
             "backend",
             f"'auto' found no backend for this call ({listed})",
-            "change the call so that one of them supports it, or set backend='reference'",
+            "change the call so that a backend supports it, or set backend='reference'",
         )
     if requested not in BACKENDS:
         raise UserError("backend", "is unknown", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)

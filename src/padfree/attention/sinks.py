@@ -1,4 +1,4 @@
-"""Attention sinks, applied after attention: each head has one learned score that joins the softmax but has no value.
+"""Attention sinks, applied after attention: each head has a learned score in the softmax, without a value.
 
     lse' = log(exp(lse) + exp(sink))          out' = out · exp(lse - lse')
 

@@ -3,8 +3,9 @@
     segments_q     0 1 2 | 3 4          Lq = 3, 2        In a segment of Lq queries and Lk keys, query a is aligned
     segments_k     0 1 2 | 3 4 5 6      Lk = 3, 4        with key a + Lk - Lq: the causal mask is aligned bottom-right.
 
-    causal         query 0 1 2 sees keys 0..0 0..1 0..2, queries 3 4 see keys 3..5 3..6
-    window 2       query 0 1 2 sees keys 0..0 0..1 1..2, queries 3 4 see keys 4..5 5..6
+    query            0    1    2  |  3    4
+    causal         0..0 0..1 0..2 | 3..5 3..6           the keys that each query sees
+    window 2       0..0 0..1 1..2 | 4..5 5..6
 
 A query of query segment i sees only keys of key segment i. The keys that a query sees are always one range of the key
 axis. This module is pure index arithmetic on the host.
@@ -25,9 +26,9 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The parameters of an attention call, which computes the softmax of `softcap · tanh(scale · q·k / softcap)`.
+    """The parameters of an attention call. Each query takes the softmax over the scores of the keys that it sees.
 
-    The softmax is over the keys that a query sees. Without a softcap, it is the softmax of `scale · q·k`.
+    The score of a key is `softcap · tanh(scale · q·k / softcap)`, or `scale · q·k` without a softcap.
     """
 
     scale: float

@@ -187,7 +187,7 @@ class Checkpointer:
         return self.folder / job.name
 
     def wait(self) -> None:
-        """Wait until an asynchronous save is complete. If the save failed, raise its error, once."""
+        """Wait until an asynchronous save is complete. If it failed, only the first call raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -307,7 +307,7 @@ class Checkpointer:
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
-        """Return the values of `extra` that were passed to `save`, without tensors. Nothing is loaded into a model."""
+        """Return what was passed to `save` as `extra`, except for tensors. Nothing is loaded into a model."""
         path, content = Path(path), {}
         cure = self._fix(path)
         with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
@@ -446,7 +446,8 @@ def latest_in(folder: Path) -> Path | None:
 def _collecting_error(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
     """Context manager that appends an `OSError` of its block to `errors`, as a `CheckpointError` about `path`.
 
-    A `CheckpointError` of the block is appended unchanged. `what` is the text after the path: "problem; fix".
+    A `CheckpointError` of the block is appended unchanged. `what` is the text that follows the path in the message, in
+    the form "problem; fix".
     """
     try:
         yield

@@ -181,8 +181,8 @@ def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> N
 def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
     """Describe the first tensor whose shape or dtype differs between the checkpoint and the model, or return None.
 
-    `tensors` are the entries of the manifest. Those whose keys start with `prefix` are compared with `wanted`, the
-    tensors of the model.
+    `tensors` are the manifest's entries, by key. The entries whose keys start with `prefix` are compared with `wanted`,
+    the tensors of the model.
     """
     saved = {
         key.removeprefix(prefix): (about["shape"], about["dtype"])

@@ -94,8 +94,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
             state[numbers[name]][kind] = value.detach()
     filled = {number: values for number, values in state.items() if values}
     optimizer.load_state_dict({"state": filled, "param_groups": groups})
-    # torch has cast the state to the dtype of the parameters. Restore the states that were saved with a higher
-    # precision.
+    # `load_state_dict` has cast the state to the dtype of the parameters. Restore the states that were saved with
+    # another dtype.
     for name, number in numbers.items():
         own = optimizer.state.get(parameters[name], {})
         for kind, value in filled.get(number, {}).items():

@@ -125,7 +125,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def data_settings(settings: argparse.Namespace) -> DataConfig | None:
-    """Return the `[data]` section that --data and the data settings on the command line make; None without --data."""
+    """Build the `[data]` section from --data and the settings `data.*` on the command line. None without --data."""
     words = [*settings.overrides, *(settings.data or [])]
     changes = [word for word in words if re.match(r"\w+(\.\w+)+\s*=", word)]
     files = [word for word in words if word not in changes]

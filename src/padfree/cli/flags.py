@@ -91,8 +91,8 @@ def normalised_words(words: Sequence[str]) -> list[str]:
             overrides.append(
                 f"{setting}={json.dumps(value) if name in SHORT_FLAGS and setting in STRING_SETTINGS else value}"
             )
-    # `found` holds the command and the recipe. Overrides follow them, because argparse reads the first word that does
-    # not belong to a flag as the recipe.
+    # Overrides come after the recipe, which is in `found`, because argparse reads the first word that does not belong
+    # to a flag as the recipe.
     return [*found, *overrides, *(f"{setting}={json.dumps(values)}" for setting, values in lists.items())]
 
 
@@ -131,7 +131,7 @@ def suggestion(word: str, command: str) -> str:
 
 
 def setting_names(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all settings of the dataclass `kind`. `prefix`: its name with a dot at the end."""
+    """Yield the names of all settings of the dataclass `kind`. `prefix`: the start of each name, e.g. "loss."."""
     hints = get_type_hints(kind)
     for entry in fields(kind):
         hint = hints[entry.name]

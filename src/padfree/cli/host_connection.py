@@ -51,8 +51,8 @@ Events = SimpleQueue[Event]
 def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
     """Wait for the next event and return it. Raise `Empty` after the deadline.
 
-    The main thread wakes up every `SIGNAL_CHECK_SECONDS` seconds, because Python runs signal handlers in this thread
-    only, even if the system delivers the signal to a thread that reads from a host.
+    Python runs signal handlers only in the main thread, but the system may deliver a signal to a thread that reads from
+    a host and leave the main thread asleep. The main thread therefore wakes up every `SIGNAL_CHECK_SECONDS` seconds.
     """
     while True:
         left = deadline - time.monotonic()

@@ -6,7 +6,7 @@ padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.rep
              ssh b python -m padfree.cli.on_host
     a, b     each host answers: versions, digest of the recipe, number of GPUs, or an error
     here     if no host reports an error, the arguments of torchrun go to each host
-    a, b     torchrun --nnodes 2 --node-rank 0 (1) --master-addr a ... -m padfree sft ...
+    a, b     torchrun --nnodes 2 --node-rank 0 (b: 1) --master-addr a ... -m padfree sft ...
     here     prints the output of the hosts, each line with the name of its host. If a host fails, or if this process
              receives SIGINT or SIGTERM, the other hosts are told to stop: torchrun receives SIGTERM there
 
@@ -190,7 +190,11 @@ def connected(launch: Launch, events: Events) -> Iterator[list[HostConnection]]:
 
 def run(settings: argparse.Namespace) -> None:
     if (settings.hosts is None) == (settings.slurm is None):
-        raise UserError("--hosts", "missing, and so is --slurm", "give --hosts for ssh, or --slurm for a batch script")
+        raise UserError(
+            "--hosts",
+            "exactly one of --hosts and --slurm is needed",
+            "give --hosts for ssh, or --slurm for a batch script",
+        )
     if settings.slurm is not None:
         if settings.address is not None or settings.ssh != SSH:
             raise UserError("--slurm", "uses neither --address nor --ssh", "remove these options", value=settings.slurm)

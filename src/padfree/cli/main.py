@@ -66,7 +66,7 @@ class CommandHelp(argparse.HelpFormatter):
 
 
 def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of the command line. Only commands in `loaded` get their options; others get a help text."""
+    """Return the parser of the command line. Only the commands in `loaded` get options; the others have a help text."""
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
@@ -110,7 +110,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. docs/guides/runs.md lists the codes.
 
-    `arguments`: the words of the command line; None takes those of this process. Wrong usage exits with code 2.
+    `arguments`: the words of the command line. None: the arguments of this process. Wrong usage exits with code 2.
     """
     if arguments is None:
         open_closed_descriptors()
@@ -198,7 +198,8 @@ def refuse_os_exit() -> Iterator[None]:
         caller = traceback.extract_stack(limit=2)[0]
         raise UserError(
             f"os._exit({status})",
-            f"{caller.filename}:{caller.lineno} in {caller.name} called it, which would end the run without a message",
+            f"{caller.filename}:{caller.lineno} in {caller.name} calls this function, which would end the run without "
+            "a message",
             "raise an Exception there, or return",
         )
 

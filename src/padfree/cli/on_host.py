@@ -1,4 +1,4 @@
-"""The program that `padfree launch` starts on each host: it checks the command, then becomes torchrun.
+"""The program that `padfree launch` starts on each host: it checks the command, then runs torchrun.
 
     standard input    the order, one JSON line; the arguments of torchrun, one JSON line; then "stop", or end of file
     standard output   the answer, one JSON line that begins with ANSWER; then the output of torchrun and its processes

@@ -2,10 +2,10 @@
 
     run    -> write -> queue (bounded) -> thread -> pipe, file or terminal
 
-A write never blocks and never raises. The reader of a pipe may end (`| head`, Ctrl-C on `| tee`), the disk of a file
-may be full, a terminal may be closed or stopped (Ctrl-S), a pipe may be full because its reader has stopped, a
-descriptor may be non-blocking, and an ASCII stream cannot represent all text. Lost output of one stream is reported
-once, on the other stream. The files of the run contain all results.
+A write never blocks and never raises, whatever happens to the output: the reader of a pipe ends (`| head`, Ctrl-C on
+`| tee`) or stops reading, a disk is full, a terminal is closed or stopped (Ctrl-S), a descriptor is non-blocking, or an
+ASCII stream cannot represent the text. If output of one stream is lost, the other stream reports it once. The files of
+the run contain all results.
 
 Commands whose result is their output (`plan`, `--dry-run`) use plain streams: they wait for a slow reader, and they end
 when the reader ends.
@@ -96,7 +96,7 @@ class SurvivingStream(io.TextIOBase):
                 self._stuck = True
 
     def finish(self) -> None:
-        """Wait a limited time until the queue is written, and end the thread unless a write is blocked."""
+        """Wait at most `LAST_SECONDS` until the queue is written, and end the thread unless a write is blocked."""
         with self._changed:
             self._changed.wait_for(self._is_written, LAST_SECONDS)
             self._closing = True

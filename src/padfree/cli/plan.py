@@ -319,8 +319,8 @@ def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Sca
     if config.parallel.expert > 1:
         raise UserError(
             "--hosts",
-            f"{settings.hosts} with parallel.expert={config.parallel.expert}: the time of exchanging tokens is not "
-            "modelled",
+            f"{settings.hosts} cannot be planned with parallel.expert={config.parallel.expert}, because the exchange "
+            "of tokens between experts is not modelled",
             "leave out --hosts, or set parallel.expert=1",
         )
     return plan_scaling(

@@ -5,9 +5,9 @@
     0:31  step 1/40: sampling 112/256, 12 s
     step 1/40  loss 0.0312  norm 0.412  lr 1.00e-06  reward 0.125  211 tokens/s  0:58 elapsed, 37:05 left
 
-A run that prints nothing for minutes looks as if it hangs. A thread therefore writes the current activity after
-`SILENCE` seconds without a line, and then after intervals that double. If steps take longer than `SILENCE`, the
-first interval is twice the time of a step.
+A run that prints nothing for minutes looks as if it hangs. A thread therefore writes a status line with the current
+activity after `SILENCE` seconds without a line. The wait for the next status line doubles each time. If steps take
+longer than `SILENCE` seconds, the first wait is twice the time of a step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Heartbeat:
         return self._clock() - self.begin
 
     def doing(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Set the current activity, and its progress: `done` of `total` (0: not known)."""
+        """Set the current activity and its progress, `done` of `total`. A `total` of 0 means that it is not known."""
         with self._changed:
             if name != self._doing:
                 self._doing, self._since = name, self._clock()

@@ -158,7 +158,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     cost = run_cost(config.batch, model)
     in_pairs = config.loss.task.group_size > 1
     sampled = config.rollout.source is not None
-    # Prompts have no responses yet, so shared prefixes can be found only if the run does not sample its responses.
+    # If the run samples its responses, the plan has only the prompts, so shared prefixes cannot be found yet.
     shares = not sampled and config.batch.share_prefixes is not False and sharing_obstacle(model) is None
 
     def planned(groups: Sequence[Any]) -> StepPlan:

@@ -48,8 +48,8 @@ class Wrapped(Protocol):
 class PackedCollator:
     """Turns feature dicts into one pack, padded to `length` tokens or to a multiple of `multiple_of` tokens.
 
-    A feature has `input_ids`, and optionally `labels` (not shifted; -100 for untrained tokens) or one of `MASKS`. A
-    feature with several sequences gives their lengths in `seq_lengths`, as TRL's packing does.
+    A feature has `input_ids`, and optionally `labels` (not shifted; -100 for untrained tokens) or loss masks (the keys
+    in `MASKS`). A feature with several sequences gives their lengths in `seq_lengths`, as TRL's packing does.
 
     `model`: the transformers model to train, or a PEFT model around it. Only its config is kept, so that the collator
     can be pickled for the workers of a data loader.
@@ -61,7 +61,7 @@ class PackedCollator:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(name, "is not a positive integer", "give an integer of 1 or more", value=value)
         if length is not None and length % multiple_of:
-            raise UserError("length", f"{length} is not a multiple of multiple_of={multiple_of}", "change one of them")
+            raise UserError("length", f"{length} is not a multiple of multiple_of={multiple_of}", "change either value")
         unwrapped: Any = model.get_base_model() if isinstance(model, Wrapped) else model
         check_stock_packing(unwrapped)
         self.length, self.multiple_of = length, multiple_of

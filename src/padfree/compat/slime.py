@@ -4,7 +4,7 @@
 
     packed    tokens        [T]     prompt and response of every sequence, one sequence after the other
               cu_seqlens    [n+1]   boundaries of the sequences, for attention
-              loss_masks    [R]     responses only, in the same order; response_lengths has the length of each
+              loss_masks    [R]     of the responses only, concatenated; response_lengths has their lengths
               log_probs     [T-1]   entry j-1 is the log-probability of token j
 
 Signatures and keys are those of slime. Behaviour differs where slime was wrong:
@@ -13,7 +13,7 @@ Signatures and keys are those of slime. Behaviour differs where slime was wrong:
 - unpacking removes the padding from the last sequence only;
 - `pad_packed_sequence_with_cp` returns a new dict and does not change the caller's;
 - `max_tokens_per_gpu` is a hard limit: packs are added until no pack has more tokens;
-- there are never more packs than sequences; `indices` gives the input index of each sequence;
+- there are never more packs than sequences; the key `indices` of a pack holds the input index of each of its sequences;
 - inconsistent lengths of lists and tensors raise an error that names them;
 - no function needs CUDA.
 """
@@ -75,8 +75,8 @@ def pack_sequences(
 ) -> list[Packed]:
     """Pack sequences into `num_packs` packs.
 
-    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1 without `max_tokens_per_gpu`. Without
-    sequences, the result is an empty list.
+    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1 without `max_tokens_per_gpu`. The number of
+    packs is raised if a pack would exceed `max_tokens_per_gpu`, and is at most the number of sequences.
     """
     if not len(tokens):
         return []
@@ -116,7 +116,7 @@ def pack_sequences(
 
 
 def unpack_sequences(packed: Packed) -> list[Packed]:
-    """Return one dict per sequence, without padding. Scores [T-1] (entry j-1: token j) are cut to the response."""
+    """Return one dict per sequence, without padding. Of the scores [T-1], a dict holds those of its response tokens."""
     offsets = [int(offset) for offset in packed["cu_seqlens"]]
     pad_length = int(packed.get("pad_length", 0))
     responses = [int(length) for length in packed["response_lengths"]]
@@ -170,13 +170,13 @@ def _check_scorable(key: str, starts: list[int], ends: list[int], responses: lis
         if response and response == end - start:
             raise UserError(
                 f"{key}",
-                f"cannot score the first token of sequence {index}, whose response is all of its {response} tokens",
+                f"cannot score the first token of sequence {index}, because all of its {response} tokens are response",
                 "keep at least one prompt token",
             )
 
 
 def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
-    """Return a new dict with tokens padded to a multiple of `cp_size`. The pad is added to the last cu_seqlens."""
+    """Return a new dict with tokens padded to a multiple of `cp_size`. The pad belongs to the last sequence."""
     need_whole("cp_size", cp_size, 1, "give 1 or more")
     pad = -len(packed["tokens"]) % cp_size
     padded = dict(packed)
@@ -272,7 +272,7 @@ def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
                 raise UserError(
                     f"loss_masks of sequence {i}",
                     "has values other than 0 and 1",
-                    "give 0 or 1 per token, and scale tokens with advantages",
+                    "give 0 or 1 per token, and use advantages to weight tokens",
                 )
     return torch.cat([torch.from_numpy(array.astype(np.float32)) for array in arrays])
 

@@ -76,9 +76,9 @@ def get_logprob_and_entropy_with_cp(
     `logits` [chunk, V]: the logits of the sequence at indices cp_rank·chunk to (cp_rank + 1)·chunk - 1.
     `target_tokens` [T]: all tokens of the sequence, T <= cp_size·chunk. `model_input_ids` is ignored.
 
-    Every rank must compute the same loss from the gathered result. The gradient of this rank's logits is then this
-    rank's slice of the upstream gradient, which equals the gradient of a single process. *Sum* the gradients of
-    parameters over the context ranks.
+    Every rank must compute the same loss from the result. Backward does not communicate: each rank keeps its own slice
+    of the gradient. So a rank's parameter gradients cover only its chunk of the sequence. *Sum* them over the context
+    ranks.
     """
     logits, tokens = _without_batch_dim(logits, target_tokens)
     chunk = len(logits)
@@ -157,7 +157,7 @@ def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: K
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Concatenate the chunks of all ranks in rank order. Backward returns this rank's slice of its own gradient."""
+    """Concatenate the chunks of all ranks in rank order. Backward returns the gradient of this rank's chunk."""
 
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, rank: int, world: int, group: Any) -> Tensor:

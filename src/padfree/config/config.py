@@ -56,7 +56,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    # Names of the settings to which the recipe or an override gives a value other than none
+    # Names of the settings that the recipe or an override sets to a value other than none
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata=NOT_A_SETTING)
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ GIVEN_TEXT = ("rollout.reward", "eval.reward")
 
 
 def named_models(config: Config) -> dict[str, str]:
-    """Return the folder or Hub id of every model that the settings name, by the name of the setting."""
+    """Return the folder or Hub id of every model that the settings name, keyed by the setting, such as "model.path"."""
     named = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,

@@ -4,10 +4,10 @@
     rollout.engine = "in_process"  rollout.canary has no effect with rollout.engine=in_process
 
 `READ_BY` has an entry for every setting, or for a table of settings that are read together. The entry is None if every
-run reads the setting; otherwise it is a function that returns the reason why a run does not. A setting that has no
-effect and is certainly a mistake is refused by its section. This module reports those that may be intended, such as the
-bounds of `[loss.clip]` in a recipe whose `loss.kind` was changed to gspo. It looks only at settings that the recipe or
-an override names.
+run reads the setting. Otherwise it is a function of the `Config`, which returns the reason why this run does not read
+it, or None. If a setting without effect is certainly a mistake, its section refuses it. This module reports settings
+that may be intended, such as the bounds of `[loss.clip]` in a recipe whose `loss.kind` was changed to gspo. It looks
+only at settings that the recipe or an override names.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ READ_BY: dict[str, Reason | None] = {
 
 
 def rule_of(name: str) -> Reason | None:
-    """Return the rule of a setting: its entry in `READ_BY`, or else that of the innermost table that contains it."""
+    """Return the entry of a setting in `READ_BY`, or else the entry of the innermost table with this setting."""
     while name not in READ_BY:
         name, _, last = name.rpartition(".")
         if not last or not name:
@@ -292,7 +292,7 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """Return one sentence per reason for which given settings have no effect, as in the module docstring."""
+    """Return sentences such as "loss.clip.low has no effect with loss.kind=sft", one for each reason."""
     found: dict[str, list[str]] = {}
     for name in sorted(config.given):
         rule = rule_of(name)

@@ -59,11 +59,11 @@ EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out: only RL uses a batch 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """The loss that is minimised. The settings after `router_bias` are for RL unless their text says otherwise.
+    """The loss that is minimised. Most settings after `router_bias` apply only to RL.
 
-    A field of type `Objective` defines a kind of policy loss, and a field of type `Correction` defines a correction. To
-    add one, add a field. Fields of type `TaskSettings` define the tasks other than SFT and RL. `low`, `high` and `dual`
-    override the bounds in the table of the chosen kind.
+    Each field of type `Objective` adds a kind of policy loss, each field of type `Correction` a correction, and each
+    field of type `TaskSettings` a task (SFT and RL have no such field). `low`, `high` and `dual` override the bounds in
+    the table of the chosen kind.
     """
 
     kind: str = setting(
@@ -81,7 +81,7 @@ class LossConfig:
         least=1e-6,
         most=1e6,
         about="Temperature of the log-probabilities and of the sampler.",
-        fix="give more than 0, from 1e-6 to 1e6",
+        fix="give a value from 1e-6 to 1e6",
         resume=BETWEEN,
     )
     load_balancing: float = setting(
@@ -207,9 +207,9 @@ class LossConfig:
     def _old_policy(self) -> OldPolicy:
         """Return `loss.old_policy`, with `auto` replaced by `current` or `trainer`.
 
-        If every batch serves only one update, the current policy still is the old policy, and `current` saves a forward
-        pass over the batch. Corrections of whole sequences need the log-probabilities before the update, so they use
-        `trainer`.
+        If every batch serves only one update, the current policy is still the old policy. `auto` then means `current`,
+        which saves a forward pass over the batch, unless a correction covers whole sequences: it needs the
+        log-probabilities before the update. In all other cases `auto` means `trainer`.
         """
         if self.old_policy != "auto":
             return self.old_policy
@@ -286,7 +286,7 @@ Table = TypeVar("Table", Objective, Correction, TaskSettings)
 
 
 def _tables(kind: type[Table]) -> dict[str, type[Table]]:
-    """Return the classes of those fields of `LossConfig` that are subclasses of `kind`, by field name."""
+    """Map the name of each field of `LossConfig` whose type is a subclass of `kind` to this type."""
     factories: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(LossConfig)}
     return {name: made for name, made in factories.items() if isinstance(made, type) and issubclass(made, kind)}
 

@@ -106,7 +106,7 @@ NO_SUCH = "leave it out: this loss.dpo.variant does not use it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueSettings:
-    """Squared error of a value model. `clip` limits the change of a value (None: unlimited)."""
+    """Squared error of a value model. `clip` limits how far a value may move from its old value; None is no limit."""
 
     clip: float | None = setting(0.2, least=0, most=math.inf, fix="give 0 or more, or None to switch it off")
 
@@ -164,7 +164,7 @@ class DPOSettings(TaskSettings):
 
     @property
     def means(self) -> bool:
-        """The value of `normalise`, or the default of this loss if it is None."""
+        """Whether log-probabilities are averaged over an answer: `normalise`, or if it is None, a default."""
         return self.variant in ("ipo", "simpo", "orpo") if self.normalise is None else self.normalise
 
 

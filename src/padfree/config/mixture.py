@@ -56,7 +56,7 @@ class DataSource:
 
 
 def check_sources(sources: Sequence[DataSource]) -> None:
-    """Raise a `UserError` if the sources cannot be mixed. It names a source by its index, e.g. `data.sources.0`."""
+    """Raise a `UserError` if the sources cannot be mixed. The error names the source, e.g. `data.sources.0`."""
     names: dict[str, int] = {}
     for number, source in enumerate(sources):
         where = f"data.sources.{number}"

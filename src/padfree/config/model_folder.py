@@ -60,7 +60,8 @@ def check_weight_files(folder: Path, init_setting: str | None) -> None:
 def check_tokenizer_files(config: Config) -> bool:
     """Whether the run has a tokenizer. Refuses a run that needs one and has none.
 
-    Rollout files may contain token ids. If they contain text after all, `read_rollouts` asks for a tokenizer.
+    A run on rollout files is not refused, because the files may contain token ids. If they contain text instead,
+    `read_rollouts` asks for a tokenizer.
     """
     path = Path(config.model.tokenizer or config.model.path)
     if not path.exists() or has_tokenizer(path):

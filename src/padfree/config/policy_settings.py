@@ -25,7 +25,7 @@ from padfree.errors import UserError, check_choice, need
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """The policy loss of a token as a function of its ratio π / π_old and advantage. `kind`: its name in a recipe."""
+    """The policy loss as a function of a token's ratio π / π_old and advantage. `kind`: the name of the objective."""
 
     kind: ClassVar[str]
 
@@ -35,7 +35,7 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipSettings(Objective):
-    """Clipped ratio (PPO, GRPO): the ratio is clipped to [1 - low, 1 + high]. If A < 0, `dual` bounds it too."""
+    """Clipped ratio (PPO, GRPO), in [1 - low, 1 + high]. `dual` is its upper bound for negative advantages."""
 
     kind: ClassVar[str] = "clip"
     low: float = setting(0.2, least=0, most=1, about="The ratio is clipped to at least 1 - low.", fix="give 0 to 1")
@@ -70,7 +70,7 @@ class GSPOSettings(Objective):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CISPOSettings(Objective):
-    """Clipped importance weight (CISPO), in [1 - low, 1 + high]."""
+    """CISPO: the importance weight of a token is clipped to [1 - low, 1 + high]."""
 
     kind: ClassVar[str] = "cispo"
     low: float | None = setting(
@@ -151,7 +151,7 @@ class SequenceTISSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IcePopSettings(BandCorrection):
-    """IcePop: a token's importance weight if it is inside [low, high], else 0."""
+    """IcePop: the factor of a token is its importance weight, or 0 if the weight is outside [low, high]."""
 
     kind: ClassVar[str] = "icepop"
     low: float = setting(0.5, about="Tokens with a smaller importance weight are masked.", allowed=LOW_BAND)
@@ -179,7 +179,7 @@ class SequenceMaskSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OPSMSettings(Correction):
-    """Off-policy sequence masking: mask a sequence with A < 0 if its mean log π_old - log π exceeds `delta`."""
+    """Off-policy sequence masking: mask sequences with a negative advantage and a mean log π_old - log π > `delta`."""
 
     kind: ClassVar[str] = "opsm"
     compares_sampler: ClassVar[bool] = False
@@ -203,15 +203,15 @@ TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
 class PolicySettings(TaskSettings):
     """A policy loss: the objective, its corrections, and the terms added to it.
 
-    `old_policy` chooses the log-probabilities in the denominator of the ratio:
+    `old_policy` chooses the log-probabilities in the denominator of the ratio π / π_old:
 
-        trainer    computed by the trainer before the update (`old_logprobs`)
+        trainer    computed by the trainer in a forward pass before the update (`old_logprobs`)
         sampler    reported by the sampler (`rollout_logprobs`)
-        current    computed by the trainer during the update, without a forward pass before it. Every batch serves
-                   one step: the ratio is 1, and its gradient is that of the log-probability
+        current    those of π in the update itself, without a separate forward pass. Every batch then serves one
+                   step. The ratio is 1, and its gradient is that of the log-probability
 
-    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by its ratio to the old policy. The ratio is
-    differentiable, so it changes the gradient even where its value is 1.
+    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by the ratio of the token. The ratio is
+    differentiable, so it changes the gradient even if its value is 1.
     """
 
     command: ClassVar[str] = "rl"

@@ -1,8 +1,8 @@
 """The rank of this process, from the environment variables of torchrun or of processes that were started by hand.
 
-RANK, WORLD_SIZE                 among all processes
-LOCAL_RANK, LOCAL_WORLD_SIZE     on this host
-MASTER_ADDR, MASTER_PORT         host of rank 0 and port of the rendezvous
+RANK, WORLD_SIZE                 rank of this process and number of processes, over all hosts
+LOCAL_RANK, LOCAL_WORLD_SIZE     rank of this process and number of processes, on this host
+MASTER_ADDR, MASTER_PORT         host of rank 0, and the port on which the processes connect to it
 
 Without WORLD_SIZE, a run has a single process.
 """
@@ -34,8 +34,8 @@ class Processes:
 def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
     """Read the rank and the number of processes from environment variables.
 
-    Raise a `UserError` that names a variable if its value is impossible. With `meet=False`, the processes will not
-    connect, as in a dry run; rank and address may then be missing.
+    If a variable has an impossible value, raise a `UserError` that names it. Set `meet=False` if the processes will not
+    connect, as in a dry run; the variables RANK and MASTER_ADDR may then be missing.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")
@@ -88,6 +88,6 @@ def _index(variables: Mapping[str, str], name: str, limit: int | None, of: str) 
         raise UserError(
             name,
             f"{found} is out of range{among}",
-            f"ranks count from 0{'' if limit is None else f' to {limit - 1}'}",
+            f"give 0{' or more' if limit is None else f' to {limit - 1}'}",
         )
     return found

@@ -1,4 +1,4 @@
-"""`data.prompt_template`: text with column names in braces, `{question}\\n\\nEnd with #### and the number.`"""
+"""`data.prompt_template`: text with column names in braces, such as `{question}\\n\\nEnd with #### and the number.`"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from padfree.errors import UserError
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """Split a template into pairs: a text, and the column that follows it. At the end, the column is None.
+    """Split a template into pairs: a text, and the name of the column that follows it, or None if none follows.
 
     `{{` and `}}` are literal braces. Other braces must contain a column name and nothing else.
     """

@@ -92,8 +92,8 @@ def _check_bounds_are_meant(
 ) -> None:
     """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` and an override changes `loss.kind`.
 
-    Such a bound is meant for the file's own kind of loss. `values`: all settings. `kind`: `loss.kind` in the file at
-    `path`. `said`: names of the settings that overrides give.
+    Such a bound was chosen for the kind of loss in the file. `values`: the settings of the file, changed by the
+    overrides. `kind`: `loss.kind` in the file at `path`. `said`: names of the settings that overrides give.
     """
     loss = _loss_of(values)
     for name in BOUNDS:
@@ -152,7 +152,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _entry(entries: list[Any], part: str, override: str) -> Any:
-    """Return the entry of a list whose index is `part`, e.g. 0 in `override` "data.sources.0.weight=2"."""
+    """Return the entry of the list `entries` with the index `part`, e.g. "0" in "data.sources.0.weight=2"."""
     if not re.fullmatch("[0-9]{1,6}", part) or int(part) >= len(entries):
         known = f"has the entries 0 to {len(entries) - 1}" if entries else "is empty"
         raise UserError(
