@@ -5,7 +5,7 @@ Several modules fill in a group:
     batcher      RolloutGroup(prompt=p, size=3)                          batches are made of groups
     candidates   first=6                                                 its episodes have numbers 6 7 8 in the batch
     collector    name="rows.jsonl:4 (time 2)", episodes=(6, 7, 8)        a prompt that occurs twice gives two groups
-    samples      one for each leaf of each episode       `name` becomes `Sample.group`; advantages compare its samples
+    samples      one for each leaf of each episode       their `Sample.group` is `name`; advantages are computed in it
 
 A leaf is a complete token sequence of an episode. An episode that branches has several leaves. `RolloutGroup` is a
 sequence that contains its prompt `size` times. Plans and batchers therefore count a group as `size` samples.
@@ -26,7 +26,7 @@ from padfree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. After they are played, `written_groups` sets `episodes`, in order of number."""
+    """A prompt with `size` episodes. When they are played, `written_groups` stores them in `episodes`, in order."""
 
     prompt: Prompt
     size: int
