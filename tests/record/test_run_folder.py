@@ -307,4 +307,4 @@ def test_ranks_share_the_run_and_a_refusal(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert found[0][0] == read_identity(tmp_path / "run").run
     assert "foreign contains notes.txt but no run.json" in found[0][1]
-    assert "is in use by another process; wait for it" in found[0][2]
+    assert "is in use by another process; wait until it ends" in found[0][2]
