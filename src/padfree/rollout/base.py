@@ -109,7 +109,7 @@ class Sampler(Protocol):
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Return metrics of the last weight sync and of the last call of `sample`, by name."""
+        """Return metrics of the last weight sync and of the last call of `sample`, keyed by name."""
 
     def close(self) -> None:
         """Release all resources. The sampler cannot be used afterwards."""

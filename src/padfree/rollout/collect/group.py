@@ -71,7 +71,7 @@ class RolloutGroup(Sequence[Prompt]):
 def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played]) -> list[RolloutGroup]:
     """Return copies of the groups, each with a unique `name` and with the results of its `episodes`.
 
-    `played`: the results of all episodes, by episode number.
+    `played`: the results of all episodes, keyed by episode number.
     """
     times: Counter[str] = Counter()
     written = []

@@ -170,7 +170,7 @@ class SampleStore:
     def __init__(self, mesh: Mesh, owners: Sequence[int], lengths: Sequence[int], own: Mapping[int, Arrays]) -> None:
         """`owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens.
 
-        `own`: the arrays of the samples that this rank sampled, by sample index.
+        `own`: the arrays of the samples that this rank sampled, keyed by sample index.
         """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
@@ -238,7 +238,7 @@ class TravellingSample(Sample):
 def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own: Mapping[int, Arrays]) -> list[Sample]:
     """Wrap samples that have placeholder tokens, so that their real tokens can be fetched later. Collective.
 
-    `owners[i]`: the rank that sampled sample i. `own`: the real arrays of the samples of this rank, by sample index.
+    `owners[i]`: the rank that sampled sample i. `own`: the real arrays of this rank's samples, keyed by sample index.
     """
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own)
     return [

@@ -102,7 +102,7 @@ class Canary:
         """Return the metrics of this weight sync. Each metric is that of the worst server. Collective.
 
         Raise an error if a server does not have the trainer's weights. `scored`: the tokens and log-probabilities from
-        each server, by URL. `score` computes the trainer's log-probabilities of these tokens.
+        each server, keyed by URL. `score` computes the trainer's log-probabilities of these tokens.
         """
         samples = [Sample(tokens=np.array(tokens)) for sequences in scored.values() for tokens, _ in sequences]
         if not samples:
