@@ -8,8 +8,8 @@ The width of a pack is the number of ranks that share it. In each wave every ran
 its neighbours. Each possible width divides the next larger one, so that packs of different widths fit side by side, and
 each pack starts at the first rank of a process group of its width.
 
-1. Start with as few waves as the tokens need. The *level* is the total cost divided by the ranks and the waves. 2. A
-sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
+1. Start with as few waves as the tokens need. The *level* is the total cost divided by the ranks and the waves.
+2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
    alone never cuts a sample into parts of fewer than `FEWEST_TOKENS` tokens.
 3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
 4. Packs are assigned to waves by their cost per rank, the costliest first.

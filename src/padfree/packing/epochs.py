@@ -116,7 +116,7 @@ class EpochReader(Generic[T]):
         if self.length is None and (shuffle or epochs != 1):
             raise UserError(
                 "source",
-                f"is an iterable without len and [i], which is read only once and in order, "
+                "is an iterable without len and [i], which is read only once and in order, "
                 f"but shuffle={shuffle} and epochs={epochs}",
                 "give a sequence, or shuffle and repeat the iterable itself",
             )

@@ -137,8 +137,8 @@ class TokenBudgetBatcher(_Batcher[T]):
             raise UserError(
                 "budget",
                 f"{self.budget} is less than the {tokens} tokens of sample {index} of the source",
-                "raise budget or set overlong to truncate, drop or alone (in a recipe: raise batch.tokens, or set "
-                "batch.overlong=alone)",
+                "raise budget, or set overlong to 'truncate', 'drop' or 'alone' (in a recipe: raise batch.tokens, or "
+                "set batch.overlong=alone)",
             )
         self.num_overlong += not again
         if self.overlong == "drop":

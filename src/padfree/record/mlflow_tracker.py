@@ -52,7 +52,7 @@ class MlflowTracker:
         if urlsplit(get_tracking_uri()).scheme in ("", "file"):
             raise UserError(
                 "track.mlflow",
-                f"cannot use {get_tracking_uri()}, because a folder cannot hold the metrics loss and loss/entropy",
+                f"cannot use {get_tracking_uri()}, because a folder cannot hold both metrics loss and loss/entropy",
                 "set MLFLOW_TRACKING_URI to a server or a database, e.g. sqlite:///mlflow.db",
                 value=experiment,
             )

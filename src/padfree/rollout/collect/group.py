@@ -5,10 +5,11 @@ Several modules fill in a group:
     batcher      RolloutGroup(prompt=p, size=3)                          batches are made of groups
     candidates   first=6                                                 its episodes have numbers 6 7 8 in the batch
     collector    name="rows.jsonl:4 (time 2)", episodes=(6, 7, 8)        a prompt that occurs twice gives two groups
-    samples      one for each leaf of each episode       their `Sample.group` is `name`; advantages are computed in it
+    samples      one for each leaf of each episode       their `Sample.group` is the `name` of the group
 
 A leaf is a complete token sequence of an episode. An episode that branches has several leaves. `RolloutGroup` is a
-sequence that contains its prompt `size` times. Plans and batchers therefore count a group as `size` samples.
+sequence that contains its prompt `size` times. Plans and batchers therefore count a group as `size` samples. Advantages
+compare the samples of a group.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 The modules are new instances of the model's class. Sampling is therefore not affected by what training adds to the
 layers (compilation, recompute, FSDP2, adapters), and training is not affected by sampling. If tensors are shared,
 `update` takes the tensors that the trained model holds at that moment. In a single process with float32 master weights,
-they are the bfloat16 copies that training computes with.
+these tensors are the bfloat16 copies that training computes with.
 """
 
 from __future__ import annotations

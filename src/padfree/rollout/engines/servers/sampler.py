@@ -341,7 +341,7 @@ def end_servers(loop: LoopThread, launcher: Launcher | None) -> None:
 
 
 def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
-    """Return the request for the tokens that follow a partial response. It has a random key of its own."""
+    """Return the request for the tokens that follow a partial response. This request has a key of its own."""
     done = len(partial.tokens)
     return SamplingRequest(
         tokens=np.concatenate([request.tokens, partial.tokens]),
