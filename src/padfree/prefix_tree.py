@@ -5,8 +5,9 @@
     paths      0            0 1        0 2               the nodes whose keys a node's queries see (its own: causally)
 
 There are S nodes. A node stores its tokens once. A sample is a path from a root to the node where the sample ends.
-Nodes are in preorder: parents come before their children, and the descendants of a node directly follow it, so that a
-subtree is one range of the pack. A pack that shares nothing has only roots.
+`first` is the position of a node's first token. Nodes are in preorder: parents come before their children, and the
+descendants of a node directly follow it, so that a subtree is one range of the pack. A pack that shares nothing has
+only roots.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def prefix_ranges(parents: Indices, offsets: Indices, without: Collection[int] =
 
 
 def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
-    """Return the indices in the pack of the tokens on the path to `node`; none for node -1, an empty sample's path."""
+    """Return the indices in the pack of the tokens on the path to `node`.
+
+    The result is empty if `node` is -1, as for an empty sample.
+    """
     chain: list[int] = []
     while node >= 0:
         chain.append(node)
@@ -106,10 +110,10 @@ def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
 class PathPages(NamedTuple):
     """The keys of all paths, stored in pages of the same size. Paths share the whole pages of a prefix.
 
-    A partial page is copied for each path that continues it.
+    A partial page is copied for each path that continues it. Free entries of a path's last page repeat its last token.
 
     nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2        table   0 1 2    0 1 3 4    0 1 5 6
-    pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2      the last token of a path fills its last page
+    pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2
     """
 
     tokens: Indices  # [pages * size] for each slot of each page, the index in the pack of the token that fills it

@@ -146,7 +146,7 @@ def test_samples_of_no_cost_spread() -> None:
         ([1.5, 2], 1, {"cap": 9}, "costs: got a float64"),
         ([], 1, {"cap": 0}, "cap: 0; give 1 or more"),
         ([1, 9, 2], 3, {"cap": 8}, "cap: 8 is less than the 9 tokens of sample 1"),
-        ([5, 5, 5], 2, {"cap": 7}, "2 parts of 7 cannot hold 15 tokens; raise cap or k"),
+        ([5, 5, 5], 2, {"cap": 7}, "2 parts of at most 7 tokens cannot hold 15 tokens; raise cap or k"),
         ([5, 5, 5], 2, {"cap": 8}, "3 samples with 15 tokens do not fit into 2 parts of 8 tokens; raise cap or k"),
     ],
 )

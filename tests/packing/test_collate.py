@@ -143,7 +143,7 @@ def test_collate_is_one_pack() -> None:
         (
             THREE,
             {"max_tokens": 15, "multiple_of": 4},
-            "max_tokens: 15 is not divisible by 4; give a positive multiple of multiple_of=4",
+            "max_tokens: 15 is not divisible by multiple_of=4; give a positive multiple of 4",
         ),
         (THREE, {"multiple_of": 0}, "multiple_of: 0; give 1 or more"),
         (THREE, {"num_packs": 0}, "num_packs: 0; give 1 or more"),

@@ -120,11 +120,14 @@ def file_instead(folder: Path) -> Config:
 
 
 FOREIGN: list[tuple[Callable[[Path], Config], str]] = [
-    (foreign_metrics, r"has metrics\.jsonl and is not a run folder of padfree \(no run\.json\); give a new or an"),
+    (
+        foreign_metrics,
+        r"contains metrics\.jsonl but no run\.json, so it is not a run folder of padfree; give a new or an",
+    ),
     (foreign_marker, r"run\.json was not written by padfree; give a new or an empty folder"),
     (model_folder, r"m contains model\.path \(.*m\); give a new or an empty folder"),
     (above_the_model, r"contains model\.path \(.*model\); give a new"),
-    (other_model_folder, r"has config\.json and is not a run folder of padfree"),
+    (other_model_folder, r"contains config\.json but no run\.json"),
     (data_folder, r"data contains data\.path \(.*train\.jsonl\); give a new"),
     (inside_the_data, r"is inside data\.path \(.*data\), whose files are all read as data; give a folder outside"),
     (own_export_as_the_model, r"contains model\.path \(.*model\); give a new"),
@@ -220,7 +223,7 @@ def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_
         refused = [line for line in said.values() if line != "held"]
         assert len(refused) == 2
         assert all(line.startswith(f"run.folder: {folder} is in use by {who}") for line in refused)
-        assert all("; wait for it, give another folder" in line for line in refused)
+        assert all("; wait until it ends, give another folder" in line for line in refused)
         os.kill(holder, signal.SIGKILL)
     finally:
         for process in started:
@@ -303,5 +306,5 @@ def test_ranks_share_the_run_and_a_refusal(tmp_path: Path) -> None:
     found = run_ranks(2, ranks, str(tmp_path / "run"), str(tmp_path / "foreign"))
     assert found[0] == found[1]
     assert found[0][0] == read_identity(tmp_path / "run").run
-    assert "foreign has notes.txt and is not a run folder of padfree" in found[0][1]
-    assert "is in use by another process; wait for it" in found[0][2]
+    assert "foreign contains notes.txt but no run.json" in found[0][1]
+    assert "is in use by another process; wait until it ends" in found[0][2]

@@ -161,9 +161,9 @@ def test_errors_of_a_server_are_one_line(model_folder: Path) -> None:
         with pytest.raises(VersionError, match="serves policy version '3', not 4"):
             respond(url)
         service.version = "4"
-        with pytest.raises(ValueError, match=r"sampled token \d+ with a vocabulary of 1; start the server with"):
+        with pytest.raises(ValueError, match=r"sampled token \d+, but the vocabulary size is 1; start the server with"):
             respond(url, vocabulary=1)
-        with pytest.raises(ValueError, match=r"has a vocabulary of .*, but the model of this run has 7; start it"):
+        with pytest.raises(ValueError, match=r"has a vocabulary of .*, but the model of this run has 7; start the"):
             asyncio.run(LineServer(url, 5.0).check(served_of(vocabulary=7)))
         asyncio.run(LineServer(url, 5.0).pause())
         with pytest.raises(LateError, match=r"complete did not answer within 0.3 s"):

@@ -6,10 +6,11 @@
     state    | 9 | another of 13 | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
 
 Packed and single must give the same logits and the same gradient of every parameter. They differ if the model has a
-recurrent state or a convolution, needs a mask that transformers would have created, does not pass on a window, or
-counts positions itself. Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and
-random, so that a leak between samples is visible in the first digits. In the pack `state`, outputs and gradients of the
-unchanged samples must not depend on the samples before them, in this pack or in the previous one.
+recurrent state or a convolution, needs a mask that transformers would have created, does not pass its sliding window to
+the attention function, or derives positions from the index in the pack. Tokens are shuffled because a context-parallel
+layout shuffles them. Weights are large and random, so that a leak between samples is visible in the first digits. In
+the pack `state`, outputs and gradients of the unchanged samples must not depend on the samples before them, in this
+pack or in the previous one.
 
 Modules that mix tokens without attention are found first (`padfree.model.mixers`) and run on whole segments.
 
@@ -126,7 +127,7 @@ Compare = Callable[[PreTrainedModel], Verdict]
 def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
     """The result of the test `compare` on a small copy that has every module class of the model.
 
-    `how` names `compare` in the key of the cache.
+    `how`: a name for `compare`, part of the key under which the result is cached.
     """
     with undisturbed():
         required = frozenset(_module_classes(model))
@@ -179,7 +180,7 @@ def _refusal(reason: str) -> Verdict:
 
 
 def _module_classes(model: nn.Module) -> set[str]:
-    """Names of a model's module classes, without adapters and without torch's own classes other than convolutions."""
+    """The names of a model's module classes. Adapters and torch's own classes except convolutions are left out."""
     classes = {type(module) for module in model.modules()}
     convolution = nn.modules.conv._ConvNd
     return {
@@ -192,7 +193,7 @@ def _module_classes(model: nn.Module) -> set[str]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A block that runs on the CPU in float32 with gradients on, and without log messages or warnings.
+    """Context manager: its block runs on the CPU in float32, with gradients, and without log messages or warnings.
 
     At its end the caller's state is restored.
     """
@@ -247,7 +248,11 @@ class _Samples:
 
 
 def _compare(model: PreTrainedModel) -> Verdict:
-    """Compare a pack with one sample at a time. Each choice of mixers is tried until one passes."""
+    """Compare a pack with one sample at a time.
+
+    A mixer is a module that mixes tokens without attention. If several sets of modules could be the mixers, they are
+    tried in order until one passes.
+    """
     _randomise(model)
     samples = _Samples(model)
     choices = find_mixers(model)

@@ -70,7 +70,7 @@ def _router(module: nn.Module, block: nn.Module, num_experts: int) -> Router:
 
 
 class RouterRecorder:
-    """Records the calls of a model's routers since the last `clear`, while it is `on`."""
+    """Records calls of a model's routers while `on` is True. `clear` deletes the recorded calls."""
 
     def __init__(self, routers: list[Router]) -> None:
         self.on = False

@@ -67,7 +67,7 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
 
 
 def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
-    """The `files` without the tensors of a language-model head that `model` does not have."""
+    """The `files` without the tensors of a language-model head, if `model` has no such head."""
     own = set(named_tensors(model))
     return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}
 
@@ -106,9 +106,10 @@ def first_weight(shape: torch.Size, spread: float, seed: int) -> Tensor:
 
 
 def use_pad_token(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Set the padding token in the model's config.
+    """Set `pad_token_id` in the model's config.
 
-    It is the tokenizer's padding token, else the one in the config, else the end-of-sequence token.
+    The tokenizer's padding token is used. If it has none, the config keeps its own padding token. If the config has
+    none either, it gets the tokenizer's end-of-sequence token.
     """
     if tokenizer is None:
         return

@@ -98,7 +98,7 @@ SIZES = {
     # attention in chunks of positions
     "attention_chunk_size": WINDOW,
     "floor_scale": WINDOW,
-    # sizes of per-layer inputs, of adapters of shared layers, and of other MLPs
+    # sizes of MLPs with names of their own, of adapters in shared layers, and of embeddings that each layer adds
     "intermediate_size_mlp": 96,
     "block_ff_dim": 96,
     "block_multiple_of": 16,
@@ -159,7 +159,7 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
 
 
 def _fit_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Set the sizes that must match other sizes. Config classes check that they match."""
+    """Set the sizes that follow from other sizes, such as a head size. Some config classes check that they match."""
     width = NUM_HEADS * HEAD_DIM
     if _is_size(values.get("mamba_d_head")):
         heads = values.get("mamba_d_ssm") or values.get("mamba_expand", 1) * width  # total width of the heads
@@ -226,7 +226,10 @@ def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[i
 
 
 def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
-    """The rotary parameters for the small copy. Lists get one factor per pair of channels of the small head."""
+    """The rotary parameters for the small copy.
+
+    A list of factors, one for each pair of channels of a head, gets the length for the small head.
+    """
     width = ROPE_HEAD_DIM if latent else HEAD_DIM
     pairs = int(width * float(parameters.get("partial_rotary_factor", 1.0))) // 2
 

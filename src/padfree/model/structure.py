@@ -83,7 +83,7 @@ def model_from_config(
 
 
 def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert tensors that the architecture always keeps in float32, as `from_pretrained` does."""
+    """Convert the tensors that the architecture always keeps in float32 to float32, as `from_pretrained` does."""
     for part, kept in model._get_dtype_plan(dtype).items():
         for name, tensor in named_tensors(model).items():
             if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name):

@@ -79,14 +79,14 @@ def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
         model = model_class.from_pretrained(wrapper.folder, dtype=dtype)
     except Exception as error:  # model classes raise all kinds of errors
         raise UserError(
-            "model", f"{wrapper.folder} cannot be loaded ({one_line(error)})", "copy or download it again"
+            "model", f"{wrapper.folder} cannot be loaded ({one_line(error)})", "copy or download the folder again"
         ) from None
     assert isinstance(model, PreTrainedModel)
     return model
 
 
 def names_inside(whole: PreTrainedModel, language: PreTrainedModel) -> dict[str, str]:
-    """For each tensor of the language model, its name in the whole multimodal model.
+    """Map the name of each tensor of the language model to its name in the whole multimodal model.
 
     The whole model contains the language model itself, or only its base model.
     """

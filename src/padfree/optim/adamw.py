@@ -17,7 +17,7 @@ from padfree.optim.rule import Group, State, local
 class AdamW:
     """The AdamW update rule. The options of its groups are `betas`, `eps`, `weight_decay` and `fused`.
 
-    If `fused` is set, torch puts the state `step` on the device when it loads the optimizer's state.
+    The option `fused` also tells torch, when it loads the optimizer's state, to put the step counter on the device.
     """
 
     remembers = "AdamW's two moments"

@@ -5,9 +5,9 @@
     rank 0   [0:2] of 0 1 2 3 4   ->   whole 0 2 4   ->   function   ->   [0:2] of 0 1 2 3 4
     rank 1   [2:4] of 0 1 2 3 4   ->   whole 1 3     ->   function   ->   [2:4] of 0 1 2 3 4
 
-For each matrix, one of the ranks that hold its shards computes the function. Each number is sent twice, in two
-all-to-alls, and no work is repeated among these ranks. If the shards are replicated, every replica computes the same
-results. If the shards are whole matrices (E experts [E, out, in] sharded along E), nothing is sent.
+For each matrix, one of the ranks that hold its shards computes the function. Each element is sent twice (to the rank
+that computes, and back) in two all-to-alls. These ranks repeat no work. If the shards are replicated, every replica
+computes the same results. If the shards are whole matrices (E experts [E, out, in] sharded along E), nothing is sent.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _batches(parameters: list[Tensor], state: State) -> Iterator[_Batch]:
 
 
 def _matrices(tensor: Tensor) -> Tensor:
-    """This rank's shards of the matrices of a parameter [..., A, B], as [n, a, b]."""
+    """View this rank's shard of a parameter [..., A, B] as n matrices [n, a, b]."""
     part = local(tensor)
     return part.view(math.prod(part.shape[:-2]), *part.shape[-2:])
 

@@ -48,7 +48,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def rates(self) -> dict[str, float]:
-        """The current learning rates by metric name: `lr` for the rule of the first group, else `lr/RULE`."""
+        """The current learning rates by metric name.
+
+        The name is `lr` for the update rule of the first group, and `lr/RULE` for any other update rule.
+        """
         rates = {group["rule"]: group["lr"] for group in reversed(self.param_groups)}
         first = self.param_groups[0]["rule"]
         return {"lr": rates.pop(first), **{f"lr/{rule}": rate for rule, rate in rates.items()}}
@@ -71,7 +74,7 @@ class Optimizer(torch.optim.Optimizer):
             RULES[group["rule"]].step(group, self.state, finite, scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the parameters only. The learning rates and options of this optimizer are kept."""
+        """Load only the state of each parameter. The optimizer keeps its own learning rates and options."""
         options = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, own in zip(self.param_groups, options, strict=True):

@@ -93,7 +93,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """The learning-rate schedule: a linear rise over `warmup` steps, then constant, or a decay to `final`."""
+    """The learning-rate schedule: a linear rise over `warmup` steps, then a constant rate or a decay to `final`."""
 
     kind: ScheduleKind = setting("constant", about="Shape after the warmup; linear and cosine need run.steps.")
     warmup: int = setting(
@@ -104,7 +104,7 @@ class ScheduleConfig:
         least=0,
         most=1,
         about="The learning rate at run.steps, as a share of the base learning rate.",
-        fix="give a share of the learning rate from 0 to 1",
+        fix="give a fraction of the learning rate, from 0 to 1",
     )
 
     def __post_init__(self) -> None:

@@ -99,7 +99,7 @@ def _check_cap(length: Indices, k: int, cap: int) -> None:
         index = int(length.argmax())
         raise UserError("cap", f"{cap} is less than the {length[index]} tokens of sample {index}", "raise cap")
     if length.sum() > k * cap:
-        raise UserError("cap", f"{k} parts of {cap} cannot hold {length.sum()} tokens", "raise cap or k")
+        raise UserError("cap", f"{k} parts of at most {cap} tokens cannot hold {length.sum()} tokens", "raise cap or k")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -49,12 +49,12 @@ def pack(
 ) -> list[PackedBatch]:
     """Lay samples end to end in as few packs as possible.
 
-    If `num_packs` is given, make this many packs of nearly equal cost. `max_tokens` is a hard cap on the tokens of a
-    pack, including its pad; a longer sample raises `UserError`. If `num_packs` and `cost` (a `CostModel`, or any
-    function of lengths) are given, the packs are balanced by cost, otherwise by tokens. Each pack is padded to a
-    multiple of `multiple_of` tokens. `weights` holds one array [n] per sample of n tokens; element t is the weight of
-    the prediction of token t + 1 (see `token_weights`). Without `weights`, every scored token has the same weight, and
-    the weights of all packs sum to 1. For an empty list of samples, the result is an empty list.
+    If `num_packs` is given, make this many packs with nearly equal costs. `cost` (a `CostModel`, or any function) maps
+    sample lengths to costs; without it, the cost of a sample is its number of tokens. `max_tokens` is a hard cap on the
+    tokens of a pack, including its pad; a longer sample raises `UserError`. Each pack is padded to a multiple of
+    `multiple_of` tokens. `weights` holds one array [n] per sample of n tokens; element t is the weight of the
+    prediction of token t + 1 (see `token_weights`). Without `weights`, every scored token has the same weight, and the
+    weights of all packs sum to 1. For an empty list of samples, the result is an empty list.
     """
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
         raise UserError("samples", f"got a {type(samples).__name__}", "give a list of padfree.Sample")
@@ -141,7 +141,7 @@ def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: Pr
         return batch
     assert batch.entries is None
     assert not batch.pad_length
-    # A label at a position means that the next token of the sample is scored.
+    # If a position has a label, the next token of the sample is scored.
     predictions = np.flatnonzero(batch.labels.numpy() != IGNORE)
     chosen = torch.from_numpy(predictions)
     tokens = [samples[i].tokens[a:b] for i, a, b in zip(tree.sample, tree.begin, tree.end, strict=True)]
@@ -176,8 +176,8 @@ def _check_packable(
     if max_tokens is not None and max_tokens % multiple_of:
         raise UserError(
             "max_tokens",
-            f"is not divisible by {multiple_of}",
-            f"give a positive multiple of multiple_of={multiple_of}",
+            f"is not divisible by multiple_of={multiple_of}",
+            f"give a positive multiple of {multiple_of}",
             value=max_tokens,
         )
     seen: dict[Any, int] = {}

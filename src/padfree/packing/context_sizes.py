@@ -8,7 +8,7 @@ The width of a pack is the number of ranks that share it. In each wave every ran
 its neighbours. Each possible width divides the next larger one, so that packs of different widths fit side by side, and
 each pack starts at the first rank of a process group of its width.
 
-1. Start with as few waves as the tokens need. The *level* is the cost per rank and wave if all ranks had equal cost.
+1. Start with as few waves as the tokens need. The *level* is the total cost divided by the ranks and the waves.
 2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
    alone never cuts a sample into parts of fewer than `FEWEST_TOKENS` tokens.
 3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
@@ -141,7 +141,7 @@ def _attempt(
 
 
 def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int], level: float) -> Indices:
-    """For each of n samples, the width: the number of ranks that share the sample, [n].
+    """Return the width of each of n samples, [n]: the number of ranks that share the sample.
 
     It is the smallest width at which the part of one rank has at most `max_tokens` tokens and costs at most `level`.
     """
@@ -157,7 +157,7 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to wide packs until a rank's cost reaches `level`, always the costliest sample that fits.
+    """Add short samples to wide packs, as long as the cost per rank is at most `level`; the costliest that fits first.
 
     `narrow` are the indices of the short samples. Returns the indices of the samples that remain.
     """
@@ -181,7 +181,7 @@ def _fill_wide(
 def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
     """Assign packs to waves and ranks. Wide packs are assigned first.
 
-    The number of free ranks of a wave is therefore always a multiple of the width of the next pack.
+    When a pack is assigned, the number of free ranks of a wave is therefore a multiple of the width of the pack.
     """
     each = np.array([float(cost[pack.samples].sum()) / pack.width for pack in packs])
     width = np.array([pack.width for pack in packs])

@@ -108,7 +108,9 @@ class CostModel:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         names = [*CostModel.__dataclass_fields__]
         if not isinstance(values, dict) or not {"linear"} <= set(values) <= set(names):
-            raise UserError(f"{path}", "is not a cost model", f"write it with CostModel.to_json ({', '.join(names)})")
+            raise UserError(
+                f"{path}", "is not a cost model", f"write it with CostModel.to_json (keys {', '.join(names)})"
+            )
         return CostModel(**values)
 
 

@@ -51,7 +51,7 @@ class SourcePart:
     weight: Fraction
 
     def shown(self, epochs: int) -> int:
-        """The number of samples of this part that the first `epochs` epochs show."""
+        """The number of samples of this part that the first `epochs` epochs show in total, repetitions included."""
         return math.floor(epochs * self.weight * self.size)
 
 
@@ -116,7 +116,8 @@ class EpochReader(Generic[T]):
         if self.length is None and (shuffle or epochs != 1):
             raise UserError(
                 "source",
-                f"is an iterable without len and [i], read once in order, but shuffle={shuffle} and epochs={epochs}",
+                "is an iterable without len and [i], which is read only once and in order, "
+                f"but shuffle={shuffle} and epochs={epochs}",
                 "give a sequence, or shuffle and repeat the iterable itself",
             )
         if epochs is not None:
@@ -159,7 +160,7 @@ class EpochReader(Generic[T]):
 
     @property
     def round(self) -> int:
-        """A number of consecutive positions in which every sample of the source occurs at least once."""
+        """A number R: among any R consecutive positions, every sample of the source occurs at least once."""
         if self.parts is None:
             return self.length or 0
         return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))

@@ -139,7 +139,7 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
     """
     steps: list[_Step] = []
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
-    # for each number of free tokens, how many bins have ever joined its queue
+    # for each number of free tokens, how many bins have joined the queue of this number so far
     put: defaultdict[int, int] = defaultdict(int)
     taken: defaultdict[int, int] = defaultdict(int)  # likewise, how many bins have left it
     for length, count in zip(values, counts, strict=True):

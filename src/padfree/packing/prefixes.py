@@ -8,8 +8,9 @@
 Samples of one group are compared from their first token on. A shared prefix may end anywhere: after the prompt, inside
 a response, or at the end of a sample. Equal samples end in the same node.
 
-Sharing has a cost, which `SharingCost` estimates: the keys of a node's tokens are copied for every node below it in the
-tree, and every node is one more segment for the kernels. A prefix is shared only if this saves time.
+Sharing has a cost, which `SharingCost` estimates: the keys of a node's tokens are copied for every node below that node
+in the tree, and every node is one more segment for the kernels. A prefix is shared only if sharing saves more time than
+it costs.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharingCost:
-    """The cost of sharing a prefix, in the unit "time to compute one token": `key` per copied key, `node` per new node.
+    """The cost of sharing a prefix: `key` per copied key, and `node` per node that is added to the prefix tree.
 
-    In a layer of a 4B model, copying one key in forward and backward moves about 24 KiB, and computing a token takes
-    0.6 GFLOP. The copy takes about 0.5% of the time of computing the token. The last tile of queries of a node is only
-    half full on average.
+    The unit is the time to compute one token. In a layer of a 4B model, copying one key in forward and backward moves
+    about 24 KiB, and computing a token takes 0.6 GFLOP. The copy takes about 0.5% of the time of computing the token.
+    `node` accounts for the last tile of queries of a node, which is only half full on average.
     """
 
     key: float = 0.01
@@ -181,7 +182,8 @@ class _Growth:
         common = [0] + [
             common_length(self.tokens[one], self.tokens[other]) for one, other in itertools.pairwise(ordered)
         ]
-        # (low, high, begin, parent): members [low, high) share `begin` tokens, which end in node `parent`
+        # (low, high, begin, parent): members [low, high) share their first `begin` tokens; the last of them is in node
+        # `parent`
         stack = [(0, len(ordered), 0, -1)]
         while stack:
             low, high, begin, parent = stack.pop()

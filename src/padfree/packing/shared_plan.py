@@ -43,8 +43,8 @@ def plan_shared_step(
 
     Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are
     given, the samples of a group are never divided. `contexts` are the numbers of ranks that may share a pack. With
-    several `contexts`, samples that share a prefix are planned as parts of at most `max_tokens` tokens. A sample longer
-    than `max_tokens` shares no prefix, and its pack is divided over as many ranks as it needs.
+    several `contexts`, samples that share a prefix are divided into parts that fit on one rank. A sample longer than
+    `max_tokens` shares no prefix, and its pack is divided over as many ranks as it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]

@@ -130,7 +130,10 @@ class StepPlan:
 
     @property
     def sharing(self) -> float:
-        """The tokens of all samples divided by the tokens that are computed. It is 1 if samples share no prefixes."""
+        """The number of tokens of all samples divided by the number of computed tokens.
+
+        The ratio is 1 if samples share no prefixes.
+        """
         computed = int(self.computed_tokens.sum())
         return int(self.tokens.sum()) / computed if computed else 1.0
 
@@ -141,14 +144,14 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """The cost of the step divided by its cost if no rank ever waited for another. A perfect plan has 1."""
+        """The cost of the step, divided by its cost if no rank had to wait for another. It is 1 for a perfect plan."""
         return _imbalance(self.cost)
 
     @property
     def fill(self) -> float:
-        """The number of tokens divided by the capacity of the micro-batches.
+        """The number of planned tokens divided by the number of tokens that the micro-batches could hold.
 
-        An overlong sample counts up to max_tokens.
+        An overlong sample counts as at most `max_tokens` tokens per rank.
         """
         held = np.minimum(self.computed_tokens, self.max_tokens * (1 if self.widths is None else self.widths))
         return float(held.sum() / (held.size * self.max_tokens)) if held.size else 0.0
@@ -176,7 +179,7 @@ def plan_step(
 
     `overlong` says what happens to a sample longer than `max_tokens`: it raises an error ("error"), is cut
     ("truncate"), is left out ("drop"), or gets its own micro-batch ("alone"). The plan lists the overlong samples. If
-    there are at least as many samples as micro-batches on all ranks, no micro-batch is empty.
+    there are at least as many samples as micro-batches of all ranks together, no micro-batch is empty.
     """
     length = checked_lengths(lengths).copy()
     for field, value in (("ranks", ranks), ("max_tokens", max_tokens)):
@@ -215,7 +218,7 @@ def _plan_groups(
         raise UserError(
             "overlong",
             "'truncate' cannot be used with groups",
-            "set overlong to error, drop or alone, or cut the samples beforehand",
+            "set overlong to 'error', 'drop' or 'alone', or cut the samples beforehand",
         )
     numbers: dict[Hashable, int] = {}
     group = np.array([numbers.setdefault(name, len(numbers)) for name in groups])
@@ -258,7 +261,7 @@ def _plan(
             "max_tokens",
             f"{limit} is less than the {length[too_long[0]]} tokens of sample {too_long[0]} ({len(too_long)} "
             "samples exceed it)",
-            "raise max_tokens or set overlong to truncate, drop or alone",
+            "raise max_tokens, or set overlong to 'truncate', 'drop' or 'alone'",
         )
     truncated, dropped, alone = (
         too_long if overlong == name else too_long[:0] for name in ("truncate", "drop", "alone")
@@ -307,9 +310,9 @@ def _plan(
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
     """Divide the samples of `problem` into few slots. A slot is one micro-batch of one rank.
 
-    The number of slots plus `num_alone` (overlong samples, which have their own slots) is a multiple of `ranks`. It is
-    found by binary search between the number of slots that the tokens need and the number that `fill` needs. The second
-    always suffices, but `partition` may succeed with fewer slots.
+    The number of slots plus `num_alone` (overlong samples, which have their own slots) is a multiple of `ranks`. The
+    number of slots is found by binary search. The lower limit is the number that the tokens need at least. The upper
+    limit is the number of bins that `fill` makes, which always suffices; `partition` may succeed with fewer.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):
@@ -345,7 +348,7 @@ def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatch
 
 
 def _imbalance(cost: Floats) -> float:
-    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by the mean cost of a rank.
+    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by the mean of the ranks' own costs Σⱼ cost[r, j].
 
     `cost` is [ranks, micro-batches].
     """

@@ -115,7 +115,8 @@ class TokenBudgetBatcher(_Batcher[T]):
                 self._buffer.append(item)
                 tokens += item.tokens
             fruitless = 0 if item is not None and item.tokens else fruitless + 1
-            # Without this check, an endless stream over a source without any tokens would never return.
+            # Without this check, an endless stream would search forever in a source whose samples are all empty or
+            # dropped.
             if self._reader.epochs is None and fruitless > self._reader.round:
                 raise UserError(
                     "source",
@@ -136,8 +137,8 @@ class TokenBudgetBatcher(_Batcher[T]):
             raise UserError(
                 "budget",
                 f"{self.budget} is less than the {tokens} tokens of sample {index} of the source",
-                "raise budget or set overlong to truncate, drop or alone (in a recipe: raise batch.tokens, or set "
-                "batch.overlong=alone)",
+                "raise budget, or set overlong to 'truncate', 'drop' or 'alone' (in a recipe: raise batch.tokens, or "
+                "set batch.overlong=alone)",
             )
         self.num_overlong += not again
         if self.overlong == "drop":
@@ -199,7 +200,7 @@ class FixedSizeBatcher(_Batcher[T]):
 
     def __next__(self) -> list[T]:
         while not self._reader.ended:
-            # If the next sample raises an error, the samples collected so far stay in `_batch`.
+            # If reading the next sample raises an error, `_batch` keeps the samples collected so far.
             self._batch.append(self._admitted(self._reader.peek()))
             self._reader.advance()
             if len(self._batch) == self.batch_size or self._reader.at_epoch_end:
@@ -221,7 +222,7 @@ class FixedSizeBatcher(_Batcher[T]):
                 "max_length",
                 f"{self.max_length} is less than the {tokens} tokens of sample "
                 f"{self._reader.index(self._reader.position)} of the source",
-                "raise max_length or set overlong to truncate",
+                "raise max_length, or set overlong to 'truncate'",
             )
         self.num_overlong += 1
         return _cut(sample, self.max_length)

@@ -56,9 +56,9 @@ class MetricsFile:
 
 
 def line_number(path: Path, number: int, line: str, field: str) -> int:
-    """Return the integer under `field` in `line`, the JSON text of line `number` of the file `path`.
+    """Return the integer `field` of a line of a JSON Lines file. `line`: its text. `number`: its line number in `path`.
 
-    Raise a `UserError` if there is none, because then the file was not written by a run.
+    Raise a `UserError` if the line has no such field, because then the file was not written by a run.
     """
     try:
         value = json.loads(line)[field]

@@ -42,14 +42,17 @@ class MlflowTracker:
     """A run at MLflow. `log` and `close` raise the errors of earlier requests; their caller catches these errors."""
 
     def __init__(self, experiment: str, folder: Path, settings: Mapping[str, Any], run_id: str | None) -> None:
-        """`run_id`: the run to continue. A run that is deleted or of another experiment or store is not continued."""
+        """`run_id`: the MLflow run to continue.
+
+        A new run is started if that run was deleted, or belongs to another experiment or store.
+        """
         from mlflow import MlflowClient, get_tracking_uri
         from mlflow.exceptions import MlflowException
 
         if urlsplit(get_tracking_uri()).scheme in ("", "file"):
             raise UserError(
                 "track.mlflow",
-                f"cannot use the folder {get_tracking_uri()}: MLflow's file store cannot hold loss and loss/entropy",
+                f"cannot use {get_tracking_uri()}, because a folder cannot hold both metrics loss and loss/entropy",
                 "set MLFLOW_TRACKING_URI to a server or a database, e.g. sqlite:///mlflow.db",
                 value=experiment,
             )

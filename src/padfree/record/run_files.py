@@ -29,7 +29,9 @@ class RunFiles:
 def open_run_files(
     config: Config, mesh: Mesh, *, step: int, evaluated: bool, resumed: Mapping[str, Any] | None
 ) -> RunFiles:
-    """Open the files of a run that continues after `step` steps. `evaluated`: whether it was evaluated after that step.
+    """Open the files of a run that continues after `step` steps.
+
+    `evaluated`: whether the evaluation after these `step` steps was already made.
 
     `resumed`: fields of the resume event; None if the run does not resume a checkpoint.
     """

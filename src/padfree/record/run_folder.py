@@ -105,7 +105,7 @@ def check_run_folder(config: Config) -> None:
         if foreign:
             raise UserError(
                 "run.folder",
-                f"{folder} has {foreign[0]} and is not a run folder of padfree (no {MARKER})",
+                f"{folder} contains {foreign[0]} but no {MARKER}, so it is not a run folder of padfree",
                 "give a new or an empty folder",
             )
     exported = {MODEL: "trained model"} if config.checkpoint.export else {}
@@ -239,7 +239,7 @@ def _in_use(folder: Path, holder: Holder | None, otherwise: str = "") -> UserErr
     return UserError(
         "run.folder",
         f"{folder} is in use by {who}",
-        f"wait for it, give another folder, or start the processes of one run with torchrun{otherwise}",
+        f"wait until it ends, give another folder, or start the processes of one run with torchrun{otherwise}",
     )
 
 

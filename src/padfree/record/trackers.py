@@ -64,7 +64,7 @@ class Trackers:
     def __init__(
         self, config: TrackConfig, folder: Path, settings: Mapping[str, Any], *, rank: int, step: int = 0
     ) -> None:
-        """`settings`: the run's settings, which the trackers show. `step`: the next step to be logged."""
+        """`settings`: the settings of the run, which the trackers store. `step`: the next step to be logged."""
         self._targets: dict[str, tuple[Log, Close]] = {}
         self._failed: set[str] = set()
         if rank:
@@ -161,7 +161,7 @@ def _mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> tuple
 
 
 def _name_of(folder: Path, tracker: str) -> str:
-    """Return the name or id of this run at a tracker. It is created at the first start and kept after a restart."""
+    """Return the name or id of this run at a tracker. The first start of the run makes it; later starts read it."""
     names = _read_names(folder / FILE)
     if tracker not in names:
         # A folder name may contain characters that W&B does not allow in an id.
@@ -187,5 +187,5 @@ def _read_names(path: Path) -> dict[str, str]:
     except ValueError:
         names = None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise UserError("track", f"{path} is damaged", "remove it; the trackers will then start new runs")
+        raise UserError("track", f"{path} is damaged", "remove the file, so that the trackers start new runs")
     return names

@@ -109,7 +109,7 @@ class Sampler(Protocol):
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Return metrics of the last weight sync and of the last call of `sample`, by name."""
+        """Return metrics of the last weight sync and of the last call of `sample`, keyed by name."""
 
     def close(self) -> None:
         """Release all resources. The sampler cannot be used afterwards."""
@@ -124,7 +124,7 @@ class AsyncSampler(Sampler, Protocol):
 
     @property
     def stuck(self) -> bool:
-        """Whether requests are waiting although no reachable server has the current weights. If so, call `renew`."""
+        """Whether requests wait because no reachable server has the current weights. If so, call `renew`."""
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
         """Append `requests` to the queue and return without waiting. Other threads call `on_response`."""

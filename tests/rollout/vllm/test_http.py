@@ -154,7 +154,7 @@ def test_errors_that_only_the_user_can_fix() -> None:
     sampling = SamplingSettings(temperature=1.0, stops=(), vocabulary=1)
     with (
         serving(given()) as (url,),
-        pytest.raises(ValueError, match=r"sampled token \d+ with a vocabulary of 1; start the server"),
+        pytest.raises(ValueError, match=r"sampled token \d+, but the vocabulary size is 1; start the server"),
     ):
         asyncio.run(VllmServer(url, 5.0).respond(REQUEST, sampling, model="policy", version=4, salt="run"))
     line = r"ends responses at token \d+, .*; start the server with --generation-config vllm"

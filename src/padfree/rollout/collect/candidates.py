@@ -1,6 +1,7 @@
 """Which groups of prompts a batch samples, and which of them it trains on (`rollout.filter`).
 
-A filter replaces groups whose rewards are all equal by spare groups. A batch of 4 groups with 2 responses each:
+If all rewards of a group are equal, a filter replaces this group with a spare group. A batch of 4 groups with 2
+responses each:
 
     groups    own             spare
               0   1   2   3   4   5   6   ...
@@ -8,8 +9,8 @@ A filter replaces groups whose rewards are all equal by spare groups. A batch of
     chosen    0       2       4
 
 The batch needs one more group whose rewards differ, so group 6 is sampled next. A batch samples at most
-`rollout.filter_bound` times as many groups as it trains on. If it finds no other group within this bound, the first
-group with equal rewards fills it, and it trains on groups 0 1 2 4.
+`rollout.filter_bound` times as many groups as it trains on. If no further group within this bound has rewards that
+differ, the first group with equal rewards completes the batch: in the example, the batch trains on groups 0 1 2 4.
 
 Spare groups have other prompts of the data, in an order given by the seed and the batch number. The choice depends only
 on the sampled responses. It does not depend on when groups were requested, or on how many were requested at a time.
@@ -38,7 +39,7 @@ class SparePrompts:
         self._prompts, self._seed = prompts, seed
 
     def order(self, batch: int, own: Sequence[RolloutGroup]) -> list[Prompt]:
-        """Return the prompts that are not in `own`, the groups of batch `batch`, in a random order."""
+        """Return all prompts except those of `own`, which are the groups of the batch, in a random order."""
         keys = response_keys(self._seed, batch + _SPARE, np.arange(len(self._prompts), dtype=np.int64))
         own_uids = {group.prompt.uid for group in own}
         shuffled = (self._prompts[index] for index in np.argsort(keys, kind="stable"))

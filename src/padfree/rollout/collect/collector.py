@@ -140,7 +140,7 @@ class Collector:
         self._request(queued, candidates.first())
 
     def look(self) -> None:
-        """Request replacements for groups with equal rewards in batches that are still queued."""
+        """Request spare groups for queued batches, to replace groups whose rewards are all equal."""
         if self.settings.filter == "none" or not self._async or self._reward_model is not None:
             return
         with self._change:
@@ -337,7 +337,7 @@ class Collector:
     def _complete(
         self, queued: QueuedBatch, error: str | None, *, model: bool = True
     ) -> dict[int, EpisodeOutcome] | None:
-        """Return the outcomes of the episodes of all ranks, by episode number.
+        """Return the outcomes of the episodes of all ranks, keyed by episode number.
 
         Return None if episodes of a rank are unfinished, because its sampler is stuck. An error on one rank is raised
         on all ranks. `model`: whether to compute rewards with the reward model, if there is one.

@@ -5,10 +5,11 @@ Several modules fill in a group:
     batcher      RolloutGroup(prompt=p, size=3)                          batches are made of groups
     candidates   first=6                                                 its episodes have numbers 6 7 8 in the batch
     collector    name="rows.jsonl:4 (time 2)", episodes=(6, 7, 8)        a prompt that occurs twice gives two groups
-    samples      one for each leaf of each episode       `name` becomes `Sample.group`; advantages compare its samples
+    samples      one for each leaf of each episode       their `Sample.group` is the `name` of the group
 
 A leaf is a complete token sequence of an episode. An episode that branches has several leaves. `RolloutGroup` is a
-sequence that contains its prompt `size` times. Plans and batchers therefore count a group as `size` samples.
+sequence that contains its prompt `size` times. Plans and batchers therefore count a group as `size` samples. Advantages
+compare the samples of a group.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from padfree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. After they are played, `written_groups` sets `episodes`, in order of number."""
+    """A prompt with `size` episodes. When they are played, `written_groups` stores them in `episodes`, in order."""
 
     prompt: Prompt
     size: int
@@ -71,7 +72,7 @@ class RolloutGroup(Sequence[Prompt]):
 def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played]) -> list[RolloutGroup]:
     """Return copies of the groups, each with a unique `name` and with the results of its `episodes`.
 
-    `played`: the results of all episodes, by episode number.
+    `played`: the results of all episodes, keyed by episode number.
     """
     times: Counter[str] = Counter()
     written = []

@@ -124,7 +124,7 @@ class KnownEpisodes:
         self.restored = {(batch, number): one for batch, number, one in stored}
 
     def find(self, batch: int, group: RolloutGroup, *, version: int) -> dict[int, Played | Response]:
-        """Return the known episodes and responses of a group, by episode number.
+        """Return the known episodes and responses of a group, keyed by episode number.
 
         `version`: the policy version at which the group is trained. If some of the tokens would then be too old, the
         group is counted as dropped and the result is empty.

@@ -43,7 +43,7 @@ class EpisodeOutcome:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class QueuedBatch:
-    """A batch between `put` and `take`, with the episodes of this rank by their number in the batch."""
+    """A batch between `put` and `take`. The episodes of this rank are keyed by their number in the batch."""
 
     batch: int
     candidates: Candidates
@@ -103,7 +103,7 @@ def merged(parts: Iterable[Mapping[int, EpisodeOutcome]]) -> dict[int, EpisodeOu
 
 
 def score_by_model(reward_model: RewardModel, queued: QueuedBatch, gather: Gather, *, skip_failures: bool) -> None:
-    """Compute the rewards of this rank's leaves that have none yet. Collective.
+    """Compute a reward for each leaf on this rank that does not have a reward yet. Collective.
 
     Without `skip_failures`, an error on one rank is raised on all ranks.
     """

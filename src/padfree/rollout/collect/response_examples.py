@@ -1,4 +1,4 @@
-"""`rollouts.jsonl` in the run folder, with a few responses of each batch, and the list of failed episodes."""
+"""Files of the run folder: `rollouts.jsonl` (a few responses of each batch), `failures.jsonl` (failed episodes)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from padfree.rollout.environment.play import Played
 
 
 class ResponseExamples:
-    """A JSON Lines file with a batch number in each line. A resumed run removes lines of batches that it repeats."""
+    """A JSON Lines file with a batch number in each line. A resumed run removes the lines of the batches it repeats."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

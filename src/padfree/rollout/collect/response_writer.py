@@ -124,7 +124,7 @@ class ResponseWriter:
         self._thread.close(self._reward_workers.close)
 
     def _supported(self, **callbacks: Any) -> dict[str, Any]:
-        """Return the callbacks that `sample` of the sampler has as parameters. A user's sampler may lack some."""
+        """Return those of `callbacks` that the sampler's method `sample` accepts. A user's sampler may lack some."""
         parameters = inspect.signature(self._sampler.sample).parameters
         return {name: callback for name, callback in callbacks.items() if name in parameters}
 

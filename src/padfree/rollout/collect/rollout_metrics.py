@@ -36,7 +36,7 @@ def batch_metrics(
 
 
 def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
-    """Return metrics of a batch's episodes: means of their own metrics, and sums of the gateway's counters."""
+    """Return metrics of a batch's episodes: means of the metrics that they report, sums of the gateway's counters."""
     leaves = [leaf for one in played for leaf in one.leaves]
     metrics = {
         "episodes": float(len(played)),
@@ -67,9 +67,10 @@ def queue_metrics(
     dropped: int,
     sampler: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return metrics of the ages of the tokens that are trained at policy version `version`, and of the queue.
+    """Return metrics of token ages and of the queue, for a batch that is trained at policy version `version`.
 
-    `oldest` is the maximum age, and `waiting` are the numbers of finished and unfinished groups in the queue.
+    `oldest`: the maximum age that the run allows. `waiting`: the numbers of finished and of unfinished groups in the
+    queue.
     """
     ages = version - np.concatenate([one.versions for group in groups for one in group.episodes])
     assert ages.min() >= 0, "a token is newer than the current policy version"

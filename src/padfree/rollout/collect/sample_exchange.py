@@ -67,9 +67,9 @@ class LeafFacts:
 
 
 def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None) -> list[tuple[LeafFacts, ...]]:
-    """Return descriptions of the leaves, for each episode of one group that this rank played.
+    """Describe the leaves of each episode of one group that this rank played.
 
-    `prompt`: token ids of the group's prompt. `shown`: the number of the episode whose text is included.
+    `prompt`: token ids of the group's prompt. `shown`: the number of the only episode whose text is kept.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][1].tokens.astype(np.int64).tobytes())
@@ -137,7 +137,7 @@ def placeholder_leaves(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: 
 def known_to_all(
     groups: Sequence[RolloutGroup], own: Mapping[int, Played], gather: Gather, *, num_shown: int
 ) -> tuple[dict[int, Played], dict[int, int]]:
-    """Return the episodes of these groups with placeholder leaves, and the rank that played each of them. Collective.
+    """Return the episodes of these groups with placeholder leaves, and the rank that played each episode. Collective.
 
     The first `num_shown` groups keep the text of their first episode.
     """
@@ -170,7 +170,7 @@ class SampleStore:
     def __init__(self, mesh: Mesh, owners: Sequence[int], lengths: Sequence[int], own: Mapping[int, Arrays]) -> None:
         """`owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens.
 
-        `own`: the arrays of the samples that this rank sampled, by sample index.
+        `own`: the arrays of the samples that this rank sampled, keyed by sample index.
         """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
@@ -206,7 +206,7 @@ class SampleStore:
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
         """Send each rank the samples of its packs.
 
-        `packs[data rank]`: for each pack an array of positions in `indices`. `indices`: sample indices in the store.
+        `packs[data rank]`: one array for each pack. An entry i of an array stands for sample `indices[i]` of the store.
         """
         positions = [np.concatenate([np.zeros(0, np.int64), *each]) for each in packs]
         self.fetch([[indices[position] for position in positions[data].tolist()] for data in self._data_ranks])
@@ -221,7 +221,7 @@ class SampleStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TravellingSample(Sample):
-    """A placeholder for sample `index` of a `SampleStore`. Its token ids are not the real ones."""
+    """A sample with placeholder token ids. A `SampleStore` holds the real tokens, as sample `index`."""
 
     store: SampleStore
     index: int
@@ -238,7 +238,7 @@ class TravellingSample(Sample):
 def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own: Mapping[int, Arrays]) -> list[Sample]:
     """Wrap samples that have placeholder tokens, so that their real tokens can be fetched later. Collective.
 
-    `owners[i]`: the rank that sampled sample i. `own`: the real arrays of the samples of this rank, by sample index.
+    `owners[i]`: the rank that sampled sample i. `own`: the real arrays of this rank's samples, keyed by sample index.
     """
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own)
     return [
@@ -258,7 +258,8 @@ def travelling_samples(
 ) -> list[Sample]:
     """Wrap the samples of these groups, one for each leaf, as `travelling` does. Collective.
 
-    `owners`: the rank that played each episode. `own`: the episodes that this rank played. Both are by episode number.
+    `owners`: the rank that played each episode. `own`: the episodes that this rank played. Both have the episode number
+    as key.
     """
     leaves = [
         (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))

@@ -55,7 +55,7 @@ def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer
     """Make the sampler named by `rollout.engine`. If `rollout.staleness` is above 0, it is an `AsyncSampler`.
 
     `trained` is the model whose weights the sampler will receive. `score` computes the trainer's log-probabilities. The
-    sampler can compare them with its own, to verify that the weights have arrived. Collective.
+    sampler can compare them with its own log-probabilities, to verify that the weights have arrived. Collective.
     """
     name, staleness = config.rollout.engine, config.rollout.staleness
     sampler: Any
@@ -142,7 +142,7 @@ class CheckedSampler:
 
 
 class CheckedAsyncSampler(CheckedSampler):
-    """Wraps a user's `AsyncSampler` and checks its responses. `failure` is then the error of an invalid response."""
+    """Wraps a user's `AsyncSampler` and checks its responses. An invalid response sets `failure`."""
 
     _wrong: Exception | None = None
 

@@ -9,10 +9,11 @@ A slot holds one response that is being sampled. Two slots with the same prompt:
 
     q [L, H, d]   k [L, Hkv, d]   v [L, Hkv, dv]   keys [M, Hkv, d]   values [M, Hkv, dv]   ->   out [L, H, dv]
 
-`slots` [F, L] holds these four numbers of each slot on the device, whether the slot is active, and other fields (F is
-at least 5). A step therefore needs nothing from the host, and one CUDA graph serves all steps. An inactive slot stores
-nothing and attends only to its new token. The host passes only `longest`, the maximum number of keys before the new
-token in any slot.
+`slots` [F, L] is on the device and holds F fields for each slot: start and number of the prompt's keys, start and
+number of the slot's own keys, whether the slot is active, and fields that attention does not read (F is at least 5). A
+step therefore needs nothing from the host, and one CUDA graph serves all steps. An inactive slot stores nothing and
+attends only to its new token. The host passes only `longest`, the maximum number of keys before the new token in any
+slot.
 
 `decode_attention` is a custom operator, so that a compiled layer that contains it stays one graph. On CUDA it runs a
 Triton kernel (`triton_decode_attention`). On other devices, and in float64, it runs the reference below.

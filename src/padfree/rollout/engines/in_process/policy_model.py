@@ -5,9 +5,9 @@
     sharded, with adapters, or with another dtype          a whole copy, updated at every weight sync
 
 The modules are new instances of the model's class. Sampling is therefore not affected by what training adds to the
-layers (compilation, recompute, FSDP2, adapters), and training is not affected by sampling. If tensors are shared, they
-are those that the trained model has when `update` is called. In a single process with float32 master weights, they are
-the bfloat16 copies that training computes with.
+layers (compilation, recompute, FSDP2, adapters), and training is not affected by sampling. If tensors are shared,
+`update` takes the tensors that the trained model holds at that moment. In a single process with float32 master weights,
+these tensors are the bfloat16 copies that training computes with.
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ class InProcessSampler:
         compiled: bool = False,
         decodes: bool | None = None,
     ) -> None:
-        """`stops`: token ids that end a response. `cache_bytes`: size of the KV cache. If it is None, it is chosen.
+        """`stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache.
+
+        If `cache_bytes` is None, the cache takes at most half of the free device memory.
 
         `decodes`: whether to use padfree's `Decoder`. If it is None, it is used on a GPU if it supports the model.
         """

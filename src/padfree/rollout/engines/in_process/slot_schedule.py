@@ -6,8 +6,8 @@
     steps   | burst | burst | burst |
 
 A response keeps its slot from its first token to its last. Then the next request gets the slot. When no request is
-waiting, the slots that are still occupied are compacted. The host runs steps in bursts. It reads which responses have
-ended one burst late, while the next burst runs. It knows without reading which responses have reached `max_new_tokens`.
+waiting, the slots that are still occupied are compacted. The host runs steps in bursts. While a burst runs, the host
+reads which responses ended in the burst before. It does not have to read which responses have reached `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CachedPrompt:
 
     @property
     def placed(self) -> tuple[NDArray[np.integer[Any]], int]:
-        """The tokens to prefill, and the cache index of the first."""
+        """The tokens to prefill, and the cache index of the first of these tokens."""
         assert self.start is not None
         return self.tokens[:-1], self.start
 
@@ -156,7 +156,7 @@ class SlotSchedule:
     def _add_next_prompts(self, missing: list[CachedPrompt]) -> None:
         """Add prompts of waiting requests to the prefill pass of `missing`.
 
-        Prompts are added only if the cache then still has space for the responses of all free slots.
+        A prompt is added only if the cache still has space for a response in every free slot afterwards.
         """
         tokens = sum(prompt.stored for prompt in missing)
         for number in self.waiting:
@@ -175,7 +175,7 @@ class SlotSchedule:
             missing.append(prompt)
 
     def _evict_prompts(self) -> None:
-        """Free the cache space of prompts that were prefilled early. No slot is occupied at this point."""
+        """Free the cache space of all prefilled prompts. Call this only if no slot is occupied."""
         for prompt in self.prompts.values():
             if prompt.start is not None:
                 self.extents.free(prompt.start, prompt.stored)

@@ -53,8 +53,8 @@ Floats = NDArray[np.float64]
 def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[list[int]]:
     """Return the fixed sequences of the canary, each of at most `longest` tokens.
 
-    They are the tokens of ordinary text. If the tokenizer cannot encode the text, or gives too few tokens or ids that
-    the model lacks, they are random ids.
+    The sequences are the tokens of ordinary text. They are random ids if the tokenizer cannot encode the text, gives
+    too few tokens, or gives ids that the model does not have.
     """
     length = max(2, min(LENGTH, longest - NUM_SAMPLED))
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
@@ -90,7 +90,7 @@ class CanaryScores:
 
 
 class Canary:
-    """Compares the log-probabilities of servers and trainer. It remembers those of the last weight sync."""
+    """Compares the log-probabilities of servers and trainer, and keeps them until the next weight sync."""
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
         self.limit, self._api = limit, api
@@ -102,7 +102,7 @@ class Canary:
         """Return the metrics of this weight sync. Each metric is that of the worst server. Collective.
 
         Raise an error if a server does not have the trainer's weights. `scored`: the tokens and log-probabilities from
-        each server, by URL. `score` computes the trainer's log-probabilities of these tokens.
+        each server, keyed by URL. `score` computes the trainer's log-probabilities of these tokens.
         """
         samples = [Sample(tokens=np.array(tokens)) for sequences in scored.values() for tokens, _ in sequences]
         if not samples:
@@ -156,7 +156,7 @@ class Canary:
         return metrics
 
     def _followed(self, url: str, server: CanaryScores, trainer: CanaryScores) -> float | None:
-        """Return the change of the server's log-probabilities since the last sync relative to the trainer's change.
+        """Return the share of the trainer's change since the last weight sync that the server's log-probabilities show.
 
         Return None at the first weight sync, or if the trainer's change is too small to measure.
         """

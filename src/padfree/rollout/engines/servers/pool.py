@@ -3,7 +3,7 @@
     queue   5 6 7 8         server 0   1 3     two requests in flight
                             server 1   2       one request in flight: request 5 goes here
     server 1 fails          queue   2 6 7 8    its requests go to the front of the queue; the pool does not use the
-                                               server for 0.5, 1, 2, ... seconds
+                                               server for 0.5 s, after a second failure for 1 s, then 2 s, ...
 
 `Pool.run_all` processes one batch of requests. It ends when every request has a response, or when no server has the
 weights any more. In the second case a restarted server must receive the weights, and the caller runs the missing
@@ -211,7 +211,7 @@ class RequestQueue:
         return self._endless or (bool(self._requests) and not self._needs_weights())
 
     def _needs_weights(self) -> bool:
-        """Whether only restarted servers are left, which need another weight sync."""
+        """Whether only servers without the weights are left, because they restarted. They need another weight sync."""
         states = self._pool.states
         return any(state.restarted for state in states) and not any(state.usable for state in states)
 

@@ -161,8 +161,8 @@ class ServerSampler:
     def _verified(self, servers: Sequence[ServerApi], lost: dict[str, str]) -> list[ServerApi]:
         """Run the canary and return the servers that have the trainer's weights. Collective.
 
-        On rank 0, an error message for each server that failed is added to `lost`, by URL. If a server answers but has
-        other weights than the trainer, a `UserError` is raised, which ends the run.
+        On rank 0, an error message for each server that failed is added to `lost`, keyed by URL. If a server answers
+        but has other weights than the trainer, a `UserError` is raised, which ends the run.
         """
         scored: dict[str, ScoredSequences] = {}
         error = None
@@ -341,7 +341,7 @@ def end_servers(loop: LoopThread, launcher: Launcher | None) -> None:
 
 
 def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
-    """Return the request for the continuation of a partial response, with its own random key."""
+    """Return the request for the tokens that follow a partial response. This request has a key of its own."""
     done = len(partial.tokens)
     return SamplingRequest(
         tokens=np.concatenate([request.tokens, partial.tokens]),

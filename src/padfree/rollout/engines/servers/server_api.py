@@ -155,8 +155,8 @@ class ServerApi(ABC):
     ) -> list[tuple[list[int], list[float]]]:
         """Extend each sequence by `num_sampled` tokens.
 
-        Return the tokens of each extended sequence, and the log-probabilities of all its tokens but the first. Those of
-        given tokens are at temperature 1, and those of sampled tokens at `temperature`.
+        Return the tokens of each extended sequence, and the log-probabilities of all its tokens but the first. The
+        log-probabilities of given tokens are at temperature 1, those of sampled tokens at `temperature`.
         """
 
     @abstractmethod
@@ -286,7 +286,7 @@ class ServerApi(ABC):
         if max(completion.tokens) >= sampling.vocabulary:
             raise UserError(
                 "rollout.servers",
-                f"{self.url} sampled token {max(completion.tokens)} with a vocabulary of {sampling.vocabulary}",
+                f"{self.url} sampled token {max(completion.tokens)}, but the vocabulary size is {sampling.vocabulary}",
                 "start the server with the model of model.path",
             )
         if not ended and completion.reason == "stop":
@@ -298,7 +298,9 @@ class ServerApi(ABC):
         if not ended and number < max_new_tokens:
             fix = self.fix_length.format(length=len(request.tokens) + max_new_tokens)
             raise UserError(
-                "rollout.servers", f"{self.url} ended a response after {number} of {max_new_tokens} tokens", fix
+                "rollout.servers",
+                f"{self.url} ended a response after {number} tokens instead of {max_new_tokens}, without a stop token",
+                fix,
             )
 
 
