@@ -164,7 +164,8 @@ def build_vision(name: str, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(std=parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model.train()
+    model.train()
+    return model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
