@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from padfree.cp import attend, gather_tokens, make_layout, shard
     from padfree.errors import UserError
     from padfree.head import Scores, fused_loss, score
+    from padfree.images import Image
     from padfree.losses import token_weights
     from padfree.model import attach, hidden_states
     from padfree.packing import (
@@ -58,6 +59,7 @@ _LAZY = {
     "PackedBatch": "padfree.batch",
     "Rollout": "padfree.batch",
     "Sample": "padfree.sample",
+    "Image": "padfree.images",
     "SampleInfo": "padfree.batch",
     "Segments": "padfree.segments",
     "CostModel": "padfree.packing",
@@ -90,6 +92,7 @@ __all__ = [
     "AttnContext",
     "CostModel",
     "FixedSizeBatcher",
+    "Image",
     "Layout",
     "LocalBatch",
     "PackedBatch",

@@ -132,6 +132,31 @@ class Entries:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedImages:
+    """The distinct images of a pack, and the feature that belongs to each placeholder token.
+
+    pack       7 * * * 9 | 4 * * * 2 | 8 * * 1        images a, a, b
+    features   a0 a1 a2 b0 b1                         F = 5: the tower encodes a and b
+    index      0 1 2 0 1 2 3 4                        one number per placeholder, in the order of the pack
+    """
+
+    inputs: Mapping[str, Tensor]  # the tower's inputs of all distinct images, concatenated along the first axis
+    index: NDArray[np.int64]  # [M] host only
+    counts: tuple[int, ...]  # number of features of each distinct image; they sum to F
+    rows: tuple[int, ...]  # number of rows of each distinct image in `pixel_values`: patches or tiles
+    placeholder: int  # the id of the placeholder token
+
+    @property
+    def num_features(self) -> int:
+        """F."""
+        return sum(self.counts)
+
+    def map(self, function: Any) -> PackedImages:
+        """The same images with `function` applied to each input."""
+        return replace(self, inputs={name: function(tensor) for name, tensor in self.inputs.items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
     """Samples concatenated along one token axis, ready for the device. Made by `padfree.pack`.
 
@@ -147,6 +172,8 @@ class PackedBatch:
     rollout: Rollout | None = None
     samples: tuple[SampleInfo, ...] = ()
     entries: Entries | None = None
+    images: PackedImages | None = None
+    rotary_positions: Tensor | None = None  # [P, T] int64, if they are not `position_ids`
 
     PACK_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids")
     LABEL_FIELDS: ClassVar[tuple[str, ...]] = ("labels", "weights", "sample_index")
@@ -199,7 +226,9 @@ class PackedBatch:
     def _map(self, function: Any, segments: Segments) -> PackedBatch:
         moved = {field: function(getattr(self, field)) for field in self.TOKEN_FIELDS}
         rollout = None if self.rollout is None else self.rollout.map(function)
-        return replace(self, **moved, segments=segments, rollout=rollout)
+        images = None if self.images is None else self.images.map(function)
+        rotary = None if self.rotary_positions is None else function(self.rotary_positions)
+        return replace(self, **moved, segments=segments, rollout=rollout, images=images, rotary_positions=rotary)
 
     def with_weights(self, weights: Tensor) -> PackedBatch:
         """The same batch with other token weights [T]."""
@@ -228,9 +257,11 @@ class PackedBatch:
 
         longer = self.TOKEN_FIELDS if self.entries is None else self.PACK_FIELDS  # a pad has no entries
         padded: dict[str, Any] = {field: lengthened(getattr(self, field), fill.get(field, 0)) for field in longer}
-        padded["position_ids"] = torch.cat(
-            [self.position_ids[:real], torch.arange(pad, dtype=torch.int64, device=self.position_ids.device)]
-        )
+        positions = torch.arange(pad, dtype=torch.int64, device=self.position_ids.device)
+        padded["position_ids"] = torch.cat([self.position_ids[:real], positions])
+        if self.rotary_positions is not None:
+            of_pad = positions.expand(len(self.rotary_positions), pad)
+            padded["rotary_positions"] = torch.cat([self.rotary_positions[:, :real], of_pad], dim=1)
         rollout = self.rollout
         if rollout is not None and self.entries is None:
             rollout = rollout.map(lengthened)
@@ -270,6 +301,8 @@ class PackedBatch:
         Not every model's attention does: `padfree.compat.hf.PackedCollator` tests a small copy of the model.
         """
         assert self.segments.parents is None, "transformers' own attention does not support shared prefixes"
+        if self.images is not None:
+            raise UserError("images", "cannot be packed with transformers' own attention", "use padfree.attach")
         return pack_inputs(self.input_ids, self.position_ids, self.segments)
 
 
@@ -351,6 +384,14 @@ class LocalEntries:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LocalImages:
+    """The distinct images of a pack, for the device that encodes them."""
+
+    packed: PackedImages
+    features: Copies  # the gather from the F features of the images to the M placeholder tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalBatch:
     """The tokens of one context rank, `[T / world]`, and what attention needs for them. Made by `padfree.cp.shard`.
 
@@ -371,6 +412,8 @@ class LocalBatch:
     num_labels: int | None = None  # labelled positions on this rank, if the host has counted them
     is_filler: bool = False
     batch_samples: int = 1  # samples in the global batch, for losses that weight whole samples
+    images: LocalImages | None = None
+    rotary_positions: Tensor | None = None  # [P, T/world]
 
     @property
     def num_tokens(self) -> int:
@@ -382,10 +425,18 @@ class LocalBatch:
         return self.context.segments.num_samples if self.entries is None else len(self.samples)
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments of an HF model that `padfree.attach` has prepared."""
+        """The keyword arguments of an HF model that `padfree.attach` has prepared.
+
+        Raises `UserError` for a batch with images, whose features these arguments do not include.
+        """
+        if self.images is not None:
+            raise UserError(
+                "images", "are not among the arguments of a model", "call padfree.hidden_states(model, batch)"
+            )
+        rotary = self.rotary_positions
         return {
             "input_ids": self.input_ids[None],
-            "position_ids": self.position_ids[None],
+            "position_ids": self.position_ids[None] if rotary is None else rotary[:, None],
             "attention_mask": None,
             "use_cache": False,
             "attn_context": self.context,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from padfree.arrays import float_array, mask_array, need_whole, single_number, token_array
 from padfree.choices import ROLLOUT_ARRAYS
 from padfree.errors import UserError
+from padfree.images import Image, check_images, truncated_images
 
 TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
 """All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and `old_logprobs`, which the trainer computes before an
@@ -51,6 +52,8 @@ class Sample:
     group: str | int | None = None
     source: str | None = None
     terms: Mapping[str, float] | None = None  # named numbers that the task's loss reads, such as a margin
+    images: tuple[Image, ...] = ()  # in the order of their placeholder tokens
+    rotary_positions: NDArray[np.int64] | None = None  # [P, n] if they are not 0, 1, 2, ...: `padfree.model.vision`
 
     def __post_init__(self) -> None:
         name = _name(self.uid)
@@ -63,6 +66,16 @@ class Sample:
                 object.__setattr__(self, field, float_array(values, len(tokens), field, name))
         if self.reward is not None:
             object.__setattr__(self, "reward", single_number(self.reward, f"reward of {name}"))
+        object.__setattr__(self, "images", check_images(self.images, tokens, name))
+        if self.rotary_positions is not None:
+            positions = np.asarray(self.rotary_positions)
+            if positions.ndim != 2 or positions.shape[1] != len(tokens) or positions.dtype.kind not in "iu":
+                raise UserError(
+                    "rotary_positions",
+                    f"of {name} is a {positions.dtype} array of shape {positions.shape} for {len(tokens)} tokens",
+                    "give whole numbers of shape [P, n]",
+                )
+            object.__setattr__(self, "rotary_positions", positions.astype(np.int64, copy=False))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -96,11 +109,15 @@ class Sample:
     def truncated(self, length: int) -> Sample:
         """Return a sample of the first `length` tokens, with the per-token arrays cut to match."""
         need_whole("length", length, 0, "give the number of tokens to keep, 0 or more")
-        cut = {
+        cut: dict[str, Any] = {
             field: array[:length]
             for field in ("tokens", "loss_mask", *TOKEN_ARRAYS)
             if (array := getattr(self, field)) is not None
         }
+        if self.images:
+            cut["images"] = truncated_images(self.images, length)
+        if self.rotary_positions is not None:
+            cut["rotary_positions"] = self.rotary_positions[:, :length]
         return replace(self, **cut)
 
 

@@ -30,6 +30,7 @@ from padfree.model.interface import check_inputs, is_attached, mark_chunked_laye
 from padfree.model.mixers import install
 from padfree.model.outputs import base_of, described_head
 from padfree.model.probe import probe, stock_leak
+from padfree.model.vision.families import REFUSED, family_of, language_part, unsupported_vision
 
 TESTED = (
     "AfmoeForCausalLM",
@@ -160,17 +161,23 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
         raise UserError(
             "backend", "is not an attention backend", f"choose auto or one of {', '.join(BACKENDS)}", value=backend
         )
-    reason = unsupported(model.config)
-    verdict = None if reason else probe(_probed(model))
+    family = family_of(model)
+    language = language_part(model)
+    reason = unsupported(language.config) or (family and unsupported_vision(model.config))
+    verdict = None if reason else probe(_probed(language))
     if verdict is None or verdict.leak:
         raise UserError(
             "model", f"{name} cannot be trained packed: {reason or (verdict and verdict.leak)}", f"{PADDED_CURE}"
         )
-    install(model, verdict.mixers, fast=fast_mixers)
-    mark_chunked_layers(model)
-    model.set_attn_implementation(register(backend))
+    install(language, verdict.mixers, fast=fast_mixers)
+    mark_chunked_layers(language)
+    implementation = register(backend)
+    # The tower of a vision-language model keeps its own attention: it already separates images.
+    model.set_attn_implementation(
+        implementation if family is None else {"": implementation, "text_config": implementation}
+    )
     assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
-    for module in {model, base_of(model)}:
+    for module in {model, base_of(model), language}:
         if check_inputs not in module._forward_pre_hooks.values():
             # Run this hook before the hooks that `install` registers, which may pass the context as the attention mask.
             module.register_forward_pre_hook(check_inputs, with_kwargs=True, prepend=True)
@@ -208,6 +215,8 @@ def unsupported(config: PreTrainedConfig) -> str | None:
     """Describe a feature in the config that padfree does not support. None if there is none."""
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if parts:
+        if config.model_type in REFUSED:
+            return f"{REFUSED[config.model_type]}, so only its language model can be packed"
         return f"it consists of several models ({', '.join(parts)}), and only its language model can be packed"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
@@ -243,7 +252,8 @@ def lm_head_of(model: PreTrainedModel) -> LmHead:
     it is unsharded.
     """
     head = described_head(model)
-    reason = None if model in _PLAIN_HEADS else probe(model).head
+    # The tests of a vision family compare its logits with those of the described head.
+    reason = None if model in _PLAIN_HEADS or family_of(model) is not None else probe(model).head
     if reason or head is None:
         raise UserError(
             "model",

@@ -280,7 +280,7 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             raise UserError(
                 argument, f"is True in the call of {name}, but packs do not support it", f"pass {argument}=False"
             )
-    check_positions(position_limit(config), context.segments.num_positions)
+    check_positions(position_limit(text_config(config)), context.segments.num_positions)
 
 
 def _check_length(args: tuple[Any, ...], kwargs: dict[str, Any], context: AttnContext) -> None:
@@ -319,6 +319,11 @@ def check_positions(limit: int | None, longest: int) -> None:
             f"sample has {longest} tokens",
             f"use samples and padding of at most {limit} tokens",
         )
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the language model in the config of a vision-language model; any other config is returned."""
+    return config.get_text_config(decoder=True) if "vision_config" in config.sub_configs else config
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:

@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from padfree.attention.copies import take_copies
 from padfree.batch import LmHead, LocalBatch
 from padfree.errors import UserError
-from padfree.model.interface import need_attached
+from padfree.model.interface import need_attached, text_config
+from padfree.model.vision.families import family_of
+from padfree.model.vision.features import vision_hidden_states
 
 
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
@@ -40,7 +42,13 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
         )
     base = base_of(model)
     need_attached(base)
-    hidden = base(**batch.model_inputs()).last_hidden_state
+    family = family_of(base)
+    if family is not None:
+        hidden = vision_hidden_states(base, family, batch)
+    elif batch.images is not None:
+        raise UserError("images", f"cannot be shown to a {type(model).__name__}", "remove them, or use a vision model")
+    else:
+        hidden = base(**batch.model_inputs()).last_hidden_state
     assert isinstance(hidden, Tensor)
     return hidden[0] if batch.entries is None else take_copies(hidden[0], batch.entries.positions)
 
@@ -61,7 +69,7 @@ def described_head(model: PreTrainedModel) -> LmHead | None:
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         return None
-    config = model.config
+    config = text_config(model.config)
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
     return LmHead(

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from padfree.model.interface import counts_positions
 from padfree.model.mixers import installed
+from padfree.model.vision.families import language_part
 
 ATTENTION = ("full_attention", "sliding_attention", "attention", "mlp", "moe")
 """The layer types in which tokens interact only through attention, or not at all."""
@@ -30,7 +31,7 @@ def state_obstacle(model: PreTrainedModel) -> str | None:
             return f"{name} has a recurrent state"
         if counts_positions(module):
             return f"{name} counts positions along the whole pack"
-    for kind in getattr(model.config, "layer_types", None) or ():
+    for kind in getattr(language_part(model).config, "layer_types", None) or ():
         if kind not in ATTENTION:
             return f"layers of type {kind!r} do not attend to all earlier tokens"
     return None
@@ -44,7 +45,7 @@ def sharing_obstacle(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"dropout {module.p:g} of {name} needs a separate random mask for every sample"
-    for name, value in model.config.to_dict().items():
+    for name, value in language_part(model).config.to_dict().items():
         of_layers = name.endswith(DROPOUTS) and not name.startswith(OF_OTHER_HEADS)
         if of_layers and isinstance(value, float) and value > 0:
             return f"{name} {value:g} needs a separate random mask for every sample"

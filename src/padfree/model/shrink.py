@@ -239,6 +239,10 @@ def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
         return (value * pairs)[:pairs] if isinstance(value, list) else value
 
     values = {name: fitted(value) for name, value in parameters.items()}
+    if isinstance(sections := parameters.get("mrope_section"), list) and sum(sections):
+        # The pairs of channels that rotate with the time, the height and the width of an image.
+        ends = [round(pairs * sum(sections[: count + 1]) / sum(sections)) for count in range(len(sections))]
+        values["mrope_section"] = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     if "original_max_position_embeddings" in values:
         values["original_max_position_embeddings"] = POSITIONS
     return values

@@ -13,6 +13,7 @@ from padfree.errors import UserError
 from padfree.model.model_files import one_line
 from padfree.model.named_tensors import named_tensors
 from padfree.model.scalar_head import scalar_model
+from padfree.model.vision.families import language_part
 from padfree.model.wrapper import language_config
 
 
@@ -43,9 +44,13 @@ def skeleton(
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of the model's decoder layers. Raises `UserError` if it cannot be found."""
-    wanted = int(model.config.num_hidden_layers)
-    for module in model.modules():
+    """The list of the model's decoder layers. Raises `UserError` if it cannot be found.
+
+    For a vision-language model, these are the layers of its language model, not those of its tower.
+    """
+    language = language_part(model)
+    wanted = int(language.config.num_hidden_layers)
+    for module in language.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
     raise UserError(

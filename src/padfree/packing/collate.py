@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges, need_whole, number_array
-from padfree.batch import IGNORE, Entries, PackedBatch, Rollout, SampleInfo, at_predictions
+from padfree.batch import IGNORE, Entries, PackedBatch, PackedImages, Rollout, SampleInfo, at_predictions
 from padfree.choices import SharePrefixes
 from padfree.errors import UserError, need
+from padfree.images import Image, prefix_keys
 from padfree.packing.balance import balance
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
@@ -125,6 +126,8 @@ def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: 
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
     tokens = [sample.tokens for sample in samples]
+    if any(sample.images for sample in samples):
+        tokens = prefix_keys(tokens, [sample.images for sample in samples])
     if share_prefixes is False:
         return find_prefixes(tokens, [None] * len(samples))
     always = share_prefixes is True
@@ -144,10 +147,12 @@ def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: Pr
     # If a position has a label, the next token of the sample is scored.
     predictions = np.flatnonzero(batch.labels.numpy() != IGNORE)
     chosen = torch.from_numpy(predictions)
-    tokens = [samples[i].tokens[a:b] for i, a, b in zip(tree.sample, tree.begin, tree.end, strict=True)]
-    pack_tokens = np.concatenate(tokens).astype(np.int64, copy=False)
+    nodes = [(samples[i], a, b) for i, a, b in zip(tree.sample.tolist(), tree.begin, tree.end, strict=True)]
+    pack_tokens = np.concatenate([sample.tokens[a:b] for sample, a, b in nodes]).astype(np.int64, copy=False)
     return replace(
         batch,
+        images=_packed_images(nodes),
+        rotary_positions=_rotary_positions(nodes),
         input_ids=torch.from_numpy(pack_tokens),
         position_ids=torch.from_numpy(concatenated_ranges(tree.begin, tree.lengths)),
         **{field: getattr(batch, field)[chosen] for field in PackedBatch.LABEL_FIELDS},
@@ -259,7 +264,10 @@ def _collate(
         for field in fields
     }
 
+    ranges = [(sample, 0, len(sample)) for sample in chosen]
     return PackedBatch(
+        images=_packed_images(ranges),
+        rotary_positions=_rotary_positions(ranges),
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         labels=torch.from_numpy(labels),
@@ -280,4 +288,89 @@ def _collate(
             )
             for sample, index in zip(chosen, part, strict=True)
         ),
+    )
+
+
+Range = tuple[Sample, int, int]
+"""A sample and the range of its tokens that a segment of the pack holds."""
+
+
+def _rotary_positions(ranges: Sequence[Range]) -> Tensor | None:
+    """The positions [P, T] of a pack, or None if no sample has its own. Other samples count 0, 1, 2, ... P times."""
+    given = [sample.rotary_positions for sample, _, _ in ranges if sample.rotary_positions is not None]
+    if not given:
+        return None
+    rows = {len(positions) for positions in given}
+    if len(rows) > 1:
+        raise UserError("rotary_positions", f"have {sorted(rows)} rows", "prepare all samples for the same model")
+
+    def own(sample: Sample, begin: int, end: int) -> NDArray[np.int64]:
+        if sample.rotary_positions is not None:
+            return sample.rotary_positions[:, begin:end]
+        return np.broadcast_to(np.arange(begin, end), (len(given[0]), end - begin))
+
+    return torch.from_numpy(np.concatenate([own(*one) for one in ranges], axis=1))
+
+
+def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
+    """The distinct images of a pack, loaded. None if there are none."""
+    distinct: dict[str, tuple[Image, int]] = {}  # digest -> image, and the number of its first feature
+    num_features = 0
+    index: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
+    placeholders: set[int] = set()
+    for sample, begin, end in ranges:
+        for image in sample.images:
+            low, high = np.searchsorted(image.positions, [begin, end])
+            if low == high:
+                continue
+            first, start = distinct.setdefault(image.digest, (image, num_features))
+            if start == num_features:
+                num_features += len(image.positions)
+            if len(first.positions) != len(image.positions):
+                raise UserError(
+                    "digest",
+                    f"{image.digest!r} has {len(first.positions)} placeholder tokens in one sample and "
+                    f"{len(image.positions)} in another",
+                    "give different images different digests",
+                )
+            index.append(np.arange(start + low, start + high))
+            placeholders.add(int(sample.tokens[image.positions[0]]))
+    if not distinct:
+        return None
+    if len(placeholders) > 1:
+        raise UserError(
+            "images", f"have the placeholder tokens {sorted(placeholders)}", "prepare all samples for the same model"
+        )
+    (placeholder,) = placeholders
+    chosen = np.concatenate(index)
+    found = sum(int(np.count_nonzero(sample.tokens[begin:end] == placeholder)) for sample, begin, end in ranges)
+    if found != len(chosen):
+        raise UserError(
+            "images",
+            f"are missing for {found - len(chosen)} tokens with the placeholder id {placeholder}",
+            "give an image for each placeholder, or remove the token from samples without images",
+        )
+    images = [image for image, _ in distinct.values()]
+    loaded = [image.load() for image in images]
+    names = loaded[0].keys()
+    for inputs in loaded:
+        if "pixel_values" not in inputs or inputs.keys() != names:
+            raise UserError(
+                "images",
+                f"have the inputs {', '.join(sorted(names))} and {', '.join(sorted(inputs))}",
+                "give each image pixel_values, and all images the same inputs",
+            )
+        for name in names:
+            if inputs[name].shape[1:] != loaded[0][name].shape[1:]:
+                raise UserError(
+                    "images",
+                    f"have {name} of shapes {loaded[0][name].shape} and {inputs[name].shape}",
+                    "prepare all images of a data set to the same size of patch or tile",
+                )
+    return PackedImages(
+        inputs={name: torch.from_numpy(np.concatenate([inputs[name] for inputs in loaded])) for name in names},
+        index=chosen,
+        counts=tuple(len(image.positions) for image in images),
+        rows=tuple(len(inputs["pixel_values"]) for inputs in loaded),
+        placeholder=placeholder,
     )

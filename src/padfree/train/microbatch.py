@@ -260,7 +260,8 @@ def filler(samples: Sequence[Sample]) -> Sample:
     """Return a sample with one unscored token. It has the same rollout arrays (e.g. `advantages`) as `samples`."""
     for sample in samples:
         if len(sample):
-            return replace(sample.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
+            text = replace(sample, images=(), rotary_positions=None)
+            return replace(text.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
     raise UserError(
         "samples", f"none of the {len(samples)} samples of this step has a token", "give samples that are not empty"
     )

@@ -1,0 +1,100 @@
+"""The images of a sample: which tokens stand for an image, and what its vision tower reads.
+
+    tokens        7 8 * * * * 9 * * 5        * is the model's placeholder token
+    images        digest a: 2 3 4 5          digest b: 7 8
+    tower         a, b                       the distinct images of a pack, each encoded once
+
+Two images with the same digest have the same tower inputs. Samples that show the same image share its features. Token
+ids do not tell images apart, so `prefix_keys` replaces the placeholders of each image by a number of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.arrays import token_array
+from padfree.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Image:
+    """One image of a sample. `load` is called when a pack needs the image; its arrays are not kept.
+
+    `load()` returns the tower's inputs by name. The first axis of each array is the one along which the arrays of
+    several images are concatenated: patches, tiles or images.
+    """
+
+    digest: str  # identifies the tower's inputs
+    positions: NDArray[np.int64]  # [m] indices of its placeholder tokens in the sample, ascending
+    load: Callable[[], Mapping[str, NDArray[Any]]]
+    grid: tuple[int, int, int] | None = None  # (time, height, width) in patches, if positions depend on it
+
+    def __post_init__(self) -> None:
+        if not self.digest:
+            raise UserError("digest", "is empty", "give a text that identifies the image")
+        positions = token_array(self.positions, "positions of an image").astype(np.int64, copy=False)
+        if not len(positions) or positions[0] < 0 or (np.diff(positions) <= 0).any():
+            raise UserError(
+                "positions", "of an image are not ascending indices", "give one index per placeholder token"
+            )
+        object.__setattr__(self, "positions", positions)
+
+
+def check_images(images: Sequence[Image], tokens: NDArray[Any], name: str) -> tuple[Image, ...]:
+    """Raise `UserError` unless all placeholders [m] of the images are the same token, and no other token [n] is.
+
+    `name` names the sample in error messages.
+    """
+    images = tuple(images)
+    if not images:
+        return images
+    for image in images:
+        if not isinstance(image, Image):
+            raise UserError("images", f"of {name} hold a {type(image).__name__}", "give padfree.Image objects")
+    positions = np.concatenate([image.positions for image in images])
+    if (np.diff(positions) <= 0).any():
+        raise UserError("images", f"of {name} are not in the order of their placeholder tokens", "sort them")
+    if positions[-1] >= len(tokens):
+        raise UserError(
+            "images",
+            f"of {name} have a placeholder at token {positions[-1]} of {len(tokens)}",
+            "truncate before images",
+        )
+    placeholder = tokens[positions[0]]
+    if not np.array_equal(np.flatnonzero(tokens == placeholder), positions):
+        raise UserError(
+            "images",
+            f"of {name} do not cover exactly the tokens with id {placeholder}",
+            "give each image the indices of its placeholder tokens",
+        )
+    return images
+
+
+def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:
+    """The images of the first `length` tokens. Raises `UserError` if the cut is inside an image."""
+    kept = tuple(image for image in images if image.positions[0] < length)
+    if kept and kept[-1].positions[-1] >= length:
+        raise UserError("length", f"{length} cuts an image", "cut before or after all of its placeholder tokens")
+    return kept
+
+
+def prefix_keys(tokens: Sequence[NDArray[Any]], images: Sequence[Sequence[Image]]) -> list[NDArray[Any]]:
+    """For each sample, the numbers [n] by which its prefixes are compared with those of the other samples.
+
+    These are its token ids, except that each distinct image has its own negative number at its placeholders.
+    """
+    numbers: dict[str, int] = {}
+    keys: list[NDArray[Any]] = []
+    for ids, shown in zip(tokens, images, strict=True):
+        key = ids
+        if shown:
+            key = ids.astype(np.int64)
+            for image in shown:
+                key[image.positions] = -1 - numbers.setdefault(image.digest, len(numbers))
+        keys.append(key)
+    return keys

@@ -1,0 +1,180 @@
+"""The vision-language models that can be trained on packs, and what differs between them.
+
+    model (...ForConditionalGeneration)      lm_head
+      base                                   get_image_features(inputs) -> features [F, D], also deep-stacked ones
+        tower, projector                     `encoders`
+        language model                       `language`, packed with padfree's attention
+
+All of them place given features with their own forward (`mm_encoder_outputs`), so that a family only says where its
+parts are, what its tower reads, and whether its positions depend on images. A tower reads the images of a pack in one
+call: patches of all images with cumulative lengths, or tiles of equal size along the batch axis. Images never see each
+other in it.
+
+A model that is not listed is refused. `REFUSED` holds the reasons of models that have been examined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from padfree.errors import UserError
+
+Inputs = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionFamily:
+    """What padfree knows about a class of vision-language models."""
+
+    language: str  # attribute of the base model: the language model
+    encoders: tuple[str, ...]  # attributes of the base model: all modules and parameters that only images use
+    inputs: tuple[str, ...]  # the tower's inputs, as the model's processor names them
+    encode: Callable[[Any, Inputs], Any]  # the base model and the inputs -> the output of its get_image_features
+    filler: Callable[[PreTrainedConfig], dict[str, Tensor]]  # the inputs of a smallest image
+    rotary: bool = False  # the base model has get_rope_index: positions in three dimensions
+    one_image: str | None = None  # why a sample cannot have several images
+
+
+def _encode(base: Any, inputs: Inputs) -> Any:
+    return base.get_image_features(**inputs, return_dict=True)
+
+
+def _encode_tiles(base: Any, inputs: Inputs) -> Any:
+    """Idefics3 and SmolVLM expect the tiles [B, tiles, ...] of B samples. A pack is one sample."""
+    return base.get_image_features(**{name: tensor[None] for name, tensor in inputs.items()}, return_dict=True)
+
+
+def _encode_sized(base: Any, inputs: Inputs) -> Any:
+    """LLaVA-OneVision divides an image into tiles if it is the only one of its sample, as all images are here."""
+    images = torch.ones(len(inputs["image_sizes"]), dtype=torch.int64)
+    return base.get_image_features(**inputs, batch_num_images=images, return_dict=True)
+
+
+def _patch_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
+    vision = config.vision_config
+    side = vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {"pixel_values": torch.zeros(side * side, width), "image_grid_thw": torch.tensor([[1, side, side]])}
+
+
+def _tile(config: PreTrainedConfig) -> Tensor:
+    """One tile of ones: Idefics3 and SmolVLM drop tiles that are all 0."""
+    size = config.vision_config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.ones(1, 3, height, width)
+
+
+def _tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
+    return {"pixel_values": _tile(config)}
+
+
+def _sized_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
+    """An image of the size of a tile has two tiles: the whole image and its only part."""
+    tile = _tile(config)
+    return {"pixel_values": torch.cat([tile, tile]), "image_sizes": torch.tensor([tile.shape[2:]])}
+
+
+def _masked_tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
+    tile = _tile(config)
+    return {"pixel_values": tile, "pixel_attention_mask": torch.ones(1, *tile.shape[2:], dtype=torch.bool)}
+
+
+_GRID = ("pixel_values", "image_grid_thw")
+_QWEN = VisionFamily(
+    language="language_model", encoders=("visual",), inputs=_GRID, encode=_encode, filler=_patch_filler, rotary=True
+)
+_INTERNVL = VisionFamily(
+    language="language_model",
+    encoders=("vision_tower", "multi_modal_projector"),
+    inputs=("pixel_values",),
+    encode=_encode,
+    filler=_tile_filler,
+)
+_ONEVISION = VisionFamily(
+    language="language_model",
+    encoders=("vision_tower", "multi_modal_projector", "image_newline"),
+    inputs=("pixel_values", "image_sizes"),
+    encode=_encode_sized,
+    filler=_sized_filler,
+    one_image="the number of features of an image depends on how many images its sample has",
+)
+_IDEFICS = VisionFamily(
+    language="text_model",
+    encoders=("vision_model", "connector"),
+    inputs=("pixel_values", "pixel_attention_mask"),
+    encode=_encode_tiles,
+    filler=_masked_tile_filler,
+)
+
+FAMILIES: dict[str, VisionFamily] = {
+    "Qwen2VLForConditionalGeneration": _QWEN,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN,
+    "Qwen3VLForConditionalGeneration": _QWEN,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "InternVLForConditionalGeneration": _INTERNVL,
+    "LlavaOnevisionForConditionalGeneration": _ONEVISION,
+    "Idefics3ForConditionalGeneration": _IDEFICS,
+    "SmolVLMForConditionalGeneration": _IDEFICS,
+}
+"""By class of the model. padfree's tests compare each with transformers, one sample at a time."""
+
+REFUSED = {
+    "gemma3": "the tokens of an image attend to each other, and padfree's attention is causal",
+    "gemma4": "the tokens of an image attend to each other, and padfree's attention is causal",
+    "paligemma": "the tokens of a prompt attend to each other, and padfree's attention is causal",
+    "mllama": "its language model attends to images by cross-attention, and not at placeholder tokens",
+}
+"""By model type of the config."""
+
+
+def family_of(model: nn.Module) -> VisionFamily | None:
+    """The family of a model or of its base model. None if it is not a supported vision-language model.
+
+    Only transformers' own classes count, because a subclass may compute something else. FSDP2 makes a subclass.
+    """
+    own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+    name = own.__name__
+    if not own.__module__.startswith("transformers.models."):
+        return None
+    if name.endswith("Model"):
+        name = f"{name.removesuffix('Model')}ForConditionalGeneration"
+    return FAMILIES.get(name)
+
+
+def language_part(model: PreTrainedModel) -> PreTrainedModel:
+    """The language model of a vision-language model. Any other model is returned."""
+    family = family_of(model)
+    part = model if family is None else getattr(model.base_model, family.language)
+    assert isinstance(part, PreTrainedModel)
+    return part
+
+
+def unsupported_vision(config: PreTrainedConfig) -> str | None:
+    """Describe a feature of a vision config with which images cannot be trained. None if there is none."""
+    vision = config.vision_config
+    for name, value in vision.to_dict().items():
+        if ("dropout" in name or "drop_path" in name) and isinstance(value, float) and value > 0:
+            return f"vision_config.{name} is {value:g}, but an image that several samples show is encoded once"
+    return None
+
+
+def need_family(model: nn.Module) -> VisionFamily:
+    """The family of a model. Raises `UserError` with the reason if its images cannot be trained."""
+    family = family_of(model)
+    if family is None:
+        kind = getattr(model.config, "model_type", "")
+        reason = REFUSED.get(kind, "it is not one of the supported vision-language models")
+        raise UserError(
+            "model",
+            f"{type(model).__name__} cannot be trained on images: {reason}",
+            f"use one of {', '.join(FAMILIES)}, or train the language model on text",
+        )
+    return family

@@ -1,0 +1,80 @@
+"""The positions of a sample with images, from the model's own function.
+
+    tokens      7 * * * * 9 5         * is an image of 2 x 2 features
+    positions   0 1 1 1 1 3 4         time
+                0 1 1 2 2 3 4         height
+                0 1 2 1 2 3 4         width
+
+A pack then has the positions [P, T] of its samples side by side, P = 3. The model's function is called with one sample,
+so that it cannot mix samples. It needs no weights: the model may be on the meta device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from padfree.errors import UserError
+from padfree.model.vision.families import need_family
+from padfree.sample import Sample
+
+IMAGE = 1
+"""The token type of image placeholders in transformers."""
+
+
+def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
+    """The sample with the positions that this model gives its tokens. Without images it is returned unchanged.
+
+    Raises `UserError` if the model cannot be trained on these images.
+    """
+    family = need_family(model)
+    if not sample.images:
+        return sample
+    base: Any = model.base_model
+    name = type(model).__name__
+    placeholder = int(sample.tokens[sample.images[0].positions[0]])
+    if placeholder != base.config.image_token_id:
+        raise UserError(
+            "images",
+            f"stand at tokens with id {placeholder}, but {name} has the placeholder {base.config.image_token_id}",
+            "tokenise the sample with the processor of this model",
+        )
+    if family.one_image is not None and len(sample.images) > 1:
+        raise UserError(
+            "images",
+            f"are {len(sample.images)} in one sample of {name}: {family.one_image}",
+            "give one image per sample",
+        )
+    if not family.rotary:
+        return sample
+    grids = [image.grid for image in sample.images]
+    side = base.config.vision_config.spatial_merge_size
+    for image, grid in zip(sample.images, grids, strict=True):
+        if grid is None or int(np.prod(grid)) != len(image.positions) * side**2:
+            raise UserError(
+                "grid",
+                f"of an image with {len(image.positions)} placeholder tokens is {grid}",
+                f"give (time, height, width) in patches, {side} x {side} of them per placeholder",
+            )
+        if image.positions[-1] - image.positions[0] + 1 != len(image.positions):
+            raise UserError(
+                "images", "have text between their placeholder tokens", "tokenise with the model's processor"
+            )
+    types = np.zeros(len(sample), dtype=np.int32)
+    types[np.concatenate([image.positions for image in sample.images])] = IMAGE
+    for one, other in zip(sample.images, sample.images[1:], strict=False):
+        if one.positions[-1] + 1 == other.positions[0]:
+            raise UserError(
+                "images", "follow each other without a token between them", "separate them as the processor"
+            )
+    with torch.device("cpu"):
+        positions, _ = base.get_rope_index(
+            torch.from_numpy(sample.tokens.astype(np.int64))[None],
+            mm_token_type_ids=torch.from_numpy(types)[None],
+            image_grid_thw=torch.tensor(grids),
+        )
+    return replace(sample, rotary_positions=positions[:, 0].numpy())

@@ -1,0 +1,221 @@
+"""Tiny vision-language models with random weights, and samples with random images.
+
+model = build_vision("qwen3_vl")              float32, on the CPU
+image = picture(model, 0, rows=2, columns=3)  6 features; equal numbers and sizes give equal images
+sample = shown(model, [5, image, 4, image])   text tokens and images in turn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from padfree.images import Image
+from padfree.model.vision import prepare_sample
+from padfree.sample import Sample
+
+VOCABULARY = 64
+PLACEHOLDER = 60
+START, END = 58, 59
+"""The tokens around an image."""
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_VISION: dict[str, Any] = {"depth": 3, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_IDS = {"image_token_id": PLACEHOLDER, "video_token_id": 61, "vision_start_token_id": START, "vision_end_token_id": END}
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
+
+VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_vl": (
+        "Qwen2VL",
+        {
+            "text_config": {**_TEXT, "rope_parameters": _ROPE},
+            "vision_config": {**_VISION, "embed_dim": 32, "hidden_size": 64},
+            **_IDS,
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {
+            "text_config": {**_TEXT, "rope_parameters": _ROPE},
+            # windows of 2 x 2 features in the first and last layer, so that images have several windows
+            "vision_config": {
+                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            **_IDS,
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "text_config": {**_TEXT, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+            "vision_config": {
+                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            **_IDS,
+        },
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {
+            "text_config": {
+                **_TEXT, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}, "num_experts": 4,
+                "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            },
+            "vision_config": {
+                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            **_IDS,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "text_config": {
+                **_TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
+                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+            },
+            "vision_config": {
+                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
+            },
+            **_IDS,
+        },
+    ),
+    "internvl": (
+        "InternVL",
+        {
+            "text_config": {**_TEXT, "model_type": "qwen2"},
+            "vision_config": {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+            "image_token_id": PLACEHOLDER,
+            "downsample_ratio": 0.5,
+        },
+    ),
+    "llava_onevision": (
+        "LlavaOnevision",
+        {
+            "text_config": {**_TEXT, "model_type": "qwen2"},
+            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16},
+            "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]],
+            "image_token_id": PLACEHOLDER,
+            "video_token_id": 61,
+        },
+    ),
+    "idefics3": (
+        "Idefics3",
+        {
+            "text_config": {**_TEXT, "model_type": "llama"},
+            "vision_config": {**_TOWER, "image_size": 16},
+            "image_token_id": PLACEHOLDER,
+            "scale_factor": 2,
+        },
+    ),
+    "smolvlm": (
+        "SmolVLM",
+        {
+            "text_config": {**_TEXT, "model_type": "llama"},
+            "vision_config": {**_TOWER, "image_size": 16},
+            "image_token_id": PLACEHOLDER,
+            "scale_factor": 2,
+        },
+    ),
+}  # fmt: skip
+"""By name: the prefix of the classes in transformers, and config values."""
+
+
+def build_vision(name: str, seed: int = 0) -> PreTrainedModel:
+    """A tiny model with weights so large that a wrong image changes the first digits of every logit behind it."""
+    prefix, values = VISION_MODELS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{prefix}Config")(**values)
+    model: PreTrainedModel = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.train()
+    return model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A random image: the tower's inputs, and the number of its placeholder tokens."""
+
+    digest: str
+    inputs: dict[str, NDArray[Any]]
+    grid: tuple[int, int, int] | None
+    num_tokens: int
+
+
+def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int = 2) -> Picture:
+    """Image `number` with `rows` x `columns` features, or for models that read tiles with `rows` tiles."""
+    generator = np.random.default_rng([number, rows, columns])
+    vision: Any = model.config.vision_config
+    digest = f"{number}-{rows}-{columns}"
+    if hasattr(vision, "temporal_patch_size"):
+        side = vision.spatial_merge_size
+        grid = (1, rows * side, columns * side)
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels = generator.standard_normal((int(np.prod(grid)), width), dtype=np.float32)
+        inputs = {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
+        return Picture(digest=digest, inputs=inputs, grid=grid, num_tokens=rows * columns)
+    size = 16
+    inputs = {"pixel_values": generator.standard_normal((rows, 3, size, size), dtype=np.float32)}
+    if model.config.model_type == "llava_onevision":  # the whole image, and `rows` tiles above each other
+        pixels = generator.standard_normal((rows + 1, 3, size, size), dtype=np.float32)
+        inputs = {"pixel_values": pixels, "image_sizes": np.array([[size * rows, size]])}
+        return Picture(digest=digest, inputs=inputs, grid=None, num_tokens=16 + 4 * rows * 5)
+    if model.config.model_type in ("smolvlm", "idefics3"):
+        inputs["pixel_attention_mask"] = np.ones((rows, size, size), dtype=np.bool_)
+    return Picture(digest=digest, inputs=inputs, grid=None, num_tokens=4 * rows)
+
+
+def shown(
+    model: PreTrainedModel, parts: Sequence[int | Picture], *, seed: int = 0, uid: str | None = None, group: Any = None
+) -> Sample:
+    """A sample of random text (a number of tokens) and images. All text is trained on."""
+    generator = np.random.default_rng(seed)
+    tokens: list[int] = []
+    images: list[Image] = []
+    for part in parts:
+        if isinstance(part, int):
+            tokens += generator.integers(0, START, part).tolist()
+            continue
+        tokens.append(START)
+        positions = np.arange(len(tokens), len(tokens) + part.num_tokens)
+        images.append(Image(digest=part.digest, positions=positions, load=partial(dict, part.inputs), grid=part.grid))
+        tokens += [PLACEHOLDER] * part.num_tokens + [END]
+    array = np.array(tokens)
+    sample = Sample(tokens=array, loss_mask=array < START, images=tuple(images), uid=uid, group=group)
+    return prepare_sample(model, sample)

@@ -1,0 +1,3 @@
+from tests.train.conftest import mesh
+
+__all__ = ["mesh"]

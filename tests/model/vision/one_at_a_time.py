@@ -1,0 +1,98 @@
+"""Vision-language models in stock transformers, one sample at a time: what a pack is compared with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import PackedBatch
+from padfree.cp import shard
+from padfree.model import attach, hidden_states, lm_head_of
+from padfree.sample import Sample
+from padfree.testing.vision_models import PLACEHOLDER
+
+
+def stock_inputs(model: PreTrainedModel, sample: Sample) -> dict[str, Any]:
+    """The arguments with which a user of transformers calls the model for one sample, as its processor returns them."""
+    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(sample.tokens)[None], "use_cache": False}
+    if not sample.images:
+        return inputs
+    loaded = [image.load() for image in sample.images]
+    for name in loaded[0]:
+        inputs[name] = torch.from_numpy(np.concatenate([one[name] for one in loaded]))
+    kind = model.config.model_type
+    if kind in ("smolvlm", "idefics3"):
+        inputs |= {name: inputs[name][None] for name in ("pixel_values", "pixel_attention_mask")}
+    if kind == "llava_onevision":
+        inputs["batch_num_images"] = torch.ones(1, dtype=torch.int64)
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = torch.from_numpy((sample.tokens == PLACEHOLDER).astype(np.int64))[None]
+    return inputs
+
+
+def stock_logits(model: PreTrainedModel, sample: Sample) -> Tensor:
+    """[n, V]."""
+    logits: Tensor = model(**stock_inputs(model, sample)).logits[0]
+    return logits
+
+
+def sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    """The loss, and the gradient of every parameter; of a parameter without a gradient: zeros."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return found
+
+
+def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Loss and gradients of a copy of the model with transformers' own attention."""
+    stock = copy.deepcopy(model)
+    stock.set_attn_implementation("sdpa")
+    total = torch.zeros((), dtype=next(model.parameters()).dtype)
+    for sample in samples:
+        tokens, scored = torch.from_numpy(sample.tokens), torch.from_numpy(sample.scored)
+        total = total + sum_of_losses(stock_logits(stock, sample)[:-1][scored[1:]], tokens[scored])
+    return gradients(stock, total)
+
+
+def packed(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Tensor]:
+    """Loss and gradients of a copy of the model with padfree's attention."""
+    model = attach(copy.deepcopy(model))
+    local = shard(batch)
+    return gradients(model, sum_of_losses(lm_head_of(model).logits(hidden_states(model, local)), local.labels))
+
+
+@contextmanager
+def without_rounding() -> Iterator[None]:
+    """Norms, rotations and routers always compute in float32. Here float64 stays float64, in both ways."""
+    to_float, to = torch.Tensor.float, torch.Tensor.to
+
+    def float_unless_wider(tensor: Tensor, **options: Any) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else to_float(tensor, **options)
+
+    def to_unless_wider(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        narrows = tensor.dtype == torch.float64 and args == (torch.float32,) and not options
+        return tensor if narrows else to(tensor, *args, **options)
+
+    def softmax_unless_wider(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return torch.softmax(tensor, dim, dtype=None if tensor.dtype == torch.float64 else dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "softmax", softmax_unless_wider)
+        patch.setattr(torch.Tensor, "float", float_unless_wider)
+        patch.setattr(torch.Tensor, "to", to_unless_wider)
+        yield

@@ -1,0 +1,94 @@
+"""Updates of vision-language models by the engine: the same on one process and on two FSDP2 ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from padfree.distributed import Mesh, make_mesh
+from padfree.optim.optimizer import make_optimizer
+from padfree.packing import CostModel
+from padfree.sample import Sample
+from padfree.sharding.parallelize import parallelize, transformations
+from padfree.testing.vision_models import build_vision, picture, shown
+from padfree.train.engine import Engine, StepReport
+from padfree.train.microbatch import filler
+from padfree.train.scorer import Scorer
+from tests.ranks import run_ranks
+from tests.refused import refused
+from tests.train.cases import LOSSES, OPTIMIZER, two_steps
+
+NAMES = ("qwen2_5_vl", "qwen3_vl", "internvl")
+MAX_TOKENS = 24
+
+Outcome = tuple[list[StepReport], dict[str, Tensor]]
+
+
+def samples_of(name: str) -> list[Sample]:
+    """One image in three samples, and so much text that some packs of a rank have no image."""
+    model = build_vision(name)
+    first, second = picture(model, 0, rows=1, columns=2), picture(model, 1, rows=1, columns=1)
+    parts = [[4, first, 5], [20], [3, first, 2], [19], [2, second, 2, first, 1], [7]]
+    return [shown(model, own, seed=seed, uid=f"s{seed}") for seed, own in enumerate(parts)]
+
+
+def make_vision_engine(mesh: Mesh, name: str) -> Engine:
+    model = build_vision(name)
+    parallelize(model, transformations(mesh))
+    scorer = Scorer(model, mesh, max_tokens=MAX_TOKENS, overlong="alone", cost=CostModel.tokens())
+    return Engine(scorer, make_optimizer(model, OPTIMIZER), LOSSES["sft"])
+
+
+def outcome(mesh: Mesh, name: str) -> Outcome:
+    return two_steps(make_vision_engine(mesh, name), samples_of(name))
+
+
+def on_two_ranks(rank: int, world: int) -> tuple[dict[str, Outcome], bool]:
+    mesh = make_mesh("cpu")
+    found = {name: outcome(mesh, name) for name in NAMES}
+    model = build_vision("qwen3_vl")
+    parallelize(model, transformations(mesh))
+    layers = model.base_model.language_model.layers
+    return found, all(isinstance(layer, FSDPModule) for layer in layers)
+
+
+def test_two_ranks_equal_one_process(mesh: Mesh) -> None:
+    (found, are_units), (other, _) = run_ranks(2, on_two_ranks)
+    assert are_units
+    for name in NAMES:
+        reports, weights = outcome(mesh, name)
+        before = build_vision(name).state_dict()
+        for mine, expected in zip(found[name][0], reports, strict=True):
+            assert mine.loss == pytest.approx(expected.loss, abs=1e-5)
+            assert mine.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
+        for key, weight in weights.items():
+            torch.testing.assert_close(found[name][1][key], weight, atol=1e-5, rtol=0)
+            torch.testing.assert_close(other[name][1][key], weight, atol=1e-5, rtol=0)
+        moved = {key for key, weight in weights.items() if not torch.equal(weight, before[key])}
+        assert any("vis" in key for key in moved)
+        assert any("language_model" in key for key in moved)
+
+
+def with_context(rank: int, world: int) -> None:
+    engine = make_vision_engine(make_mesh("cpu", context=2), "qwen3_vl")
+    with refused("images", "2 context ranks"):
+        engine.step(samples_of("qwen3_vl"))
+
+
+def test_context_ranks_are_refused() -> None:
+    run_ranks(2, with_context)
+
+
+def test_the_filler_of_a_batch_shows_no_image() -> None:
+    model = build_vision("qwen3_vl")
+    sample = shown(model, [picture(model, 0), 3])
+    begins_with_image = Sample(
+        tokens=sample.tokens[1:],
+        images=tuple(
+            type(image)(digest=image.digest, positions=image.positions - 1, load=image.load, grid=image.grid)
+            for image in sample.images
+        ),
+    )
+    assert filler([begins_with_image]).images == ()
