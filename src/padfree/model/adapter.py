@@ -167,8 +167,21 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
             "model", f"{name} cannot be trained packed: {reason or (verdict and verdict.leak)}", f"{PADDED_CURE}"
         )
     install(model, verdict.mixers, fast=fast_mixers)
+    return _with_attention(model, register(backend))
+
+
+def attach_variant(model: PreTrainedModel, attached: PreTrainedModel) -> PreTrainedModel:
+    """Attach a model of the class of `attached` whose config differs from it in numbers, without testing it again."""
+    assert type(model) is type(attached)
+    if mixers := probe(_probed(attached)).mixers:
+        install(model, mixers, fast=True)
+    return _with_attention(model, attached.config._attn_implementation)
+
+
+def _with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Use the attention implementation `name`, and check the arguments of every call."""
     mark_chunked_layers(model)
-    model.set_attn_implementation(register(backend))
+    model.set_attn_implementation(name)
     assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
     for module in {model, base_of(model)}:
         if check_inputs not in module._forward_pre_hooks.values():
