@@ -348,8 +348,7 @@ class _TextReader:
             says = "the server answers as after another prompt, and no known fault explains it"
             return TextFinding(what=what, cause="unexplained", says=says, fix=FIXES[TEMPLATE], by="log-probabilities")
         best = min(fits, key=lambda each: each[0])[1]
-        fix = FIXES.get(best.cause, FIXES[TEMPLATE])
-        return TextFinding(what=what, cause=best.cause, says=best.says, fix=fix, by="log-probabilities")
+        return TextFinding(what=what, cause=best.cause, says=best.says, fix=FIXES[best.cause], by="log-probabilities")
 
 
 def _right(what: str) -> TextFinding:
@@ -360,19 +359,18 @@ def _by_ids(what: str, answer: TextAnswer, candidates: Sequence[Candidate], pati
     assert answer.server_ids is not None
     for candidate in candidates:
         if candidate.ids == tuple(answer.server_ids):
-            fix = FIXES.get(candidate.cause, FIXES[TEMPLATE])
-            return TextFinding(what=what, cause=candidate.cause, says=candidate.says, fix=fix)
+            return TextFinding(what=what, cause=candidate.cause, says=candidate.says, fix=FIXES[candidate.cause])
     theirs, ours = answer.server_ids, answer.expected
     first = next((n for n, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), None)
     first = min(len(theirs), len(ours)) if first is None else first
     says = (
-        f"the server reads {len(theirs)} tokens, the tokenizer of the model {len(ours)}; the first other token is "
-        f"number {first}: {_shown(theirs[first : first + 4], patient)} instead of {_shown(ours[first : first + 4], patient)}"
+        f"the server reads {len(theirs)} tokens, the tokenizer of the model {len(ours)}; from token {first} on it "
+        f"reads {_shown(theirs[first:], patient)} instead of {_shown(ours[first:], patient)}"
     )
     cause = TOKENIZER if isinstance(answer.asked, str) else TEMPLATE
     return TextFinding(what=what, cause=cause, says=says, fix=FIXES[cause])
 
 
 def _shown(ids: Sequence[int], patient: Patient) -> str:
-    known = [token for token in ids if token < patient.vocabulary]
-    return f"{list(ids)} ({patient.tokenizer.decode(known)!r})"
+    known = [token for token in ids[:4] if token < patient.vocabulary]
+    return f"{list(ids[:4])} ({patient.tokenizer.decode(known)!r})"

@@ -1,10 +1,10 @@
 """A client of OpenAI-compatible servers that finds out which log-probabilities they report.
 
-    POST /v1/completions        prompt = token ids    log-probabilities of the prompt: `prompt_logprobs` (vLLM) or `echo`
-                                                      ids and log-probabilities of the response
-                                prompt = text         ids of the prompt, if the server returns them
-    POST /v1/chat/completions   messages              the same
-    POST /tokenize              text or messages      ids, if the server has this route
+    /v1/completions        prompt = token ids    log-probabilities of the prompt: `prompt_logprobs` (vLLM) or `echo`;
+                                                 ids and log-probabilities of the response
+                           prompt = text         ids of the prompt, if the server returns them
+    /v1/chat/completions   messages              the same
+    /tokenize              text or messages      ids, if the server has this route
 
 Every field beyond OpenAI's own may be missing from an answer. `ServerProbe.missing` lists what could not be read.
 """
@@ -46,6 +46,11 @@ class ServerAnswer:
     prompt_logprobs: list[float] | None  # of all tokens of the prompt but the first
     tokens: list[int] | None
     logprobs: list[float] | None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether each token of the response has a log-probability."""
+        return bool(self.tokens) and self.logprobs is not None and len(self.tokens or ()) == len(self.logprobs)
 
 
 class RejectedError(UserError):
@@ -214,7 +219,7 @@ def _all(values: Any, kind: Any) -> bool:
 
 
 def _prompt_logprobs(entries: Any, prompt_ids: Any) -> list[float] | None:
-    """Read vLLM's entries {id: {"logprob": ...}}; an entry can hold more likely tokens besides the token of the prompt."""
+    """Read vLLM's entries {id: {"logprob": ...}}. An entry can hold more likely tokens besides that of the prompt."""
     if not isinstance(entries, list) or len(entries) < 2:
         return None
     found = []

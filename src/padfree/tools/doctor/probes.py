@@ -70,7 +70,8 @@ def probe_ids(
             probe.missing.add("prompts given as token ids (it changed them)")
         if answer.prompt_logprobs is not None and len(answer.prompt_logprobs) == len(ids) - 1:
             prompt_rows.append((ids, len(ids), list(range(1, len(ids))), answer.prompt_logprobs))
-        if answer.tokens and answer.logprobs and len(answer.tokens) == len(answer.logprobs):
+        if answer.is_scored:
+            assert answer.tokens is not None
             whole = ids + answer.tokens
             response_rows.append((whole, len(ids), list(range(len(ids), len(whole))), answer.logprobs))
     if not response_rows:

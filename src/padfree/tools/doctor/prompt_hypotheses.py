@@ -20,12 +20,13 @@ from padfree.data.chat_renderer import ChatRenderer
 from padfree.tools.doctor.hypothesis import Case, Hypothesis, Proposal, Proposals
 from padfree.tools.doctor.rescoring import rescored
 
-TWICE, MISSING = "special tokens twice", "special tokens missing"
+TWICE, MISSING, ADDED = "special tokens twice", "special tokens missing", "special tokens added"
 TEMPLATE, TOKENIZER = "chat template", "tokenizer"
 
 FIXES = {
     TWICE: "send token ids, or send add_special_tokens=false with a text that already has special tokens",
     MISSING: "send token ids, or send add_special_tokens=true",
+    ADDED: "send token ids, or send add_special_tokens=false",
     TEMPLATE: "start the server with the chat template of the model (--chat-template), or send token ids",
     TOKENIZER: "start the server with the tokenizer of the model (--tokenizer), or send token ids",
 }
@@ -50,17 +51,12 @@ def special_token_candidates(tokenizer: Any, ids: Sequence[int]) -> Iterator[Can
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
         return
+    name = tokenizer.convert_ids_to_tokens(bos)
     if ids and ids[0] == bos:
-        name = tokenizer.convert_ids_to_tokens(bos)
         yield Candidate(cause=TWICE, says=f"the server begins prompts with {name} twice", ids=(bos, *ids))
-        yield Candidate(
-            cause=MISSING, says=f"the server leaves out {name} at the beginning of prompts", ids=(*ids[1:],)
-        )
+        yield Candidate(cause=MISSING, says=f"the server begins prompts without {name}", ids=(*ids[1:],))
     else:
-        name = tokenizer.convert_ids_to_tokens(bos)
-        yield Candidate(
-            cause="special tokens added", says=f"the server adds {name} at the beginning of prompts", ids=(bos, *ids)
-        )
+        yield Candidate(cause=ADDED, says=f"the server begins prompts with {name}", ids=(bos, *ids))
 
 
 def chat_ids(
@@ -126,9 +122,8 @@ def other_prompts(case: Case) -> Proposals:
 
 
 def _scored(case: Case, cause: str, says: str, prompts: Sequence[Sequence[int]]) -> Proposal:
-    fix = FIXES.get(cause, FIXES[TWICE])
     predicted = rescored(case.model, case.evidence.with_prompts(prompts))
-    return Proposal(cause=cause, says=says, fix=fix, logprobs=predicted)
+    return Proposal(cause=cause, says=says, fix=FIXES[cause], logprobs=predicted)
 
 
 def generation_prompt_of(tokenizer: Any) -> list[int]:
