@@ -146,17 +146,21 @@ def generation_config(case: Case) -> Proposals:
     """The sampling settings in the model's own generation_config.json, which vLLM applies by default."""
     given = getattr(case.model, "generation_config", None)
     t = float(getattr(given, "temperature", None) or 1.0)
-    top_k = int(getattr(given, "top_k", None) or 0)
-    top_p = float(getattr(given, "top_p", None) or 1.0)
-    min_p = float(getattr(given, "min_p", None) or 0.0)
-    if t in (1.0, case.evidence.temperature) and not top_k and top_p == 1 and not min_p:
+    cut = {
+        "top_k": int(getattr(given, "top_k", None) or 0),
+        "top_p": float(getattr(given, "top_p", None) or 1.0),
+        "min_p": float(getattr(given, "min_p", None) or 0.0),
+    }
+    penalty = float(getattr(given, "repetition_penalty", None) or 1.0)
+    if t in (1.0, case.evidence.temperature) and cut == {"top_k": 0, "top_p": 1.0, "min_p": 0.0} and penalty == 1.0:
         return
-    log_p = truncated(case.logits / t, top_k=top_k, top_p=top_p, min_p=min_p)
+    log_p = truncated(_penalised(case, penalty) / t, **cut)  # type: ignore[arg-type]
+    words = ", ".join(f"{name}={value:g}" for name, value in cut.items())
     yield Proposal(
         cause="generation config",
         says=(
-            f"the server samples with the settings of generation_config.json (temperature={t:g}, top_k={top_k}, "
-            f"top_p={top_p:g}, min_p={min_p:g})"
+            f"the server samples with the settings of generation_config.json (temperature={t:g}, {words}, "
+            f"repetition_penalty={penalty:g})"
         ),
         fix="start vLLM with --generation-config vllm, or send these settings with every request",
         logprobs=chosen(log_p, case.evidence),
@@ -164,24 +168,29 @@ def generation_config(case: Case) -> Proposals:
 
 
 def repetition_penalty(case: Case) -> Proposals:
-    evidence = case.evidence
-    seen = torch.zeros(case.logits.shape, dtype=torch.bool)
-    for number, (sequence, position) in enumerate(zip(evidence.sequence, evidence.positions, strict=True)):
-        seen[number, torch.from_numpy(evidence.sequences[sequence][:position])] = True
+    def score(value: float) -> Floats:
+        return logprobs_of(_penalised(case, value), case.evidence)
 
-    def penalised(value: float) -> Floats:
-        logits = torch.where(case.logits > 0, case.logits / value, case.logits * value)
-        return logprobs_of(torch.where(seen, logits, case.logits), evidence)
-
-    found = smallest(lambda value: residual(case.observed, penalised(value)), LEAST_PENALTY, LARGEST_PENALTY, points=16)
+    found = smallest(lambda value: residual(case.observed, score(value)), LEAST_PENALTY, LARGEST_PENALTY, points=16)
     if abs(found - 1) > 1e-3:
         yield Proposal(
             cause="repetition penalty",
             says=f"the server uses a repetition penalty of {found:.4g}",
             fix="send repetition_penalty=1 with every request, or start vLLM with --generation-config vllm",
-            logprobs=penalised(found),
+            logprobs=score(found),
             fitted=1,
         )
+
+
+def _penalised(case: Case, value: float) -> Tensor:
+    """The logits [E, V] with a repetition penalty on all tokens before the scored one."""
+    evidence, logits = case.evidence, case.logits
+    if value == 1.0:
+        return logits
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    for number, (sequence, position) in enumerate(zip(evidence.sequence, evidence.positions, strict=True)):
+        seen[number, torch.from_numpy(evidence.sequences[sequence][:position])] = True
+    return torch.where(seen, torch.where(logits > 0, logits / value, logits * value), logits)
 
 
 def shifted(case: Case) -> Proposals:
