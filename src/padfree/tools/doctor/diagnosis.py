@@ -103,9 +103,10 @@ def measure_noise(model: PreTrainedModel, evidence: Evidence) -> Noise:
     plain = logprobs_of(plain_logits(variant(model, attached=False), evidence), evidence)
     exact = exact_scores(model, evidence)
     reference = packed if exact is None else exact
-    rounding = np.finfo(np.float32).eps * float(np.abs(packed).mean())  # if all sums happen to be equal
+    rounding = float(np.finfo(np.float32).eps) * float(np.abs(packed).mean())  # if all sums happen to be equal
     single = max(residual(packed, plain), residual(reference, plain), residual(reference, packed), rounding)
-    noise, between = {}, {}
+    noise: dict[torch.dtype, float] = {}
+    between: dict[torch.dtype, float] = {}
     for dtype in (torch.bfloat16, torch.float16):
         low = rescored(in_dtype(model, dtype), evidence)
         other = logprobs_of(plain_logits(in_dtype(model, dtype, attached=False), evidence), evidence)
@@ -196,7 +197,7 @@ def _tied(each: Measured, best: Measured, observed: Floats) -> bool:
     seen = observed[covered]
     paired = difference(seen, each.proposal.logprobs[covered]) - difference(seen, best.proposal.logprobs[covered])
     error = float(paired.std()) / max(len(paired), 1) ** 0.5
-    return float(paired.mean()) <= SIGNIFICANT * error
+    return bool(paired.mean() <= SIGNIFICANT * error)
 
 
 def limit_of(noise: Noise, dtype: torch.dtype, evidence: Evidence) -> float:

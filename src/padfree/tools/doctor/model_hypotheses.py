@@ -104,9 +104,10 @@ def rope_scaling(case: Case) -> Iterator[Change]:
     config = case.model.config
     for kind, entry in rope_sets(config).items():
         name = str(entry.get("rope_type", "default"))
-        theta = {key: entry[key] for key in ("rope_theta", "partial_rotary_factor") if key in entry}
+        kept: tuple[str, ...] = ("rope_theta", "partial_rotary_factor")
+        theta: dict[str, Any] = {key: entry[key] for key in kept if key in entry}
         if name != "default":
-            plain = {"rope_type": "default", **theta}
+            plain: dict[str, Any] = {"rope_type": "default", **theta}
             yield Change(_with_rope(config, kind, plain), f"the server ignores the RoPE scaling {name!r} of the config")
             if "factor" in entry:
                 for ratio in (0.25, 0.5, 2.0, 4.0):
@@ -121,7 +122,7 @@ def rope_scaling(case: Case) -> Iterator[Change]:
             length = int(getattr(config, "max_position_embeddings", 4096))
             for factor in ROPE_FACTORS:
                 for other in ("linear", "yarn"):
-                    extra = {"original_max_position_embeddings": length} if other == "yarn" else {}
+                    extra: dict[str, Any] = {"original_max_position_embeddings": length} if other == "yarn" else {}
                     yield Change(
                         _with_rope(config, kind, {"rope_type": other, **theta, "factor": factor, **extra}),
                         f"the server scales RoPE ({other}, factor {factor:g}), but the config does not",

@@ -72,6 +72,7 @@ def probe_ids(
             prompt_rows.append((ids, len(ids), list(range(1, len(ids))), answer.prompt_logprobs))
         if answer.is_scored:
             assert answer.tokens is not None
+            assert answer.logprobs is not None
             whole = ids + answer.tokens
             response_rows.append((whole, len(ids), list(range(len(ids), len(whole))), answer.logprobs))
     if not response_rows:

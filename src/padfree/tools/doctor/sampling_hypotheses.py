@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,13 +123,13 @@ def _truncated_at(case: Case, t: float) -> Iterator[Proposal]:
     k = round(float(np.median(kept))) + 1
     top_p = agreeing(mass[each, kept] - row[each, kept], mass[each, kept])
     min_p = agreeing(after / row[:, 0], row[each, kept] / row[:, 0])
-    options = [("top-k", f"top_k={k}", {"top_k": k})]
+    options: list[tuple[str, str, dict[str, Any]]] = [("top-k", f"top_k={k}", {"top_k": k})]
     if top_p is not None:
         options.append(("top-p", f"top_p={_short(top_p)}", {"top_p": top_p}))
     if min_p is not None:
         options.append(("min-p", f"min_p={_short(min_p)}", {"min_p": min_p}))
     for cause, words, values in options:
-        predicted = chosen(truncated(scaled, **values), case.evidence)  # type: ignore[arg-type]
+        predicted = chosen(truncated(scaled, **values), case.evidence)
         yield Proposal(
             cause=cause,
             says=f"the server reports log-probabilities of the distribution truncated by {words}{suffix}",
@@ -146,7 +147,7 @@ def generation_config(case: Case) -> Proposals:
     """The sampling settings in the model's own generation_config.json, which vLLM applies by default."""
     given = getattr(case.model, "generation_config", None)
     t = float(getattr(given, "temperature", None) or 1.0)
-    cut = {
+    cut: dict[str, Any] = {
         "top_k": int(getattr(given, "top_k", None) or 0),
         "top_p": float(getattr(given, "top_p", None) or 1.0),
         "min_p": float(getattr(given, "min_p", None) or 0.0),
@@ -154,7 +155,7 @@ def generation_config(case: Case) -> Proposals:
     penalty = float(getattr(given, "repetition_penalty", None) or 1.0)
     if t in (1.0, case.evidence.temperature) and cut == {"top_k": 0, "top_p": 1.0, "min_p": 0.0} and penalty == 1.0:
         return
-    log_p = truncated(_penalised(case, penalty) / t, **cut)  # type: ignore[arg-type]
+    log_p = truncated(_penalised(case, penalty) / t, **cut)
     words = ", ".join(f"{name}={value:g}" for name, value in cut.items())
     yield Proposal(
         cause="generation config",
