@@ -30,7 +30,8 @@ class Abilities:
 
     prompt_logprobs: bool = True
     echo: bool = True
-    token_ids: bool = True
+    token_ids: bool = True  # of responses
+    prompt_ids: bool = True
     tokenize: bool = True
 
 
@@ -128,7 +129,9 @@ class OpenAiService:
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         choice["logprobs"] = {"tokens": texts, "token_logprobs": values}
         if body.get("return_token_ids") and self.abilities.token_ids:
-            choice |= {"prompt_token_ids": ids, "token_ids": tokens}
+            choice["token_ids"] = tokens
+        if body.get("return_token_ids") and self.abilities.prompt_ids:
+            choice["prompt_token_ids"] = ids
         if body.get("prompt_logprobs") is not None and self.abilities.prompt_logprobs:
             entries = zip(ids[1:], given, strict=True)
             choice["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in entries)]

@@ -223,7 +223,9 @@ ABILITIES = {
     "all": Abilities(),
     "echo": Abilities(prompt_logprobs=False),
     "responses only": Abilities(prompt_logprobs=False, echo=False),
-    "OpenAI's own fields": Abilities(prompt_logprobs=False, echo=False, token_ids=False, tokenize=False),
+    "OpenAI's own fields": Abilities(
+        prompt_logprobs=False, echo=False, token_ids=False, prompt_ids=False, tokenize=False
+    ),
 }
 
 

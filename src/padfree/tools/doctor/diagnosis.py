@@ -6,7 +6,7 @@
 
 A proposal explains the evidence if `after` is within the limit and at most half of `before`. Of several, the one with
 the smallest `after` is the best. Proposals are tied with it if the paired differences of their residuals have a mean of
-less than `SIGNIFICANT` standard errors; among these, fewer fitted numbers win.
+less than `SIGNIFICANT` standard errors, or less than the noise of float32; among these, fewer fitted numbers win.
 
 If the model is meant to be float32 and nothing explains the evidence, the search is repeated with the limit of
 bfloat16, for a server with a fault that also computes in bfloat16.
@@ -37,7 +37,8 @@ HALF = 0.5
 DTYPE_GAIN = 0.9
 """A dtype explains the evidence if it leaves at most this share: servers round the same values, in another order."""
 COARSE_GAIN = 0.25
-NUM_CLOSEST = 3
+NUM_CLOSEST, CLOSE = 3, 0.8
+"""Number of proposals that are listed if none explains the evidence, and the share that they may leave."""
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
     *SAMPLING_HYPOTHESES,
@@ -145,11 +146,12 @@ def diagnose(
         ]
         coarse = bool(fitting)
     if not fitting:
-        closest = sorted((each for each in measured if each.after < finding.before), key=_after)[:NUM_CLOSEST]
+        near = (each for each in measured if each.after <= CLOSE * finding.before)
+        closest = sorted(near, key=_after)[:NUM_CLOSEST]
         return replace(finding, state="unexplained", closest=tuple(closest))
     best = min(fitting, key=_after)
     ties = sorted(
-        (each for each in fitting if each is best or _tied(each, best, case.observed)),
+        (each for each in fitting if each is best or _tied(each, best, case.observed, noise)),
         key=lambda each: (each.proposal.fitted, _is_last_resort(each)),
     )
     others = {each.cause: each for each in reversed(ties[1:]) if each.cause != ties[0].cause}
@@ -191,13 +193,13 @@ def _explains(each: Measured, before: float, case: Case, noise: Noise) -> bool:
     return each.after <= min(limit, DTYPE_GAIN * before)
 
 
-def _tied(each: Measured, best: Measured, observed: Floats) -> bool:
+def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> bool:
     """Whether the evidence does not tell two proposals apart."""
     covered = ~np.isnan(each.proposal.logprobs) & ~np.isnan(best.proposal.logprobs)
     seen = observed[covered]
     paired = difference(seen, each.proposal.logprobs[covered]) - difference(seen, best.proposal.logprobs[covered])
     error = float(paired.std()) / max(len(paired), 1) ** 0.5
-    return bool(paired.mean() <= SIGNIFICANT * error)
+    return bool(paired.mean() <= max(SIGNIFICANT * error, noise.float32))
 
 
 def limit_of(noise: Noise, dtype: torch.dtype, evidence: Evidence) -> float:

@@ -101,7 +101,7 @@ def _lines_of(finding: Finding) -> Iterator[str]:
         return
     yield f"{head}; rounding explains a mean of {finding.limit:.2e}"
     if finding.best is None:
-        yield "  unexplained: no hypothesis explains the difference"
+        yield "  unexplained: no hypothesis explains the difference; older weights can be given with --previous"
         for each in finding.closest:
             yield f"  closest: {each.cause}: {each.proposal.says}; leaves {_size(each.after, each.largest)}"
         return

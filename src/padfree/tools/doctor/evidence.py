@@ -24,6 +24,9 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 Part = Literal["prompts", "responses"]
 
+FLOAT32_ERROR = 2e-6
+"""Maximum error of a log-probability that was rounded to decimals and then stored in float32."""
+
 MOST_BYTES = 2 << 30
 """Maximum size of the logits of all scored tokens."""
 
@@ -81,8 +84,8 @@ class Evidence:
     @property
     def resolution(self) -> float:
         """The mean error of rounding to the decimals in which the log-probabilities were written; 0 if they are not."""
-        for decimals in range(1, 7):
-            if np.abs(self.observed - self.observed.round(decimals)).max() < 1e-9:
+        for decimals in range(1, 5):
+            if np.abs(self.observed - self.observed.round(decimals)).max() < FLOAT32_ERROR:
                 return float(10.0**-decimals / 4)
         return 0.0
 

@@ -197,6 +197,9 @@ def _read(answer: dict[str, Any], token_ids: Mapping[str, int]) -> ServerAnswer:
     tokens = choice.get("token_ids")
     if tokens is None and isinstance(texts, list):
         tokens = [_id_of(text, token_ids) for text in texts]
+        if None in tokens and isinstance(logprobs, list):  # later tokens cannot be scored without this one
+            known = tokens.index(None)
+            tokens, logprobs = tokens[:known], logprobs[:known]
     if not _all(tokens, int) or not _all(logprobs, (int, float)):
         tokens, logprobs = None, logprobs if _all(logprobs, (int, float)) else None
     prompt_ids = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")

@@ -26,7 +26,7 @@ LEAST_PENALTY, LARGEST_PENALTY = 0.5, 2.0
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def smallest(loss: Callable[[float], float], low: float, high: float, *, points: int = 25, steps: int = 24) -> float:
+def smallest(loss: Callable[[float], float], low: float, high: float, *, points: int = 25, steps: int = 36) -> float:
     """The argument at which `loss` is smallest, searched on a logarithmic grid and refined by golden section."""
     grid = np.geomspace(low, high, points)
     best = int(np.argmin([loss(value) for value in grid]))

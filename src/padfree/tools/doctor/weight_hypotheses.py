@@ -25,7 +25,8 @@ from padfree.tools.doctor.sampling_hypotheses import smallest
 
 MOST_UNITS = 64
 """The largest number of tensors that are tried one by one; a deeper model is divided into whole layers."""
-ROUNDS = 3
+ROUNDS, GAIN = 3, 0.7
+"""Number of passes over the tensors in a search, and the share of the difference that a promising start leaves."""
 STALE = "sync the weights again, and restart the server if that does not help"
 ADAPTER = "load the adapter in the server, and name it in the requests"
 
@@ -83,18 +84,20 @@ def stale(case: Case) -> Proposals:
         if not tried.names:
             continue
         everything = frozenset(tried.names)
-        groups = {name: members for name, members in groups_of(tried.names).items() if members < everything}
+        labels = {members: label for label, members in groups_of(tried.names).items()}
+        groups = {label: members for members, label in labels.items() if members < everything}
         found = dict.fromkeys([everything, *groups.values()])
         rest = {everything - members for members in groups.values() if len(members) == 1 or len(groups) <= MOST_UNITS}
         if min(tried.residual(names) for names in found) > case.limit:
             found |= dict.fromkeys(rest)
         if min(tried.residual(names) for names in found) > case.limit:
             found[search(tried, units_of(tried.names, groups))] = None
-        labels = {members: label for label, members in groups.items()} | {everything: "all tensors"}
+        whole = "all tensors" if len(tried.names) == len(older.tensors) else f"all {len(tried.names)} that differ"
+        labels.setdefault(everything, whole)
         for names in sorted(found, key=tried.residual)[:4]:
             if names:
                 yield _proposal(tried, names, labels.get(names), everything)
-        if older.is_base:
+        if older.is_base and min(tried.residual(names) for names in found) > case.limit:
             yield from _scaled_adapter(tried)
 
 
@@ -115,9 +118,9 @@ def search(tried: Replacements, units: list[Names]) -> Names:
     def union(numbers: Collection[int]) -> Names:
         return frozenset().union(*(units[number] for number in numbers))
 
-    best = tried.residual(union(chosen))
+    best, before = tried.residual(union(chosen)), tried.residual(frozenset())
     for _ in range(ROUNDS):
-        if best <= tried.case.limit:
+        if best <= tried.case.limit or best > GAIN * before:
             break
         for number in np.argsort(np.abs(shares - 0.5)):
             other = chosen ^ {int(number)}
@@ -132,8 +135,8 @@ def _proposal(tried: Replacements, names: Names, label: str | None, everything: 
     if label is None and len(everything - names) < len(names):
         kept = sorted(everything - names)
         listed = f"all tensors but {', '.join(kept[:4])}" + (f" and {len(kept) - 4} more" if len(kept) > 4 else "")
-    what = label if label in (None, "all tensors") or len(names) == 1 else f"{label}: {listed}"
-    what = what if what and len(names) > 1 else listed
+    what = listed if label is None or len(names) == 1 else f"{label}: {listed}"
+    what = "all tensors" if label == "all tensors" else what
     if older.is_base:
         cause = "adapter not loaded" if names == everything else "adapter partly loaded"
         says = f"the server has the weights of the base model {older.name} ({what})"
@@ -161,7 +164,7 @@ def _scaled_adapter(tried: Replacements) -> Iterator[Proposal]:
     def score(factor: float) -> Floats:
         return rescored(variant(tried.case.model, tensors=scaled(factor)), tried.case.evidence)
 
-    factor = smallest(lambda value: residual(tried.case.observed, score(value)), 0.05, 20.0, points=13, steps=16)
+    factor = smallest(lambda value: residual(tried.case.observed, score(value)), 0.05, 20.0, points=13, steps=30)
     if abs(factor - 1) > 1e-3:
         yield Proposal(
             cause="adapter scale",
