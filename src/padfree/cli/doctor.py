@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
 from padfree.cli.talk_options import DEVICES, DTYPES, OneLineHelp
@@ -18,10 +17,6 @@ from padfree.config.hub import check_name
 from padfree.config.output_sections import check_output
 from padfree.errors import UserError, check_choice, need
 from padfree.tools.talk.find_model import find_model
-
-if TYPE_CHECKING:
-    from padfree.sample import Sample
-    from padfree.tools.doctor.examine import Patient
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -72,7 +67,7 @@ def run(settings: argparse.Namespace) -> None:
     import torch
     from transformers.utils import logging
 
-    from padfree.tools.doctor import examine_rollouts, examine_server, open_patient
+    from padfree.tools.doctor import examine_rollouts, examine_server, open_patient, read_some_rollouts
     from padfree.tools.talk.speaker import device_named
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -91,7 +86,7 @@ def run(settings: argparse.Namespace) -> None:
     else:
         report = examine_rollouts(
             patient,
-            rollouts_of(settings, patient),
+            read_some_rollouts(patient, settings.rollouts, settings.samples, max_length=settings.max_length),
             subject=settings.rollouts,
             temperature=settings.temperature,
             say=_progress,
@@ -107,19 +102,6 @@ def run(settings: argparse.Namespace) -> None:
             raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
     if not report.healthy:
         raise SystemExit(1)
-
-
-def rollouts_of(settings: argparse.Namespace, patient: Patient) -> list[Sample]:
-    """Read the rollouts, and choose some of them evenly over the file."""
-    import numpy as np
-
-    from padfree.data import RolloutDataSettings, read_rollouts
-
-    chosen = RolloutDataSettings(max_length=settings.max_length, overlong="truncate")
-    samples = read_rollouts(settings.rollouts, chosen, tokenizer=patient.tokenizer).samples
-    kept = [sample for sample in samples if sample.logprobs is not None and sample.num_labels] or list(samples)
-    numbers = np.unique(np.linspace(0, len(kept) - 1, min(settings.samples, len(kept))).round().astype(int))
-    return [kept[number] for number in numbers]
 
 
 def _progress(line: str) -> None:

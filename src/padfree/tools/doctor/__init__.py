@@ -18,6 +18,6 @@ examine               all of the above
 """
 
 from padfree.tools.doctor.doctor_report import DoctorReport
-from padfree.tools.doctor.examine import examine_rollouts, examine_server, open_patient
+from padfree.tools.doctor.examine import examine_rollouts, examine_server, open_patient, read_some_rollouts
 
-__all__ = ["DoctorReport", "examine_rollouts", "examine_server", "open_patient"]
+__all__ = ["DoctorReport", "examine_rollouts", "examine_server", "open_patient", "read_some_rollouts"]

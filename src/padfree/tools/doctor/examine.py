@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from padfree.data import RolloutDataSettings, read_rollouts
 from padfree.data.chat_renderer import ChatRenderer
 from padfree.errors import UserError
 from padfree.model import attach, lm_head_of
@@ -182,6 +184,15 @@ class Examination:
             texts=tuple(texts),
             untested=tuple({each.cause: each for each in untested}.values()),
         )
+
+
+def read_some_rollouts(patient: Patient, path: str, count: int, *, max_length: int) -> list[Sample]:
+    """Read a rollout file, and choose `count` rollouts with log-probabilities evenly over the file."""
+    settings = RolloutDataSettings(max_length=max_length, overlong="truncate")
+    samples = read_rollouts(path, settings, tokenizer=patient.tokenizer).samples
+    kept = [sample for sample in samples if sample.logprobs is not None and sample.num_labels] or list(samples)
+    numbers = np.unique(np.linspace(0, len(kept) - 1, min(count, len(kept))).round().astype(np.int64))
+    return [kept[number] for number in numbers]
 
 
 def examine_rollouts(

@@ -135,7 +135,7 @@ def _proposal(tried: Replacements, names: Names, label: str | None, everything: 
     if label is None and len(everything - names) < len(names):
         kept = sorted(everything - names)
         listed = f"all tensors but {', '.join(kept[:4])}" + (f" and {len(kept) - 4} more" if len(kept) > 4 else "")
-    what = listed if label is None or len(names) == 1 else f"{label}: {listed}"
+    what = listed if label is None or len(names) == 1 else f"{label}, {len(names)} tensors"
     what = "all tensors" if label == "all tensors" else what
     if older.is_base:
         cause = "adapter not loaded" if names == everything else "adapter partly loaded"
