@@ -72,6 +72,7 @@ from padfree.tools.demo.run_demo import SIZES
 from padfree.tools.demo.stages import STAGES
 from padfree.tools.page import Page
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
+from tests.tools.doctor.error_cases import CASES as DOCTOR_CASES
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "src" / "padfree" / "recipes"
@@ -1929,3 +1930,4 @@ CASES["runs"] = [
 ]
 
 CASES["vllm"] = [*SERVER_CASES]
+CASES["doctor"] = [*DOCTOR_CASES]

@@ -128,6 +128,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tasks",
         "train",
     },
+    "tools/doctor": {
+        "cp",
+        "data",
+        "model",
+        "packing",
+        "rollout",
+        "sample",
+        "tasks",
+        "tools/check",
+        "tools/talk",
+        "train",
+    },
     "api": {"garbage_collection", "config", "data", "record", "train"},
     "testing": {"batch", "config", "images", "model", "packing", "rollout", "sample"},
     "tools/demo": {
@@ -146,6 +158,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         "attention",
         "tools/check",
+        "tools/doctor",
         "garbage_collection",
         "config",
         "data",

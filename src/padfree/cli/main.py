@@ -33,6 +33,7 @@ COMMANDS = {
     "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
     "data": ("padfree.cli.data", "show data rows as the model sees them"),
     "demo": ("padfree.tools.demo.run_demo", "plan, check, fine-tune and run RL with a tiny model, on a CPU"),
+    "doctor": ("padfree.cli.doctor", "say why a server's log-probabilities differ from a model's"),
     "env": ("padfree.cli.env", "print versions, devices and kernels, for a bug report"),
     "eval": ("padfree.cli.eval", "evaluate a model on held-out data"),
     "export": ("padfree.cli.gguf", "write a model to a GGUF file, for llama.cpp"),

@@ -170,12 +170,23 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
             "model", f"{name} cannot be trained packed: {reason or (verdict and verdict.leak)}", f"{PADDED_CURE}"
         )
     install(language, verdict.mixers, fast=fast_mixers)
+    return _with_attention(model, register(backend))
+
+
+def attach_variant(model: PreTrainedModel, attached: PreTrainedModel) -> PreTrainedModel:
+    """Attach a model of the class of `attached` whose config differs from it in numbers, without testing it again."""
+    assert type(model) is type(attached)
+    if mixers := probe(_probed(attached)).mixers:
+        install(model, mixers, fast=True)
+    return _with_attention(model, attached.config._attn_implementation)
+
+
+def _with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Use the attention implementation `name`, and check the arguments of every call."""
+    language = language_part(model)
     mark_chunked_layers(language)
-    implementation = register(backend)
     # The tower of a vision-language model keeps its own attention: it already separates images.
-    model.set_attn_implementation(
-        implementation if family is None else {"": implementation, "text_config": implementation}
-    )
+    model.set_attn_implementation(name if family_of(model) is None else {"": name, "text_config": name})
     assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
     for module in {model, base_of(model), language}:
         if check_inputs not in module._forward_pre_hooks.values():

@@ -264,7 +264,7 @@ def open_speaker(
     on a CPU.
     """
     check_sampling(temperature, seed)
-    place = _device(device)
+    place = device_named(device)
     tokenizer = open_tokenizer(files.tokenizer, SETTING)
     chat = None
     if not plain:
@@ -308,7 +308,7 @@ def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any]
     return ChatRenderer(tokenizer, text, arguments)
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
     cuda = torch.cuda.is_available()
     if name == "cuda" and not cuda:
         raise UserError("--device", "'cuda', but torch finds no GPU", "choose cpu, or install a CUDA build of torch")

@@ -1,0 +1,109 @@
+"""`padfree doctor`: says why the log-probabilities of a server or a rollout file differ from a model's.
+
+padfree doctor my-model --server http://127.0.0.1:8000
+padfree doctor my-model --rollouts rollouts.jsonl --temperature 0.7 --previous runs/rl/model-10
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from padfree.cli.main import COMMANDS
+from padfree.cli.talk_options import DEVICES, DTYPES, OneLineHelp
+from padfree.config.hub import check_name
+from padfree.config.output_sections import check_output
+from padfree.errors import UserError, check_choice, need
+from padfree.tools.talk.find_model import find_model
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help=COMMANDS["doctor"][1],
+        usage="padfree doctor MODEL (--server URL | --rollouts FILE) [options]",
+        description="Say why the log-probabilities of a server or a rollout file differ from the model's. Exit code 1: "
+        "they differ.",
+        formatter_class=OneLineHelp,
+        epilog="example: padfree doctor runs/rl --server http://127.0.0.1:8000",
+    )
+    add = command.add_argument
+    add("model", metavar="MODEL", help="model, run or adapter folder, or a Hub id")
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--server", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
+    source.add_argument("--rollouts", metavar="FILE", help="rollouts with log-probabilities")
+    add("--name", metavar="NAME", help="served model to ask for (default: the first)")
+    add("--previous", nargs="+", default=[], metavar="FOLDER", help="weights that the server may still have")
+    add("--base", metavar="NAME", help="other base model for an adapter folder")
+    add("--temperature", type=float, default=1.0, metavar="T", help="of the responses (default 1)")
+    add("--dtype", default="auto", metavar="NAME", help="meant for the server (default: of the weight files)")
+    add("--chat-template", metavar="FILE", help="instead of the tokenizer's own")
+    add("--samples", type=int, default=16, metavar="N", help="rollouts to score (default 16)")
+    add("--max-length", type=int, default=4096, metavar="N", help="cut rollouts to this (default 4096)")
+    add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
+    add("--json", metavar="FILE", help="also write the report to this file")
+    command.set_defaults(run=run)
+
+
+def run(settings: argparse.Namespace) -> None:
+    check_choice("--device", settings.device, DEVICES)
+    check_choice("--dtype", settings.dtype, DTYPES)
+    need(0.01 <= settings.temperature <= 100, "--temperature", settings.temperature, "give 0.01 to 100")
+    need(settings.samples >= 1, "--samples", settings.samples, "give 1 or more")
+    need(settings.max_length >= 2, "--max-length", settings.max_length, "give 2 or more")
+    if settings.name is not None and settings.server is None:
+        raise UserError("--name", "has no effect on rollouts", "remove --name", value=settings.name)
+    for folder in settings.previous:
+        check_name(folder, "--previous")
+    target = None if settings.json is None else Path(settings.json)
+    if target is not None:
+        check_output(target, "--json")
+    files = find_model(settings.model, base=settings.base)
+    if settings.rollouts is not None and not Path(settings.rollouts).expanduser().exists():
+        raise UserError("--rollouts", "does not exist", "give a file with rollouts", value=settings.rollouts)
+
+    import torch
+    from transformers.utils import logging
+
+    from padfree.tools.doctor import examine_rollouts, examine_server, open_patient, read_some_rollouts
+    from padfree.tools.talk.speaker import device_named
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    patient = open_patient(
+        settings.model,
+        files,
+        previous=settings.previous,
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        chat_template=settings.chat_template,
+        device=device_named(settings.device),
+    )
+    if settings.server is not None:
+        report = examine_server(
+            patient, settings.server, name=settings.name, temperature=settings.temperature, say=_progress
+        )
+    else:
+        report = examine_rollouts(
+            patient,
+            read_some_rollouts(patient, settings.rollouts, settings.samples, max_length=settings.max_length),
+            subject=settings.rollouts,
+            temperature=settings.temperature,
+            say=_progress,
+        )
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    for line in report.lines():
+        print(line)
+    if target is not None:
+        try:
+            target.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
+    if not report.healthy:
+        raise SystemExit(1)
+
+
+def _progress(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line} ...", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,23 @@
+"""Find out why the log-probabilities of a server or a rollout file differ from a model's.
+
+    report = examine_server(open_patient("my-model", find_model("my-model")), "http://127.0.0.1:8000")
+    print(report.verdict)
+
+evidence              token ids and the log-probabilities to explain
+openai_api            a client that finds out which log-probabilities a server reports
+probes                what the server is asked
+rescoring             score the same ids under a variation of the model
+hypothesis            one cause, and the log-probabilities that it predicts
+model_hypotheses      config values that a server ignores, dtypes, quantisation, experts
+weight_hypotheses     stale tensors, adapters
+sampling_hypotheses   temperature, truncation, penalties
+prompt_hypotheses     special tokens, chat templates, tokenizers
+diagnosis             the noise of rounding, and the decision
+doctor_report         the result
+examine               all of the above
+"""
+
+from padfree.tools.doctor.doctor_report import DoctorReport
+from padfree.tools.doctor.examine import examine_rollouts, examine_server, open_patient, read_some_rollouts
+
+__all__ = ["DoctorReport", "examine_rollouts", "examine_server", "open_patient", "read_some_rollouts"]

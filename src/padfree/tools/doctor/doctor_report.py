@@ -1,0 +1,139 @@
+"""The result of `padfree doctor`, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from padfree.tools.doctor.diagnosis import Finding, Measured
+from padfree.tools.doctor.hypothesis import Untested
+
+NAMES = {"prompts": "prompts", "responses": "responses"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextFinding:
+    """What the ids of texts or of messages show."""
+
+    what: str  # "plain text" or "chat messages"
+    cause: str | None  # None: healthy
+    says: str = ""
+    fix: str = ""
+    by: str = "token ids"  # or "log-probabilities": how it was found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DoctorReport:
+    """All findings about a server or a rollout file."""
+
+    model: str
+    subject: str  # the URL or the file
+    dtype: str  # that the server is meant to compute in
+    noise: str
+    findings: tuple[Finding, ...]
+    texts: tuple[TextFinding, ...] = ()
+    untested: tuple[Untested, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        return all(each.state == "healthy" for each in self.findings) and all(each.cause is None for each in self.texts)
+
+    @property
+    def causes(self) -> list[str]:
+        """The causes that were found, "unexplained" among them; [] if all is healthy."""
+        found = [each.cause for each in self.findings if each.state != "healthy"]
+        return [*found, *(each.cause for each in self.texts if each.cause is not None)]
+
+    def lines(self) -> Iterator[str]:
+        yield f"model     {self.model}"
+        yield f"compared  {self.subject}"
+        yield f"noise     {self.noise}"
+        for each in self.findings:
+            yield ""
+            yield from _lines_of(each)
+        for text in self.texts:
+            yield ""
+            if text.cause is None:
+                yield f"{text.what}: ok, the same token ids"
+            else:
+                yield f"{text.what}: {text.cause}: {text.says} (shown by {text.by})"
+                yield f"  fix: {text.fix}"
+        if self.untested:
+            yield ""
+            for untested in self.untested:
+                yield f"not tested: {untested.cause} ({untested.reason})"
+        yield ""
+        yield self.verdict
+
+    @property
+    def verdict(self) -> str:
+        if self.healthy:
+            return "healthy: all differences are the size of rounding"
+        causes = list(dict.fromkeys(self.causes))
+        if causes == ["unexplained"]:
+            return "unexplained: the log-probabilities differ, and no hypothesis explains it"
+        return f"differs: {', '.join(causes)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "subject": self.subject,
+            "dtype": self.dtype,
+            "healthy": self.healthy,
+            "causes": self.causes,
+            "findings": [_as_dict(each) for each in self.findings],
+            "texts": [
+                {"what": each.what, "cause": each.cause, "says": each.says, "fix": each.fix} for each in self.texts
+            ],
+            "untested": [{"cause": each.cause, "reason": each.reason} for each in self.untested],
+        }
+
+
+def _size(mean: float, largest: float) -> str:
+    return f"mean {mean:.2e}, largest {largest:.2e}"
+
+
+def _lines_of(finding: Finding) -> Iterator[str]:
+    head = f"{NAMES[finding.part]}: {finding.num_tokens} tokens, |difference| {_size(finding.before, finding.largest)}"
+    if finding.state == "healthy":
+        yield f"{head}; ok, rounding explains a mean of {finding.limit:.2e}"
+        return
+    yield f"{head}; rounding explains a mean of {finding.limit:.2e}"
+    if finding.best is None:
+        yield "  unexplained: no hypothesis explains the difference; older weights can be given with --previous"
+        for each in finding.closest:
+            yield f"  closest: {each.cause}: {each.proposal.says}; leaves {_size(each.after, each.largest)}"
+        return
+    best = finding.best
+    yield f"  {best.cause}: {best.proposal.says}"
+    yield f"  with this, |difference| {_size(best.after, best.largest)}"
+    if finding.coarse:
+        yield "  the rest is the size of bfloat16 rounding: the server seems to compute in bfloat16"
+    yield f"  fix: {best.proposal.fix}"
+    for each in finding.tied:
+        yield f"  explains it as well: {each.cause}: {each.proposal.says}; leaves {_size(each.after, each.largest)}"
+
+
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    def one(each: Measured) -> dict[str, Any]:
+        return {
+            "cause": each.cause,
+            "says": each.proposal.says,
+            "fix": each.proposal.fix,
+            "mean": each.after,
+            "largest": each.largest,
+        }
+
+    return {
+        "part": finding.part,
+        "state": finding.state,
+        "tokens": finding.num_tokens,
+        "mean": finding.before,
+        "largest": finding.largest,
+        "limit": finding.limit,
+        "best": None if finding.best is None else one(finding.best),
+        "tied": [one(each) for each in finding.tied],
+        "closest": [one(each) for each in finding.closest],
+        "bfloat16": finding.coarse,
+    }

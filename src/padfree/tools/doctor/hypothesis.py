@@ -1,0 +1,100 @@
+"""A hypothesis: one cause of different log-probabilities, and how to compute what it predicts.
+
+    Case        the model, the evidence, the logits of the model for it
+    Hypothesis  cause, propose(case) -> Proposal ...    each with the log-probabilities [E] that it predicts
+                                     -> Untested        and why the evidence cannot show this cause
+
+`fitted` counts the numbers that a proposal has chosen to fit the evidence. Of two proposals that explain the evidence
+equally well, the one with fewer fitted numbers is preferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.tools.doctor.evidence import Evidence, Floats, Part
+from padfree.tools.doctor.rescoring import logprobs_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OlderWeights:
+    """Weights that the server may hold instead of the model's: those of another folder, or of an adapter's base."""
+
+    name: str
+    tensors: dict[str, Tensor]  # by the names of the model's state
+    is_base: bool  # whether these are the weights of the base model, without the adapter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Case:
+    """What is known about one piece of evidence."""
+
+    model: PreTrainedModel  # attached, float32
+    evidence: Evidence
+    logits: Tensor  # [E, V] of the model
+    limit: float  # the mean difference that rounding explains
+    older: Sequence[OlderWeights] = ()
+    tokenizer: Any = None
+    stored: dict[str, Tensor] | None = None  # tensors of the files that the model ties to others
+
+    @property
+    def observed(self) -> Floats:
+        return self.evidence.observed
+
+    @property
+    def expected(self) -> Floats:
+        """The log-probabilities [E] that a healthy server would give."""
+        return logprobs_of(self.logits, self.evidence)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Proposal:
+    """A possible explanation. NaN in `logprobs`: the proposal says nothing about this token."""
+
+    cause: str
+    says: str
+    fix: str
+    logprobs: Floats  # [E]
+    fitted: int = 0
+    dtype: torch.dtype | None = None  # set if the proposal is a dtype, whose own rounding limits how well it can fit
+    model: Callable[[], PreTrainedModel] | None = None  # the model that the server seems to have
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Untested:
+    """A cause that the evidence cannot show."""
+
+    cause: str
+    reason: str
+
+
+Proposals = Iterable[Proposal | Untested]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Hypothesis:
+    cause: str
+    propose: Callable[[Case], Proposals]
+    parts: tuple[Part, ...] = ("prompts", "responses")
+    sampling: bool = False  # it concerns responses only, and can be found after prompts were explained
+
+
+def difference(observed: Floats, predicted: Floats) -> Floats:
+    """|observed - predicted| of each token that the prediction covers; infinite where a token is impossible."""
+    covered = ~np.isnan(predicted)
+    with np.errstate(invalid="ignore"):
+        gaps: Floats = np.abs(observed[covered] - predicted[covered])
+    return np.where(np.isnan(gaps), np.inf, gaps)
+
+
+def residual(observed: Floats, predicted: Floats) -> float:
+    """The mean difference, infinite if less than half of the tokens are covered."""
+    gaps = difference(observed, predicted)
+    return float(gaps.mean()) if 2 * len(gaps) >= len(observed) else float("inf")
