@@ -42,11 +42,11 @@ class PlanShape:
             if value < 1:
                 raise UserError(f"{flag}", "is not a positive number", "give 1 or more", value=value)
         if self.ranks % (self.context * self.replicate):
-            times = f" times parallel.replicate {self.replicate}" if self.replicate > 1 else ""
+            times = f" × {self.replicate} (--cp × parallel.replicate)" if self.replicate > 1 else ""
             raise UserError(
                 "--cp",
                 f"{self.context}{times} does not divide {self.ranks} ranks",
-                "change --cp or --ranks, so that it does",
+                "change --cp or --ranks so that --ranks is a multiple",
             )
 
     @property
