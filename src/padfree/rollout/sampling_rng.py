@@ -132,7 +132,7 @@ def _largest(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the largest value of each group, and the index of its first occurrence.
 
-    For an empty group they are -inf and -1. `groups`: the group of each value.
+    An empty group has the largest value -inf and the index -1. `groups`: the group of each value.
     """
     best, first = np.full(num_groups, -np.inf, np.float32), np.full(num_groups, -1)
     with np.errstate(invalid="ignore"):  # NaN scores: some processors raise the flag that numpy warns about

@@ -8,9 +8,9 @@
     gradients           per parameter: largest difference / largest entry; of these,      3.0e-07 in layers.0.mlp...
                         the maximum per part (a layer, the embeddings, the head, a norm)
 
-Some gradients are zero except for rounding, e.g. the gradient of a key projection's bias. The relative difference of
-such gradients would be a large quotient of two rounding errors. The divisor is therefore at least a hundredth of the
-largest entry in the parameter's part of the model.
+Some gradients are zero except for rounding, e.g. the gradient of a key projection's bias. Their largest difference /
+largest entry would be a large quotient of two rounding errors. The divisor is therefore at least a hundredth of the
+largest gradient entry in the parameter's part of the model.
 
 A non-finite number counts as an infinite difference.
 """

@@ -5,7 +5,7 @@
     2  noise         plain HF code in the dtype, padded pairs, eager attention  reference; rank 0 computes, others wait
     3  packed        log-probabilities, loss, gradients of every part           reference, with the noise as limit
     4  leak          different tokens in every second sample                    unchanged samples: same results as in 3
-    5  pad           random tokens after every pack                             reference, and other random tokens
+    5  pad           random tokens after every pack                             reference; also a run with other tokens
     6  layouts       other micro-batches, another order, other context methods  reference
 
 HF code is plain Hugging Face code. The dtype is that of the check, float32 or bfloat16.

@@ -72,7 +72,7 @@ def model_source(
     if layers is not None and full:
         raise UserError("layers", f"{layers} cannot be combined with full", "give only one of them")
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
-    # The files of a multimodal model also hold layers of other parts, so all layers are loaded.
+    # The files of a multimodal model also hold layers of other parts, e.g. of a vision encoder. Load all layers.
     if (inner := language_config(config)) is not None:
         config, full, layers = inner, files is not None or full, None if files is not None else layers
     with torch.device("meta"):
