@@ -126,7 +126,7 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
     for name in NEEDED:
         if not fields.get(name) and not fields.get(other.get(name, name)):
             raise UserError(
-                "config", f"has no {name}", "give the config of a causal language model, or CostModel(linear=...)"
+                "config", f"has no {name}", "give the config of a causal language model, or pass CostModel(linear=...)"
             )
         if fields["model_type"] not in CONFIG_MAPPING:
             raise UserError(
@@ -244,7 +244,7 @@ def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | N
 
 
 def _widest(found: list[AttentionSizes]) -> AttentionSizes:
-    """The sizes of the layer with the widest queries. Of several such layers, it is the one with the widest keys.
+    """Return the sizes of the layer with the widest queries; among layers with equal queries, the widest keys decide.
 
     A layer that reuses the keys of another layer has key width 0.
     """

@@ -107,7 +107,7 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """Compute each row by its expert, without routing weights: rows [R, D] and experts [R] give [R, D]."""
+    """Compute each row with its expert, without routing weights: rows [R, D] and experts [R] give [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
         # This rank received no rows. It computes one row of zeros and drops the output. The weights then get gradients

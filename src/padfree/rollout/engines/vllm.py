@@ -105,7 +105,7 @@ class VllmServer(HttpServer):
         return names
 
     async def _end_interrupted_sync(self) -> None:
-        """Finish a weight sync that a killed run left open: the server is paused, with layers partly loaded."""
+        """Finish a weight sync that a killed run left open: the server is still paused, with some layers loaded."""
         if (await self.call("GET", "/is_paused")).get("is_paused"):
             with suppress(ServerLostError):  # vLLM refuses to start an update if one is already open
                 await self.call("POST", "/start_weight_update")

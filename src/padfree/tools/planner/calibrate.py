@@ -206,8 +206,8 @@ def with_layers(model_config: Any, layers: int) -> Any:
 def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers: int) -> list[float]:
     """Return the seconds of each micro-batch with `layers` layers, extrapolated from measurements with fewer layers.
 
-    `taken[i]`: seconds of each micro-batch with `depths[i]` layers. Noise can make the deeper model look faster; a
-    layer then counts as 0 seconds, never as a negative time.
+    `taken[i]`: seconds of each micro-batch with `depths[i]` layers. Noise can make the deeper model look faster. A
+    layer then counts as 0 seconds, not as a negative time.
     """
     if len(taken) == 1:
         return list(taken[0])
