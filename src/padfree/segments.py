@@ -106,7 +106,7 @@ class Segments:
 
     @property
     def num_positions(self) -> int:
-        """Length of the longest sample, or of the pad if it is longer."""
+        """The length of the longest sample or of the pad, whichever is longer."""
         return self.max_seqlen if self.parents is None else self.path_length
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:

@@ -83,9 +83,9 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """The head size: the larger of the sizes in full and in windowed attention.
+        """The size of an attention head. If it differs between full and windowed attention, the larger size.
 
-        `query`, `key`, `value` and `output` also return the larger one of full and windowed attention.
+        The properties `query`, `key`, `value` and `output` do the same.
         """
         return max(self.attention.head, self.windowed_attention.head)
 
@@ -126,7 +126,7 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
     for name in NEEDED:
         if not fields.get(name) and not fields.get(other.get(name, name)):
             raise UserError(
-                "config", f"has no {name}", "give the config of a causal language model, or CostModel(linear=...)"
+                "config", f"has no {name}", "give the config of a causal language model, or pass CostModel(linear=...)"
             )
         if fields["model_type"] not in CONFIG_MAPPING:
             raise UserError(
@@ -221,7 +221,8 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
     """Return the widths of a layer's attention projections; None if the layer has no attention.
 
-    If one projection computes q, k and v together, the key and value widths are what the query width leaves.
+    If one projection computes q, k and v together, keys and values have equal widths: half of what the queries leave of
+    the projection's output.
     """
     modules = [each for each in _attentions(layer) if _linear(each)]
     if not modules:
@@ -243,7 +244,7 @@ def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | N
 
 
 def _widest(found: list[AttentionSizes]) -> AttentionSizes:
-    """The sizes of the layer with the widest queries. Of several such layers, it is the one with the widest keys.
+    """Return the sizes of the layer with the widest queries; among layers with equal queries, the widest keys decide.
 
     A layer that reuses the keys of another layer has key width 0.
     """
@@ -285,7 +286,7 @@ def _is_experts(name: str) -> bool:
 
 
 def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
-    """Return the number of experts in a layer and the width of one expert, which its smallest matrix shows."""
+    """Return the number of experts in a layer and the width of one expert, computed from its smallest matrix."""
     for name, module in layer.named_modules():
         if _is_experts(name):
             matrices = [each for each in module.parameters() if each.ndim >= 2]
@@ -299,7 +300,7 @@ def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
 def _met_weights(model: PreTrainedModel, met: float) -> float:
     """Return the number of weights that one token is multiplied with in matmuls.
 
-    The weights of routed experts are multiplied by `met`, the fraction of the experts that a token is routed to.
+    Each weight of a routed expert counts as `met`, the fraction of the experts that a token is routed to.
     """
     found = 0.0
     for name, module in model.named_modules(remove_duplicate=False):

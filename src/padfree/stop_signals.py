@@ -91,7 +91,10 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, then: str) -> Iterator[None]:
-        """Context manager whose block signals do not interrupt. `then` completes the message "SIGTERM: the run ..."."""
+        """Context manager: signals do not interrupt its block, they are only recorded.
+
+        `then` completes the message that is printed for a signal, "SIGTERM: the run ...".
+        """
         if self.number is not None:
             raise StopRequested(self.number)
         self._then = then

@@ -10,7 +10,8 @@ that is mapped to a field is stored under both names, such as `question` and `pr
 
 The `max_new_tokens` of a prompt is the setting `rollout.max_new_tokens`. If a prompt and its longest response exceed
 `max_length`, the setting `overlong` decides. With "truncate", `max_new_tokens` is lowered to `max_length` minus the
-length of the prompt; a prompt of `max_length` tokens or more is dropped. With "drop", the prompt is dropped.
+length of the prompt; a prompt of `max_length` tokens or more is dropped. With "drop", the prompt is dropped, and with
+"error" the run ends with an error.
 """
 
 from __future__ import annotations

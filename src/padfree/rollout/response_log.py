@@ -117,7 +117,7 @@ class ResponseLog:
     def begin(self, origin: Origin, *, after: int) -> int:
         """Start the part of the log that begins at `origin`, and find the stored responses that this run can reuse.
 
-        Return the number of stored responses of batches after `after`. Every rank calls this, after `purge`.
+        Return the number of stored responses of batches later than `after`. Every rank calls this, after `purge`.
         """
         for path, head in _belonging(self._files(), origin):
             part = self._parts.setdefault(head["step"], _Part(head["weights"]))
@@ -143,7 +143,7 @@ class ResponseLog:
             self._start(origin, after=after)
 
     def drop(self, step: int) -> None:
-        """Remove the parts that the complete checkpoint of step `step` covers. Only one rank calls this."""
+        """Remove the parts that the checkpoint of step `step`, now complete, replaces. Only one rank calls this."""
         covered = self._covered.get(step)
         if covered is None:
             return
@@ -269,8 +269,9 @@ def _step_of(path: Path) -> int:
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
     """Return the files that belong to a run resumed at `origin`, each with its first line; oldest first.
 
-    A part belongs to the run if it has this origin, if the first line of the part with this origin lists it, or if its
-    own first line lists the origin.
+    The first line of a part lists the origins of the parts before it. A part with the settings of the run belongs to
+    the run in three cases: it begins at `origin`, the part that begins at `origin` lists it, or it lists `origin`
+    itself.
     """
     heads = [(path, head) for path in files if (head := _head(path)) is not None]
     own = [head for _, head in heads if _origin_of(head) == origin]

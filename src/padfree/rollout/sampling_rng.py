@@ -38,7 +38,7 @@ def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArra
 
 
 def key_behind(key: int, position: int) -> int:
-    """Return the key for the rest of a response from `position` on, for samplers that use the key as a seed."""
+    """Return the key with which a response continues at `position`, for samplers that use the key as a seed."""
     values = splitmix64(np.array([key], np.int64).view(np.uint64) ^ np.uint64(position))
     return int(splitmix64(values).view(np.int64)[0])
 
@@ -81,14 +81,16 @@ a fraction of RARE of all hashes.
 def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tensor:
     """Compute `(scores + gumbel_noise(keys, position, V)).argmax(1)`, [R] int64, for log-probabilities [R, V].
 
-    On the CPU the noise of a large vocabulary would cost more than the model. There, all tokens are hashed, but the two
-    logarithms of the noise are computed only for candidates. The sum of score and noise of other tokens has a bound:
+    On the CPU the noise of a large vocabulary would take longer to compute than the model. There, all tokens are hashed
+    to uniform numbers, but noise is computed only for candidates: tokens with a large uniform number or score. For all
+    other tokens, the sum of score and noise has a bound:
 
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)
 
-    If the largest sum of the candidates is above this bound, it is therefore the largest sum of all tokens. It is below
-    the bound about once in exp(CANDIDATES) = 5e8 samples. Then all V tokens are compared. The result is always exact.
+    If the largest sum of the candidates is above this bound, it is therefore the largest sum of all tokens. In about
+    one of exp(CANDIDATES) = 5e8 samples it is below the bound; then all V tokens are compared. The result is therefore
+    always exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:
@@ -130,7 +132,7 @@ def _largest(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Return the largest value of each group, and the index of its first occurrence.
 
-    For an empty group they are -inf and -1. `groups`: the group of each value.
+    An empty group has the largest value -inf and the index -1. `groups`: the group of each value.
     """
     best, first = np.full(num_groups, -np.inf, np.float32), np.full(num_groups, -1)
     with np.errstate(invalid="ignore"):  # NaN scores: some processors raise the flag that numpy warns about

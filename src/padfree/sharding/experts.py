@@ -2,16 +2,17 @@
 
     4 experts on 2 ranks, top-2                  rank 0 holds experts 0 1, rank 1 holds experts 2 3
 
-    rank 0   token a chose 0 2, token b chose 1 0     sorted by expert   a0 b0 b1 | a2
+    rank 0   token a chose experts 0, 2 and b chose 1, 0     sorted by expert   a0 b0 b1 | a2
     send     [a0 b0 b1] to rank 0, [a2] to rank 1     all-to-all; the first message is a copy
     rank 0   receives a0 b0 b1 from itself and c0 from rank 1; computes experts 0 and 1 with the module's own forward
     return   the same all-to-all backwards            rank 0 has the outputs of a0 b0 b1 a2
     home     output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2)
 
-Each choice sends one row of D numbers and receives one. Nothing is padded or dropped: the sizes of the messages follow
-from the choices, and an expert may get no token. First the ranks exchange the number of rows for each expert (E
-integers each), and the host must read it to size the messages: the host synchronises once per layer and forward pass.
-Backward knows the sizes; with activation checkpointing, recomputation exchanges them again.
+Each choice sends one row of D numbers and receives one: a0 is the hidden state of token a on its way to expert 0.
+Nothing is padded or dropped: the sizes of the messages follow from the choices, and an expert may get no token. First
+the ranks exchange the number of rows for each expert (E integers each), and the host must read it to size the messages:
+the host synchronises once per layer and forward pass. Backward knows the sizes; with activation checkpointing,
+recomputation exchanges them again.
 
 The weights [E, ...] are divided over the mesh dimension `expert` along E, and FSDP2 shards each part over the remaining
 ranks along another dimension:
@@ -52,9 +53,9 @@ from padfree.sharding.rules import Rule
 def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = False) -> list[Rule]:
     """Divide the stacked experts of a model over `mesh` [fsdp, expert] or [replicate, fsdp, expert], in place.
 
-    Returns the rule that shards each rank's part over the other mesh dimensions. If the experts cannot be divided (e.g.
-    those of a reference model of another architecture), nothing changes, and the list is empty. With `recompute`,
-    backward recomputes the experts and sends their tokens again.
+    Return a list with the rule that shards each rank's experts over the other mesh dimensions. If the experts cannot be
+    divided (e.g. those of a reference model of another architecture), the model is unchanged and the list is empty.
+    With `recompute`, backward recomputes the experts and sends their tokens again.
     """
     over, rest = mesh["expert"], mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "expert")]
     if undivided(model, over.size(), mesh["fsdp"].size()) is not None:
@@ -87,7 +88,7 @@ class LocalExperts:
 def divided_forward(
     module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, *, group: ProcessGroup, recompute: bool = False
 ) -> Tensor:
-    """The forward of stacked experts that are divided over the ranks of `group`: [T, D], [T, k], [T, k] -> [T, D]."""
+    """The forward of experts divided over `group`: hidden [T, D], choices [T, k] and weights [T, k] give [T, D]."""
     if recompute and torch.is_grad_enabled():
         return cast(Tensor, checkpoint(_forward, module, hidden, choices, weights, group, use_reentrant=False))
     return _forward(module, hidden, choices, weights, group)
@@ -106,11 +107,11 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """Compute each row by its expert, without routing weights: rows [R, D] and experts [R] give [R, D]."""
+    """Compute each row with its expert, without routing weights: rows [R, D] and experts [R] give [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
-        # Compute one row of zeros and cut off its output. So the weights get gradients of 0, which FSDP2 reduces with
-        # those of other ranks, and the graph stays connected, so that this rank takes part in backward's exchanges.
+        # This rank received no rows. It computes one row of zeros and drops the output. The weights then get gradients
+        # of 0, which FSDP2 reduces with those of other ranks, and this rank takes part in backward's exchanges.
         row = rows.sum(0, keepdim=True)
         first = experts.new_zeros(1, 1)
         return cast(Tensor, own_forward(cast(nn.Module, local), row, first, row.new_ones(1, 1)))[:0]
@@ -119,7 +120,7 @@ def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tens
 
 
 class Routes(NamedTuple):
-    """Which rows (hidden states of single choices) this rank sends to and receives from the ranks of its group."""
+    """The rows (one hidden state per expert that a token chose) that this rank sends to and receives from each rank."""
 
     order: Tensor  # [T k] indices of the flattened choices [T, k], sorted by expert and so by rank
     send: list[int]  # rows to each rank

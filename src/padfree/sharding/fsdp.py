@@ -1,9 +1,9 @@
 """Shard a model with FSDP2: one unit per layer, and the root unit for all other parameters.
 
-A module whose parameters match another sharding rule than the last is a separate unit inside its layer, with a mesh of
-its own.
-If the mesh of the run divides experts over ranks, the rule for experts comes first (`padfree.sharding.experts`).
-Gradients are summed over ranks, not averaged: token weights already contain the global normaliser.
+A module whose parameters match a rule before the last one (`shard_everything`) is a separate unit inside its layer,
+with a mesh of its own. If the mesh of the run divides experts over ranks, the rule for experts comes first
+(`padfree.sharding.experts`). Gradients are summed over ranks, not averaged: token weights already contain the global
+normaliser.
 """
 
 from __future__ import annotations

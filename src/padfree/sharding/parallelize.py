@@ -9,8 +9,8 @@
     master weights  float32 masters with bfloat16 compute copies         one process: `padfree.optim.master_weights`
 
 Files keep the original parameter names. In bfloat16 training, weights and gradients are float32 between steps and
-bfloat16 in forward and backward. FSDP2 converts them when it gathers weights; in a single process `master_weights`
-converts them. Frozen weights are kept in bfloat16, because every use would round them to bfloat16 anyway. With
+bfloat16 in forward and backward. FSDP2 converts weights when it gathers them; in a single process `master_weights` does
+the conversion. Frozen weights are kept in bfloat16, because every use would round them to bfloat16 anyway. With
 `reshard`, only the layers in use have a bfloat16 copy, and even a single process uses FSDP2. Without `reshard`, all
 layers keep a bfloat16 copy, which costs two bytes per weight and no time. With `offload`, shards, gradients and
 optimizer state are on the CPU, and the weights of a unit are on the device only while the unit computes.

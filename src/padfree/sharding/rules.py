@@ -4,11 +4,11 @@
              shard_everything(mesh.fsdp)]
 
 A rule places a parameter on a mesh with one dimension (sharded over it) or two (replicated over the first, sharded over
-the second). `dim` is the tensor dimension that is sharded. A rule with `split` divides dimension 0 over another mesh
-first. FSDP2 does not gather over that mesh: each rank computes with its own part (`padfree.sharding.experts`).
+the second). `dim` is the tensor dimension that is sharded. A rule with `split` first divides dimension 0 over the mesh
+`split`. FSDP2 does not gather over `split`: each rank computes with its own part (`padfree.sharding.experts`).
 
 FSDP2 gathers the parameters of a module together. Therefore all parameters of a module must match the same rule. A
-module that matches another rule than the last becomes an FSDP2 unit of its own.
+module that matches a rule before the last one becomes an FSDP2 unit of its own.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """Return the log-probability of each of B answers, [B]: the sum of its `logprobs` [n] (0 if not scored)."""
+    """Return the log-probability of each answer, [B]: the sum of its `logprobs` [n], which are 0 if not scored."""
     return np.array([own.sum(dtype=np.float64) for own in logprobs], dtype=np.float64)
 
 

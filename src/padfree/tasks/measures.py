@@ -36,7 +36,7 @@ class PackMeasure(Protocol):
 
 
 class TokenMeasure:
-    """Measures the negative log-likelihood of the scored tokens, and the share that the model ranks first."""
+    """Measures the negative log-likelihood of scored tokens, and how many of them the model finds most likely."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     keeps_groups: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class TokenMeasure:
 
 
 class PairMeasure:
-    """Measures loss, accuracy and margin of each pair of answers. The sums of a pair are those of its chosen sample."""
+    """Measures loss, accuracy and margin of each pair of answers. A pair is counted at its chosen sample."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     keeps_groups: ClassVar[bool] = True

@@ -22,7 +22,7 @@ Samples = Sequence[Sample | Prompt] | StoredSamples
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainingData:
-    """The data of a run. `parts`: the number of samples from each of `data.sources`, in order; () without sources."""
+    """The data of a run. `parts`: the number of samples from each of `data.sources`; empty without sources."""
 
     samples: Samples
     report: DataReport

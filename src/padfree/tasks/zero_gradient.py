@@ -4,9 +4,9 @@
     rewards       1 0 0 1 | 1 1 1 1 | 0 0 0 0
     computed      a a a a                           b and c: every advantage is 0
 
-A sample is left out if the advantages of all its scored tokens are 0, and if its loss consists of terms that are
-proportional to the advantage: an objective that declares `zero_without_advantage`, times its corrections. A KL, entropy
-or router term has a gradient for every token, so a loss with such a term computes all samples.
+A sample is left out if the advantages of all its scored tokens are 0, and if an advantage of 0 makes the loss of a
+token 0. This is so for an objective that declares `zero_without_advantage`; corrections only multiply it by finite
+factors. A KL, entropy or router term has a gradient for every token, so a loss with such a term computes all samples.
 
 The token weights are computed from all samples of the update. Leaving out samples therefore only removes zeros from the
 sum that is the gradient.
@@ -26,7 +26,7 @@ from padfree.sample import Sample
 
 
 def may_skip(loss: object, *, has_router_term: bool) -> bool:
-    """Whether samples without advantages add nothing to the gradient of `loss`, the settings of a loss."""
+    """Whether, with the loss settings `loss`, samples whose advantages are 0 add nothing to the gradient."""
     return isinstance(loss, PolicySettings) and not has_router_term and zero_without_advantage(loss)
 
 

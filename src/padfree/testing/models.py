@@ -103,7 +103,7 @@ _YARN: dict[str, Any] = {
     "original_max_position_embeddings": 16,
 }
 
-# By name: the model class, and config values that are added to the basic values. None removes a basic value.
+# Architecture name -> model class, and config values that are added to the basic values. None removes a basic value.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),

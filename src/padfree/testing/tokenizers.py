@@ -72,7 +72,10 @@ def _backend(kind: str) -> str:
 
 
 def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **changes: Any) -> PreTrainedTokenizerFast:
-    """Make a new tokenizer. `template`: a name in TEMPLATES. `kind`: bytes, trimmed, bos or metaspace."""
+    """Make a new tokenizer. `template`: a name in TEMPLATES.
+
+    `kind`: "bytes", "trimmed" (offsets without white space), "bos" (adds one) or "metaspace" (like SentencePiece).
+    """
     make: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=Tokenizer.from_str(_backend(kind)),

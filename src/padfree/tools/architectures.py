@@ -1,10 +1,11 @@
 """Find out which causal language models of the installed transformers padfree can train packed.
 
-    python -m padfree.tools.architectures lfm2 rwkv     prints the table's lines for these model types
+    python -m padfree.tools.architectures lfm2 rwkv     prints the lines for these model types
 
 Each architecture is built on the meta device from the default config of its class, and then prepared for packed
-training (`attach`). If building or preparing fails, the table gives the reason. `COMPLETED` adds the arguments that
-some default configs lack. `padfree.tools.reference_pages` writes the whole table to docs/reference/architectures.md.
+training (`attach`). The result is one line of a table; if building or preparing fails, the line gives the reason.
+`COMPLETED` adds the arguments that some default configs lack. `padfree.tools.reference_pages` writes the whole table to
+docs/reference/architectures.md.
 """
 
 from __future__ import annotations

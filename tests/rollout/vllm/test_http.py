@@ -229,5 +229,7 @@ def test_logprobs_that_ignore_the_temperature() -> None:
     fake = FakeVllm(vocabulary=46)
     fake.logprobs_mode = "raw_logprobs"
     assert check(fake) == "policy", "at temperature 1 both modes are equal"
-    with pytest.raises(ValueError, match=r"reports raw_logprobs, which ignore loss.temperature \(0.5\); start"):
+    with pytest.raises(
+        ValueError, match=r"has logprobs_mode=raw_logprobs, which ignores loss.temperature \(0.5\); start"
+    ):
         check(fake, temperature=0.5)

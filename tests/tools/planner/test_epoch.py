@@ -94,7 +94,7 @@ def test_rows_have_the_longest_sample_among_them() -> None:
     [
         ({"ranks": 0, "max_tokens": 8}, "--ranks: 0 is not a positive number; give 1 or more"),
         ({"ranks": 4, "context": 3, "max_tokens": 8}, "--cp: 3 does not divide 4 ranks"),
-        ({"ranks": 4, "context": 2, "replicate": 4, "max_tokens": 8}, "--cp: 2 times parallel.replicate 4 does not"),
+        ({"ranks": 4, "context": 2, "replicate": 4, "max_tokens": 8}, "--cp: 2 × 4 .* does not divide 4"),
         ({"ranks": 4, "max_tokens": 0}, "--max-tokens: 0 is not a positive number; give 1 or more"),
     ],
 )

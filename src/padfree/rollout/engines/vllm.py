@@ -1,8 +1,8 @@
 """vLLM servers: their routes, options and answers.
 
-The policy version of a response is the version of the server's weights, which is read on the same connection before and
-after the response. Versions never repeat, and a connection does not survive a restart of the server. If both versions
-agree, all tokens were therefore sampled from those weights.
+The policy version of a response is the version of the server's weights. It is read twice on the connection of the
+response: before and after it. Versions never repeat, and a connection does not survive a restart of the server. If the
+two readings agree, all tokens were therefore sampled from the weights of this version.
 
 vLLM can also freeze requests during a pause and continue them afterwards (pause mode `keep`). This mode is not used,
 because the version of each token would be unknown. Later tokens could also attend to keys and values of old weights, so
@@ -78,7 +78,7 @@ class VllmServer(HttpServer):
         if mode != "processed_logprobs" and served.temperature != 1.0:
             raise UserError(
                 "rollout.servers",
-                f"{self.url} reports {mode}, which ignore loss.temperature ({served.temperature:g})",
+                f"{self.url} has logprobs_mode={mode}, which ignores loss.temperature ({served.temperature:g})",
                 self.fix_temperature,
             )
         await self._check_vocabulary(name, served.vocabulary)
@@ -105,7 +105,7 @@ class VllmServer(HttpServer):
         return names
 
     async def _end_interrupted_sync(self) -> None:
-        """Finish a weight sync that a killed run left open: the server is paused, with layers partly loaded."""
+        """Finish a weight sync that a killed run left open: the server is still paused, with some layers loaded."""
         if (await self.call("GET", "/is_paused")).get("is_paused"):
             with suppress(ServerLostError):  # vLLM refuses to start an update if one is already open
                 await self.call("POST", "/start_weight_update")
@@ -281,7 +281,7 @@ class VllmServer(HttpServer):
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)
             wanted += [("--enable-lora",), ("--max-lora-rank", str(rank))]
-        # Name the modules with adapters. Otherwise the head gets one too, with which vLLM on the CPU cannot score.
+        # Name the modules with adapters. Otherwise vLLM adapts the head too, and cannot compute logits on the CPU.
         if served.adapted:
             wanted.append(("--lora-target-modules", *served.adapted))
         given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}

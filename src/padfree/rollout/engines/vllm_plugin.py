@@ -112,7 +112,7 @@ def _engine_class() -> type[Any]:
 
 
 def process_tied(model: nn.Module) -> None:
-    """Process heads and embeddings that share a weight once more, because on the CPU they keep a packed copy of it."""
+    """Process tied heads and embeddings again, because on the CPU each of them keeps a packed copy of the weight."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     sharing: dict[int, list[nn.Module]] = {}

@@ -12,7 +12,7 @@ agent              a program as the environment (`rollout.agent`)
   calls            the calls of a program as branches, token by token
 runner             EpisodeRunner: plays many episodes concurrently
   tokens           sampling for episodes: in rounds, or as requests arrive
-  reward_workers   computes rewards in threads or processes (`padfree.data.reward_worker`), or later by a model
+  reward_workers   computes rewards in threads or processes (`padfree.data.reward_worker`), or by a model
 load_environment   loads the environment that the settings name
 rehearse           plays an environment without a model
 """

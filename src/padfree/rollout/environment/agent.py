@@ -5,7 +5,7 @@
     arguments          {question} is replaced by the column `question` of the row (`command`)
     standard input     the row as JSON
     standard output    the answer, from which `rollout.reward` computes the reward
-    calls              become the trajectory, token by token
+    API calls          their prompts and responses become the trajectory, token by token
 
 A program that exits with a code other than 0 has failed. A program that is too slow is killed with all its children.
 """

@@ -4,7 +4,7 @@
                                  completions
                                  models
 
-    listener      connections, heads and bodies, with limits; a body is read only for a known key
+    listener      accepts connections and reads requests, with limits; a body is read only for a known key
     call_fields   the fields that a call may have
     calls         the context of a call as a branch of its episode
 

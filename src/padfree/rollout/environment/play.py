@@ -1,7 +1,7 @@
 """An episode to play, its result, and callbacks.
 
-Play       an episode to play: number 7, prompt, key. `EpisodeRunner` plays it, or `ResponseWriter` if it has one turn.
-Played     its result: number 7, and leaves (sequences that become samples) or a failure
+Play       an episode to play: by `EpisodeRunner` with an environment, by `ResponseWriter` without one
+Played     the result of an episode: leaves (sequences that become samples) or a failure
 Watcher    callbacks for progress, responses and finished episodes
 """
 

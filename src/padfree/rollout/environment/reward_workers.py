@@ -1,8 +1,8 @@
-"""Compute rewards in the calling thread, in threads, in processes (`rollout.reward_processes`), or later by a model.
+"""Compute rewards: in the calling thread, in new threads, in processes (`rollout.reward_processes`), or by a model.
 
     workers.within(text, row, ...)    in the calling thread: rewards of single-turn episodes, if there are no processes
     await workers(text, row, ...)     in a new thread or, if there are processes, in one of them
-    RewardsLater                      None: `Collector` calls the reward model when the batch is complete
+    RewardsLater                      returns None: `Collector` calls the reward model when the batch is complete
 
 A process (`data.reward_worker`) computes one reward at a time. A process that hangs or dies is replaced.
 """
@@ -100,7 +100,9 @@ class _Worker:
             finished = True
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
             raise UserError(
-                "reward", f"{self._name} ended its process for sample {uid!r}", "correct the function or the row"
+                "reward",
+                f"{self._name} ended its process while it graded sample {uid!r}",
+                "correct the function or the row",
             ) from None
         finally:
             if not finished:

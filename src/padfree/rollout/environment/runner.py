@@ -289,7 +289,7 @@ class _Session:
                 "await all tasks that the episode creates",
             )
         self._turns += 1
-        # The timeout cannot end an episode that always waits for tokens, because its clock stops in the meantime.
+        # The timeout cannot end an episode that always waits for tokens: its clock stops during these waits.
         if self._turns > MAX_TURNS:
             raise UserError(
                 "rollout.environment",

@@ -5,9 +5,9 @@
     Streams    each request goes to the sampler without delay, and each response to its episode
 
 `Rounds` is for samplers that only have `sample`. A round starts when every running episode waits for tokens. The
-requests of a round depend on the episodes, not on their speed, so that a resumed run repeats them exactly. The price is
-that a slow tool delays all other episodes. Every rank calls `sample` the same number of times, if necessary with no
-requests. `Streams` is for an `AsyncSampler`.
+requests of a round depend on the episodes, not on their speed, so that a resumed run repeats them exactly. The drawback
+is that a slow tool delays all other episodes. Every rank calls `sample` once per round, even if none of its episodes
+requests tokens. `Streams` is for an `AsyncSampler`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The result of an episode: a tree of token ids, whose leaves become samples.
 
-    prompt            p p p              root     p p p | a a E | t t | b b E        a, b: sampled; t: environment
+    prompt            p p p              root     p p p | a a E | t t | b b E        a, b, c: sampled; E: stop token
     generate          a a E              mask     0 0 0   1 1 1   0 0   1 1 1
     add               t t                fork     p p p | a a E | u | c E            a branch after the first turn
-    generate          b b E              mask     0 0 0   1 1 1   0   1 1
+    generate          b b E              mask     0 0 0   1 1 1   0   1 1            t, u: text of the environment
 
 Token ids are appended and never re-encoded. Every leaf is a separate sample: its whole path, including prefixes that it
 shares with other leaves. Shared prefixes are computed once (`batch.share_prefixes`), and their gradient is the sum over
@@ -27,7 +27,7 @@ from padfree.rollout.prompts import Prompt
 
 
 class Branch:
-    """One path of an episode: token ids, and for each id whether it was sampled, its version and log-probability."""
+    """A path of an episode: its token ids; for each, whether it was sampled, its log-probability and policy version."""
 
     def __init__(self, tokens: NDArray[np.integer[Any]], *, path: tuple[int, ...] = (), parent: Branch | None = None):
         self._array = tokens  # cached, so that requests with the same context share one array object

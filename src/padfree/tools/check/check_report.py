@@ -37,7 +37,7 @@ class CheckResult:
 
     @property
     def limit(self) -> float:
-        """The largest difference that passes: the tolerance, or `FACTOR` times a finite noise if this is larger."""
+        """The largest difference that passes: the larger of the tolerance and `FACTOR` · noise, if that is finite."""
         noise = self.noise if self.noise is not None and math.isfinite(self.noise) else 0.0
         return max(self.tolerance, FACTOR * noise)
 

@@ -8,9 +8,9 @@
     gradients           per parameter: largest difference / largest entry; of these,      3.0e-07 in layers.0.mlp...
                         the maximum per part (a layer, the embeddings, the head, a norm)
 
-Some gradients are zero except for rounding, e.g. the gradient of a key projection's bias. The relative difference of
-such gradients would be a large quotient of two rounding errors. The divisor is therefore at least a hundredth of the
-largest entry in the parameter's part of the model.
+Some gradients are zero except for rounding, e.g. the gradient of a key projection's bias. Their largest difference /
+largest entry would be a large quotient of two rounding errors. The divisor is therefore at least a hundredth of the
+largest gradient entry in the parameter's part of the model.
 
 A non-finite number counts as an infinite difference.
 """
@@ -71,7 +71,7 @@ normaliser's tolerance is low for both, because loss weights and sums are always
 
 
 def logprob_gap(actual: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
-    """Return the largest difference between two sets of log-probabilities, [n] for each sample, and its token."""
+    """Return the largest difference of a token between two sets of log-probabilities, [n] for each sample."""
     largest = Gap(0.0, "")
     for index, (ours, theirs, sample) in enumerate(zip(actual, expected, samples, strict=True)):
         if not len(sample):
@@ -103,7 +103,7 @@ def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Seque
 
 
 def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
-    """Compare two gradients of one parameter, and return the largest difference. None counts as a zero gradient."""
+    """Compare two gradients of one parameter. None counts as a zero gradient."""
     if actual is None or expected is None:
         only = actual if expected is None else expected
         size = 0.0 if only is None or not only.numel() else float(only.detach().abs().max())
@@ -117,7 +117,8 @@ def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
 def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
     """Return the largest relative gradient difference in each part of the model, in the order of the parts.
 
-    `extents`: by parameter name, the difference of its gradient. `parts`: by parameter name, its part of the model.
+    Both arguments map the name of a parameter: `extents` to the difference of its gradient, `parts` to its part of the
+    model.
     """
     largest: dict[str, float] = {}
     for name, part in parts.items():

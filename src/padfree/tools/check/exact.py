@@ -1,7 +1,7 @@
 """The reference in float64: plain transformers code with as little rounding as possible.
 
-    dtype      attention     precision
-    float32    sdpa          with 30 layers, gradients differ from float64 by up to 1e-3: too much for a reference
+    dtype      attention     use
+    float32    sdpa          too imprecise: with 30 layers, gradients differ from float64 by up to 1e-3
     float64    eager         the reference: weights (converted from the files) and activations are float64
 
 transformers computes some operations in float32 for every model dtype: RMSNorm, the softmax of eager attention and
@@ -106,8 +106,8 @@ def exact(
 def reference_line(dtype: torch.dtype, obstacle: str | None, what: str, attention: str) -> str:
     """Return the text that describes the reference in the report.
 
-    `obstacle`: why the reference is not in float64; None if it is. `what`: what is run at a time, e.g. "one sample at a
-    time". `attention`: the attention implementation.
+    `obstacle`: why the reference is not in float64; None if it is. `what`: the input of one call of the model, e.g.
+    "one sample at a time". `attention`: the attention implementation.
     """
     if obstacle is None:
         return f"transformers in float64, {what}, eager attention"

@@ -5,7 +5,7 @@
     2  noise         plain HF code in the dtype, padded pairs, eager attention  reference; rank 0 computes, others wait
     3  packed        log-probabilities, loss, gradients of every part           reference, with the noise as limit
     4  leak          different tokens in every second sample                    unchanged samples: same results as in 3
-    5  pad           random tokens after every pack                             reference, and other random tokens
+    5  pad           random tokens after every pack                             reference; also a run with other tokens
     6  layouts       other micro-batches, another order, other context methods  reference
 
 HF code is plain Hugging Face code. The dtype is that of the check, float32 or bfloat16.
@@ -74,7 +74,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Reference:
-    """The results of the reference, which rank 0 needs. Other ranks have only the samples and parameter names."""
+    """The results of the reference, on rank 0. On other ranks, only the samples and the parameter names are set."""
 
     samples: list[Sample]  # the samples with the extra inputs of the loss
     outcome: CheckOutcome
@@ -172,7 +172,12 @@ def longest_of(config: PreTrainedConfig, wanted: int) -> int:
 def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
     """Raise an error if the model cannot process the samples, or if there is nothing to compare."""
     if len(samples) < 2:
-        raise UserError("samples", "is too few samples: a leak needs two", "give 2 samples or more", value=len(samples))
+        raise UserError(
+            "samples",
+            "is too few to check for leaks between samples",
+            "give 2 samples or more",
+            value=len(samples),
+        )
     if not any(sample.num_labels for sample in samples):
         raise UserError(
             "samples", f"none of the {len(samples)} samples has a trained token", "give samples with trained tokens"
@@ -312,7 +317,7 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Add the results of comparing these values, and the gradients in the parameters, with the reference."""
+        """Compare these values and the gradients in the parameters with the reference, and add the results."""
         expected, noise, tolerance = self.reference.outcome, self.reference.noise, self.tolerance
         extents = self.path.extents(expected.gradients)
         if not self.first:

@@ -72,7 +72,7 @@ def model_source(
     if layers is not None and full:
         raise UserError("layers", f"{layers} cannot be combined with full", "give only one of them")
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
-    # The files of a multimodal model also hold layers of other parts, so all layers are loaded.
+    # The files of a multimodal model also hold layers of other parts, e.g. of a vision encoder. Load all layers.
     if (inner := language_config(config)) is not None:
         config, full, layers = inner, files is not None or full, None if files is not None else layers
     with torch.device("meta"):
@@ -146,7 +146,8 @@ def _write_first_layers(
     with torch.device("meta"):
         model = model_from_config(config, torch.float32, trust_remote_code)
     direct = names_match(model, kept)
-    # If the tensor names match, every process reads its slices of the files. Otherwise only rank 0 reads the files.
+    # If the names in the files are those of the model, the files are linked, and every process reads its slices.
+    # Otherwise rank 0 copies the kept tensors, and no other rank reads files.
     copies = not direct and (not dist.is_initialized() or dist.get_rank() == 0)
     for path in sorted(set(kept.values())):
         if copies:

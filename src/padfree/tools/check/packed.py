@@ -246,7 +246,7 @@ def _all_scored(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def with_other_tokens(samples: Sequence[Sample], vocabulary: int, first: int) -> list[Sample]:
-    """Return the samples with all tokens of every second sample, starting at sample `first`, replaced by others."""
+    """Replace all tokens of every second sample, starting with sample `first`. Return all samples."""
     rng = np.random.default_rng(first)
     return [
         replace(sample, tokens=(sample.tokens + rng.integers(1, vocabulary, len(sample))) % vocabulary)

@@ -3,7 +3,7 @@
     kind      loss                                                           further inputs
     nll       cross entropy, mean over trained tokens (`one_at_a_time`)
     dpo       sigmoid loss of pairs, mean over pairs                         log-probabilities of a reference model
-    kto       loss of single answers with labels, mean over answers          the same, and the reference point z₀
+    kto       loss of single answers with labels, mean over answers          as for dpo, and the reference point z₀
     distill   forward KL from a teacher, mean over trained tokens            a teacher: the model with changed norms
     reward    Bradley-Terry loss of pairs, mean over pairs                   a scalar head
     value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values

@@ -102,7 +102,7 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def spread(lengths: Any, count: int) -> list[int]:
-    """Return ascending indices of `count` of the lengths, which are evenly spread from the shortest to the longest."""
+    """Choose `count` lengths, evenly spread from the shortest to the longest; return their indices, ascending."""
     order = np.argsort(lengths, kind="stable")
     chosen = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64))
     return sorted(order[chosen].tolist())

@@ -7,7 +7,7 @@
     padded    trains the first steps with plain transformers on padded batches
     packed    trains the same steps and more, packed; losses must be the same   sft/
     reward    trains with RL and in-process rollouts                            rl/
-    gpu       on a GPU, if there is one: trains a larger model, both ways       gpu/
+    gpu       on a GPU, if any: trains a larger model, padded and packed        gpu/
     report    shows both CPU runs on one page                                   report.html
 
 The trained model is so small that a CPU is as fast as a GPU, so its runs always use the CPU. The gpu stage shows the

@@ -54,7 +54,7 @@ class Demo:
     def __init__(
         self, folder: Path, console: Console, sizes: DemoSizes, *, known: Collection[str], resume: bool
     ) -> None:
-        """`known`: the names of all stages. A folder that holds results of other stages is not a demo's."""
+        """`known`: the names of all stages. A folder with results of any other stage is refused."""
         self.folder, self.console, self.sizes = folder, console, sizes
         self.found: dict[str, Found] = {}
         state = folder / STATE

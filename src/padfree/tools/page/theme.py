@@ -1,6 +1,6 @@
 """Colours and fonts of a page.
 
-    THEMES, the colours of both themes, are used in two places:
+    THEMES holds the colours of the light and the dark theme. They are used in two places:
         custom CSS properties of templates/page.css    as light-dark(light, dark)
         plotly templates, one per theme                relayout({template}) recolours a drawn figure
 

@@ -4,7 +4,7 @@
     2  seconds          forward and backward of a model with random weights, run by the training engine with the
                         compile, checkpointing and dtype settings of the run; the minimum of a few repeats
     3  CostModel.fit    seconds of a micro-batch = linear · Σn + quadratic · Σn² + constant, with n the lengths of its
-                        samples; and the seconds of an optimizer step
+                        samples; the seconds of an optimizer step are measured separately
 
 A deep model is not built in full. Its layers repeat, so the times of two shallow models give the cost of a layer and
 the cost of everything else:
@@ -12,9 +12,8 @@ the cost of everything else:
     seconds(L layers) = seconds(shallow) + (L - shallow) / period · (seconds(shallow + period) - seconds(shallow))
 
 Here, L and shallow are numbers of layers, and the layer types (windowed or full attention, dense or mixture of experts)
-repeat every `period` layers. A partial period
-at the end counts as a fraction of a period. The result is stored as JSON in the cache folder; `batch.cost` can name
-this file on any machine.
+repeat every `period` layers. If the last period is incomplete, it counts as a fraction. The result is stored as JSON in
+the cache folder; `batch.cost` can name this file on any machine.
 """
 
 from __future__ import annotations
@@ -166,10 +165,11 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
-    """Return the numbers of layers to measure: all layers, or two depths that differ by whole periods of layer types.
+    """Return the numbers of layers to measure: all layers, or two smaller numbers from which to extrapolate.
 
-    `whole`: if a token uses at most this many weights, all layers are measured. Of two depths, the first covers the
-    layers before the repeating part, and one period of the repeating part.
+    All layers are measured if a token uses at most `whole` weights, or if the model has too few layers. Otherwise, with
+    layer types that repeat every p layers, the first number covers the layers before the repeating part and p layers of
+    it. The second number is larger by a multiple of p.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers
@@ -206,8 +206,8 @@ def with_layers(model_config: Any, layers: int) -> Any:
 def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers: int) -> list[float]:
     """Return the seconds of each micro-batch with `layers` layers, extrapolated from measurements with fewer layers.
 
-    `taken[i]`: seconds of each micro-batch with `depths[i]` layers. Noise can make the deeper model look faster; a
-    layer then counts as 0 seconds, never as a negative time.
+    `taken[i]`: seconds of each micro-batch with `depths[i]` layers. Noise can make the deeper model look faster. A
+    layer then counts as 0 seconds, not as a negative time.
     """
     if len(taken) == 1:
         return list(taken[0])

@@ -5,7 +5,7 @@
 
 Planning a step takes milliseconds, and a million samples make thousands of steps. About a hundred planned steps are
 enough to estimate fill and imbalance. They are spread evenly over the epoch, not drawn at random, and the output says
-how many there are. Averages are ratios of sums, so that a small last step has little weight.
+how many steps were planned. Averages are ratios of sums, so that a small last step has little weight.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class PlanShape:
             if value < 1:
                 raise UserError(f"{flag}", "is not a positive number", "give 1 or more", value=value)
         if self.ranks % (self.context * self.replicate):
-            times = f" times parallel.replicate {self.replicate}" if self.replicate > 1 else ""
+            times = f" × {self.replicate} (--cp × parallel.replicate)" if self.replicate > 1 else ""
             raise UserError(
                 "--cp",
                 f"{self.context}{times} does not divide {self.ranks} ranks",
-                "change --cp or --ranks, so that it does",
+                "change --cp or --ranks so that --ranks is a multiple",
             )
 
     @property
@@ -100,7 +100,7 @@ class EpochPlan:
 
     @property
     def imbalance(self) -> float:
-        """The cost of the planned steps, divided by their cost if no data rank had to wait for another."""
+        """The cost of the planned steps, divided by what it would be if no data rank had to wait for another."""
         mean = sum(float(plan.cost.sum()) / plan.ranks for plan in self.plans)
         return sum(plan.step_cost for plan in self.plans) / mean if mean else 1.0
 

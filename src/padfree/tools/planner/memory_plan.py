@@ -58,7 +58,7 @@ class DeviceMemory:
         )
 
     def most_tokens(self, shape: PlanShape, memory: float, *, checkpointing: Checkpointing | None = None) -> int:
-        """Return the largest number of tokens of a micro-batch that fits in `memory` bytes; 0 if no token fits.
+        """Return the largest number of tokens of a micro-batch that fits in `memory` bytes; 0 if not even one fits.
 
         `checkpointing` replaces the setting of the run.
         """

@@ -8,8 +8,8 @@
 The engine appends the options that the run needs to the command (`ServerApi.command`). The output of server 0 goes to
 `servers/0.log` in the run folder. Each server has a watchdog (`watchdog`), which stops it when the run ends.
 
-A server that ends, or does not answer a probe within PROBE seconds, is restarted after 1, 2, 4, ... up to
-LONGEST_PAUSE seconds. It restarts without the weights of the run and receives them at the next weight sync.
+A server that ends, or does not answer a probe within PROBE seconds, is restarted after a pause of 1, 2, 4, ... seconds,
+at most LONGEST_PAUSE. The new process receives the weights of the run at the next weight sync.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def make_launcher(
 
 
 def _environment(devices: str) -> dict[str, str]:
-    """Return the environment variables of a server: those of this process without torchrun's, and with its devices."""
+    """Return the environment of a server: that of this process, without torchrun's variables, and its devices."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -8,7 +8,7 @@ If the run ends, even by kill -9, the pipe closes and the watchdog gets another 
 to the session of the server, and SIGKILL after GRACE seconds. If the server ends, the watchdog exits with its status.
 
 The module is run as a file and imports only the standard library, so that it starts in milliseconds. The watchdog has
-its own session, so that Ctrl-C in a terminal does not reach the server. It reaches the run, which finishes its step.
+its own session, so that Ctrl-C in a terminal does not reach the server, but only the run, which finishes its step.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class GroupTransport:
         self._buffer: Tensor | None = None
 
     async def connect(self, server: ServerApi) -> None:
-        """Set up the process group with a server, unless there is one. Call this before the first bucket."""
+        """Set up the process group with a server, if it does not exist yet. Call this before the first bucket."""
         if server.url in self._groups:
             return
         world = 1 + await server.workers()
@@ -167,10 +167,11 @@ class GroupTransport:
 
 
 async def call_during(server: ServerApi, call: Awaitable[None], function: Callable[[], Any]) -> Any:
-    """Run `function` in a thread while `call`, a request to the server, is awaited; return the result of `function`.
+    """Await `call`, a request to the server, while `function` runs in a thread; return the result of `function`.
 
-    The server answers the call once both sides are done. An error on either side is raised. If the server rejects the
-    call at once, `function` keeps running in its thread until its own timeout.
+    `call` and `function` are the two sides of one collective, so the server answers when both are done. An error on
+    either side is raised. If the server rejects the call at once, `function` keeps running in its thread until its own
+    timeout.
     """
     running = asyncio.get_running_loop().run_in_executor(None, function)
     running.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may never be awaited
@@ -336,7 +337,7 @@ class WeightSync:
 
         async def load(server: ServerApi) -> None:
             await server.pause()
-            # The pause interrupts the responses of the last version. Loading adapters itself needs no pause.
+            # The pause interrupts the responses of the previous version. Loading adapters alone would need no pause.
             await server.resume()
             await server.load_adapters(folder, name=name, model=self.model, version=version)
 
