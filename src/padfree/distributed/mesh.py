@@ -341,7 +341,7 @@ def make_mesh(
     if world % (context * replicate):
         raise UserError(
             "parallel.context",
-            f"{context} times parallel.replicate {replicate} does not divide the number of processes ({world})",
+            f"{context} × {replicate} (parallel.context × parallel.replicate) does not divide the {world} processes",
             f"start a multiple of {context * replicate} processes, or lower one of the two settings",
         )
     check_expert_ranks(expert, world // replicate)

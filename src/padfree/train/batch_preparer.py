@@ -174,7 +174,7 @@ class BatchPreparer:
             raise UserError(
                 f"{self._rollout.source}",
                 f"none of the {len(batch)} samples of batch {number} has a token to train",
-                "let the policy generate tokens: tokens that an environment adds are not trained",
+                "let the policy generate tokens, because tokens that an environment adds are not trained",
             )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         batch, found = self.task.prepare(batch, self._models(times), self._loss)
@@ -222,9 +222,10 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """Give a sample that occurs twice in a batch (small data, several epochs) its own uid and group the second time.
+    """Give each repetition of a sample in a batch a uid and a group of its own.
 
-    A repeated row, pair or group of rollouts thus counts as a separate unit for token weights and advantages.
+    A batch can contain a sample twice if the data is small and the run has several epochs. The repeated row, pair or
+    group of rollouts then counts as a separate unit for token weights and advantages.
     """
     seen: dict[str | int, int] = {}
     found = []

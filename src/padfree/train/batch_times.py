@@ -79,7 +79,7 @@ class BatchTimes:
         return found
 
     def split_sampling(self, timings: Mapping[str, float]) -> None:
-        """Move the seconds in `timings`, by phase, from the sampling phase to their own phases."""
+        """Move seconds from the sampling phase to other phases. `timings`: the seconds for each phase, by name."""
         assert timings.keys() <= set(PARTS), timings
         rest = self.seconds["sampling"] - sum(timings.values())
         self.seconds |= {"sampling": max(rest, 0.0), **timings}

@@ -35,7 +35,7 @@ def check_source(
     sampled = rollout.source is not None
     limit = limits.positions
     shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
-    # Token ids of text are in the tokenizer's vocabulary: scan them only if it is larger than the model's vocabulary.
+    # The token ids of text come from the tokenizer. Scan them only if the tokenizer has ids that the model lacks.
     text = isinstance(source.samples, StoredSamples) and not source.given_ids
     looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
     check_fits(
@@ -62,7 +62,10 @@ def check_source(
 
 
 def untrained_samples(source: TrainingData) -> list[int]:
-    """Indices of samples without trained tokens. Text rows without them are refused or dropped when they are read."""
+    """Return the indices of samples without trained tokens.
+
+    Text has none, because its rows without trained tokens are refused or dropped when they are read.
+    """
     if isinstance(source.samples, StoredSamples):
         return []
     return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]

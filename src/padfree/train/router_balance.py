@@ -88,7 +88,7 @@ class RouterBalance:
         return LossOutput(
             loss=output.loss + self.coefficient * part.to(output.loss.dtype),
             token_losses=output.token_losses,
-            # A statistic is (sum, count) and is reported as sum / count; a count of 0 reports the sum over all packs.
+            # A statistic (sum, count) is reported as sum / count or, if count is 0, as the sum over all packs.
             statistics={**output.statistics, "router": (part.detach(), torch.zeros_like(part.detach()))},
             pair_statistics=output.pair_statistics,
         )
@@ -131,7 +131,7 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, p of its tokens."""
+        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, with p_e of its own tokens."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]

@@ -166,7 +166,8 @@ def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple
 def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrainedModel) -> StepLengths:
     """Return the steps of the first epoch over text. A data row can have several samples, which stay in one step.
 
-    `parts`: number of samples of each source of a mixture. `model`: a skeleton, for the cost of sharing prefixes.
+    `parts`: number of samples of each source of a mixture. `model`: the model without weights, to compute what sharing
+    prefixes costs.
     """
     lengths, starts = lengths_of(samples), row_starts(config.loss, config.rollout, samples)
     several = rows_with_several(config.batch, config.loss, config.rollout, samples)
