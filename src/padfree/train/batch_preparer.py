@@ -119,14 +119,14 @@ class BatchPreparer:
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
     def models_to_save(self) -> dict[str, Any]:
-        """Return the models that a checkpoint stores besides the policy, by name. None: not stored."""
+        """Return the models to store in a checkpoint besides the policy, by name; None if the run has no such model."""
         return {
             "reference": None if self.reference is None else self.reference.tensors_to_save(),
             "critic": self._trained_critic(),
         }
 
     def models_to_load(self) -> dict[str, Any]:
-        """Return the models that a checkpoint restores besides the policy, by name. None: not restored."""
+        """Return the models to restore besides the policy, by name; None if the run has no such model."""
         return {
             "reference": None if self.reference is None else self.reference.tensors(),
             "critic": self._trained_critic(),

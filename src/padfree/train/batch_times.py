@@ -43,7 +43,7 @@ PARTS = (
 
 
 class BatchTimes:
-    """Seconds of each phase on this rank: of one batch, or between two updates."""
+    """Adds up the seconds of each phase on this rank, until `take` returns them and starts again at 0."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

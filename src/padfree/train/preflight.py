@@ -113,7 +113,7 @@ def preflight(
 
 
 def check_folder_usable(config: Config) -> None:
-    """Refuse a folder that is not writable, is not a run folder, is in use, or has a checkpoint of other settings."""
+    """Refuse a folder that is not writable or not a run folder, is in use, or has a checkpoint that cannot be resumed."""
     check_run_folder(config)
     check_folder(config.run.folder, "run.folder")
     check_not_in_use(Path(config.run.folder))

@@ -10,7 +10,7 @@ whole batch is known, L is linear in p, and the gradients of micro-batches and r
     one micro-batch per rank   f is summed over the ranks between forward and backward
     several                    an extra forward pass over all micro-batches counts the choices first
 
-The second method changes the bias with which a router selects experts. After each update, `loss.router_bias` is added
+`loss.router_bias` instead changes the bias with which a router selects experts. After each update, its value is added
 to the bias of each expert that was chosen less often than the mean over this step and all ranks, and subtracted from
 the bias of each expert that was chosen more often. The bias has no gradient, and its update needs no extra pass.
 """

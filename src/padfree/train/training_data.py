@@ -176,7 +176,7 @@ def load_held_out(
 
 
 def _first(config: Config, samples: Samples) -> Samples:
-    """Return the samples of the first data rows, as many rows as `eval.samples` says (counted like `batch.samples`)."""
+    """Return the samples of the first data rows, up to `eval.samples` (which counts like `batch.samples`)."""
     assert config.eval.samples is not None
     starts, size = row_starts(config.loss, config.rollout, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]

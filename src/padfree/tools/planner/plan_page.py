@@ -108,7 +108,7 @@ def parts_figure(scaling: Scaling) -> Figure:
 
 
 def lengths_figure(plan: RunPlan) -> Figure:
-    """Plot histograms of samples and of tokens over sample length, with bins of equal width on a log axis."""
+    """Plot the number of samples and the number of tokens by sample length, with equally wide bins on a log axis."""
     shortest, longest = int(plan.lengths.min()), int(plan.lengths.max())
     edges = np.unique(np.geomspace(shortest, longest + 1, BINS + 1).round().astype(np.int64))
     samples = np.histogram(plan.lengths, edges)[0]

@@ -234,7 +234,7 @@ def plan_scaling(
 ) -> Scaling:
     """Estimate the step times on 8 devices, 16, 32 and so on, up to `shape.ranks` devices on `hosts` hosts.
 
-    `steps`: sample lengths of each step. `need` estimates the bytes that a device needs; `memory`: the bytes that it has.
+    `steps`: sample lengths of each step. `need` estimates the bytes that a device needs; it has `memory` bytes.
     """
     if shape.ranks % hosts:
         raise UserError(

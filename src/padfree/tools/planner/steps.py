@@ -75,7 +75,7 @@ def load_steps(
     progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """Return the steps of the data of `config` or, if `lengths` is given, of this file of sample lengths.
+    """Return the steps of the data of `config`. If `lengths`, a file of sample lengths, is given, use it instead.
 
     Raise the same errors about the data as a run with this config.
 

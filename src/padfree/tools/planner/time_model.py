@@ -2,7 +2,7 @@
 
     what is known                                                            units of the cost model
     batch.cost, or measured on this device by `padfree plan --calibrate`     seconds
-    a GPU whose peak is known, and model.dtype=bfloat16                      FLOPs (PEAK_FRACTION of the peak per second)
+    a GPU whose peak is known, and model.dtype=bfloat16                      FLOPs (PEAK_FRACTION of peak per second)
     neither of them                                                          FLOPs, whose time is unknown
 
 The time includes forward and backward on the slowest rank of each micro-batch, and the optimizer step if it was

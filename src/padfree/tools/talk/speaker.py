@@ -108,7 +108,7 @@ class Speaker:
         return self.limits.positions or self.limits.trained_positions
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Render messages as text, with the generation prompt. Raise a `UserError` if the chat template drops one."""
+        """Render messages as text, with the generation prompt. Raise a `UserError` if the template drops a message."""
         assert self.chat_tokenizer.chat is not None
         for message in messages:
             check_encodable(message["content"], message["role"])

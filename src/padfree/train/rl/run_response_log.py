@@ -84,7 +84,7 @@ class RunResponseLog:
         return f"reusing {found} responses from the response log" if found else None
 
     def start_part(self, step: int, *, after: int, last_batch: int) -> None:
-        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the last batch requested.
+        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the last requested batch.
 
         Call this before the state for a checkpoint is collected.
         """
