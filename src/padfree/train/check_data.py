@@ -84,9 +84,9 @@ def check_lengths(
     context: int,
     budget: bool = True,
 ) -> None:
-    """Refuse samples over the token cap of a device or the token budget of a step, if batch.overlong is "error".
+    """Refuse samples over `batch.max_tokens` (per rank) or `batch.tokens` (per step), if batch.overlong is "error".
 
-    `context`: the largest number of context ranks that share a pack. With `budget=False`, the token budget is not
+    `context`: the largest number of context ranks that share a pack. With `budget=False`, `batch.tokens` is not
     checked, because an evaluation has no steps.
     """
     if batch.overlong != "error":
@@ -101,7 +101,7 @@ def check_lengths(
 
 
 def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Raise a `UserError` if any range of samples, from one entry of `starts` to the next, exceeds the token cap."""
+    """Raise a `UserError` if samples from one entry of `starts` to the next have over cap × context tokens in all."""
     lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)
     if not len(over):

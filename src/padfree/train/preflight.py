@@ -113,7 +113,7 @@ def preflight(
 
 
 def check_folder_usable(config: Config) -> None:
-    """Refuse a folder that is not writable or not a run folder, is in use, or has a checkpoint that cannot be resumed."""
+    """Refuse a folder that is not writable, not a run folder or in use, or whose checkpoint cannot be resumed."""
     check_run_folder(config)
     check_folder(config.run.folder, "run.folder")
     check_not_in_use(Path(config.run.folder))
@@ -289,8 +289,8 @@ def check_experts(config: Config, model: PreTrainedModel, processes: int) -> Non
     if config.parallel.checkpointing == "host":
         raise UserError(
             "parallel.expert",
-            f"{expert}, but parallel.checkpointing=host needs whole graphs of compiled layers, which the exchange of "
-            "tokens breaks",
+            f"{expert}, but parallel.checkpointing=host needs one graph per compiled layer, which the exchange of "
+            "tokens between ranks breaks",
             "set parallel.checkpointing=selective",
         )
     if config.lora.rank and adapts_experts(model, config.lora.targets):
