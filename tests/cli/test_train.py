@@ -293,7 +293,7 @@ def test_progress_bars_on_a_terminal(
         (
             "sft",
             ["parallel.context=2", "--dry-run"],
-            "parallel.context: 2 times parallel.replicate 1 does not divide 1",
+            "parallel.context: 2 × 1 (parallel.context × parallel.replicate) does not divide the 1 processes",
         ),
         ("sft", ['data.path=["nowhere.jsonl"]'], "nowhere.jsonl"),
         (

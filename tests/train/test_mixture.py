@@ -211,7 +211,7 @@ def refused(config: Config) -> str:
         (
             [{"text": "abc"}],
             {"weight": 0.4},
-            "data.sources.1.weight: 0.4 of 1 rows is less than one row in data.epochs=2",
+            "data.sources.1.weight: 0.4 × 1 rows × 2 epochs (data.epochs) is less than one row",
         ),
         ([{"text": 3}], {}, "bad.jsonl line 1: 'text' is 3; expected a string"),
     ],

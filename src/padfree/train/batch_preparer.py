@@ -119,14 +119,14 @@ class BatchPreparer:
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
     def models_to_save(self) -> dict[str, Any]:
-        """Return the models that a checkpoint stores besides the policy, by name. None: not stored."""
+        """Return the models to store in a checkpoint besides the policy, by name; None if the run has no such model."""
         return {
             "reference": None if self.reference is None else self.reference.tensors_to_save(),
             "critic": self._trained_critic(),
         }
 
     def models_to_load(self) -> dict[str, Any]:
-        """Return the models that a checkpoint restores besides the policy, by name. None: not restored."""
+        """Return the models to restore besides the policy, by name; None if the run has no such model."""
         return {
             "reference": None if self.reference is None else self.reference.tensors(),
             "critic": self._trained_critic(),
@@ -174,7 +174,7 @@ class BatchPreparer:
             raise UserError(
                 f"{self._rollout.source}",
                 f"none of the {len(batch)} samples of batch {number} has a token to train",
-                "let the policy generate tokens: tokens that an environment adds are not trained",
+                "let the policy generate tokens, because tokens that an environment adds are not trained",
             )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         batch, found = self.task.prepare(batch, self._models(times), self._loss)
@@ -222,9 +222,10 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """Give a sample that occurs twice in a batch (small data, several epochs) its own uid and group the second time.
+    """Give each repetition of a sample in a batch a uid and a group of its own.
 
-    A repeated row, pair or group of rollouts thus counts as a separate unit for token weights and advantages.
+    A batch can contain a sample twice if the data is small and the run has several epochs. The repeated row, pair or
+    group of rollouts then counts as a separate unit for token weights and advantages.
     """
     seen: dict[str | int, int] = {}
     found = []

@@ -43,7 +43,7 @@ PARTS = (
 
 
 class BatchTimes:
-    """Seconds of each phase on this rank: of one batch, or between two updates."""
+    """Adds up the seconds of each phase on this rank, until `take` returns them and starts again at 0."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -79,7 +79,7 @@ class BatchTimes:
         return found
 
     def split_sampling(self, timings: Mapping[str, float]) -> None:
-        """Move the seconds in `timings`, by phase, from the sampling phase to their own phases."""
+        """Move seconds from the sampling phase to other phases. `timings`: the seconds for each phase, by name."""
         assert timings.keys() <= set(PARTS), timings
         rest = self.seconds["sampling"] - sum(timings.values())
         self.seconds |= {"sampling": max(rest, 0.0), **timings}

@@ -35,7 +35,7 @@ def check_source(
     sampled = rollout.source is not None
     limit = limits.positions
     shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
-    # Token ids of text are in the tokenizer's vocabulary: scan them only if it is larger than the model's vocabulary.
+    # The token ids of text come from the tokenizer. Scan them only if the tokenizer has ids that the model lacks.
     text = isinstance(source.samples, StoredSamples) and not source.given_ids
     looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
     check_fits(
@@ -62,7 +62,10 @@ def check_source(
 
 
 def untrained_samples(source: TrainingData) -> list[int]:
-    """Indices of samples without trained tokens. Text rows without them are refused or dropped when they are read."""
+    """Return the indices of samples without trained tokens.
+
+    Text has none, because its rows without trained tokens are refused or dropped when they are read.
+    """
     if isinstance(source.samples, StoredSamples):
         return []
     return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]
@@ -81,9 +84,9 @@ def check_lengths(
     context: int,
     budget: bool = True,
 ) -> None:
-    """Refuse samples over the token cap of a device or the token budget of a step, if batch.overlong is "error".
+    """Refuse samples over `batch.max_tokens` (per rank) or `batch.tokens` (per step), if batch.overlong is "error".
 
-    `context`: the largest number of context ranks that share a pack. With `budget=False`, the token budget is not
+    `context`: the largest number of context ranks that share a pack. With `budget=False`, `batch.tokens` is not
     checked, because an evaluation has no steps.
     """
     if batch.overlong != "error":
@@ -98,7 +101,7 @@ def check_lengths(
 
 
 def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Raise a `UserError` if any range of samples, from one entry of `starts` to the next, exceeds the token cap."""
+    """Raise a `UserError` if samples from one entry of `starts` to the next have over cap × context tokens in all."""
     lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)
     if not len(over):

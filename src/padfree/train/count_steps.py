@@ -53,7 +53,10 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
 
 
 def planned_steps(config: Config, source: TrainingData) -> int | None:
-    """Approximate number of optimizer steps of the run. If counting would take long: `run.steps`, which may be None."""
+    """Return the approximate number of optimizer steps of the run.
+
+    If `data.epochs` is None or counting would take long, return `run.steps`, which may be None.
+    """
     steps, quick = config.run.steps, config.batch.samples is not None and config.rollout.source is None
     if config.data.epochs is None or (not quick and len(source.samples) > MANY_SAMPLES):
         return steps

@@ -32,7 +32,7 @@ def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
 
 
 def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
-    """Return the index of the first sample of each of the R data rows, then the number of samples, [R+1].
+    """Return [R+1]: the index of the first sample of each of the R data rows, and last the number of samples.
 
     `StoredSamples` record their rows. For other samples, the task defines the number of samples per row (1 in RL).
     """
@@ -71,7 +71,8 @@ def check_shown(data: DataConfig, sizes: Sequence[int]) -> None:
         if epochs is not None and not part.shown(epochs):
             raise UserError(
                 f"data.sources.{number}.weight",
-                f"{data.sources[number].weight:g} of {part.size} rows is less than one row in data.epochs={epochs}",
+                f"{data.sources[number].weight:g} × {part.size} rows × {epochs} epochs (data.epochs) "
+                "is less than one row",
                 "give a larger weight, or more epochs",
             )
 

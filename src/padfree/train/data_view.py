@@ -199,7 +199,7 @@ def _messages(data: DataConfig, sample: Sample, tokenizer: Any, place: str) -> t
 def _source_settings(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
     """Return the name and the data settings of each source of a mixture.
 
-    Without a mixture, the only entry is None with the settings of `[data]`.
+    Without a mixture, the list has one entry: the name None and the settings of `[data]`.
     """
     if not data.sources:
         return [(None, data)]

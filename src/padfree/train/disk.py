@@ -75,7 +75,7 @@ def _count(model: nn.Module, *, trained: bool = False) -> int:
 def free_space(folder: Path) -> tuple[int, int | None]:
     """Return the free bytes and the free inodes of the file system of `folder`.
 
-    The second is None if the file system does not count inodes.
+    The number of inodes is None if the file system does not count them.
     """
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     found = os.statvfs(nearest)

@@ -35,7 +35,7 @@ def remove_end(folder: Path) -> None:
 
 
 def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
-    """Whether the last event in the run folder is the end of a run of `step` steps or, with `exports`, its export."""
+    """Whether the run in the folder ended after `step` steps and, with `exports`, has exported its model since."""
     last = last_line(folder / EVENTS)
     wanted = "export" if exports else "end"
     return (not exports or (folder / MODEL).is_dir()) and (last.get("kind"), last.get("step")) == (wanted, step)

@@ -288,9 +288,9 @@ class Engine:
     def _zero_gradients(self, prepared: PreparedStep) -> _Sums:
         """Set the gradients of a batch whose samples are all skipped to 0, without a pass over the model.
 
-        The optimizer must do the same as after a pass: it decays the moments and the weights of the parameters that
-        have a gradient, and of no others. Only a pass shows which parameters have a gradient. If there was no pass yet,
-        a pass over a single unscored token shows it.
+        The optimizer decays the moments and the weights only of parameters that have a gradient. Therefore exactly the
+        parameters that get a gradient in a pass are set to 0 here. If no pass has shown yet which ones these are, a
+        pass over a single unscored token shows it.
         """
         assert prepared.skipped is not None
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)

@@ -119,8 +119,8 @@ class GlobalBatch:
             raise UserError(
                 "loss.epochs",
                 f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint is inside a rollout batch of "
-                f"{about['epochs']} epochs and {about['updates']} updates",
-                "keep both settings until that batch is finished",
+                f"{about['epochs']} epochs and {about['updates']} updates in all",
+                "set both settings back until that batch is finished",
             )
         pieces = {
             name: _split(extra[f"{KEY}/{name}"], [record["length"] for record in records if _has_array(record, name)])

@@ -164,7 +164,7 @@ class Packer:
     def _check_sharing(self) -> None:
         if self.pack_settings.share_prefixes is True and self.unshared_reason is not None:
             raise UserError(
-                "batch.share_prefixes", f"True, but {self.unshared_reason}", "set batch.share_prefixes=false"
+                "batch.share_prefixes", f"true, but {self.unshared_reason}", "set batch.share_prefixes=false"
             )
 
     def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:

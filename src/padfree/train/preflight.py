@@ -113,7 +113,7 @@ def preflight(
 
 
 def check_folder_usable(config: Config) -> None:
-    """Refuse a folder that is not writable, is not a run folder, is in use, or has a checkpoint of other settings."""
+    """Refuse a folder that is not writable, not a run folder or in use, or whose checkpoint cannot be resumed."""
     check_run_folder(config)
     check_folder(config.run.folder, "run.folder")
     check_not_in_use(Path(config.run.folder))
@@ -171,8 +171,9 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
     if processes % ((1 if context == "auto" else context) * replicate):
         raise UserError(
             "parallel.context",
-            f"{context} times parallel.replicate {replicate} does not divide {processes} processes",
-            "change one of the settings, or the number of processes",
+            f"{context} × {replicate} (parallel.context × parallel.replicate) does not divide the {processes} "
+            "processes",
+            "lower one of the two settings, or start a multiple of their product",
         )
     check_expert_ranks(config.parallel.expert, processes // replicate)
     requested = config.model.attention
@@ -195,7 +196,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
 
 
 def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
-    """Build the model on the meta device; return it and the limits that all models of the run have in common."""
+    """Return the model, built on the meta device, and the strictest input limits of all models of the run."""
     model = _checked_model(config, config.model.path, "model.path", config.model.init, config.loss.head)
     limits = ModelLimits.of(model)
     path = config.reference.path
@@ -210,7 +211,7 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
         if own != other:
             raise UserError(
                 "teacher.path",
-                f"{config.teacher.path} has a vocabulary of {other:,}, model.path one of {own:,}",
+                f"{config.teacher.path} has a vocabulary of {other:,} tokens, but that of model.path has {own:,}",
                 "give a teacher with the same vocabulary",
             )
         limits = limits.within(ModelLimits.of(teacher))
@@ -245,7 +246,7 @@ def _checked_model(config: Config, path: str, setting: str, init: Init, head: Mo
 
 
 def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
-    """Refuse an attention backend that cannot run this model on this device, if the device is present."""
+    """Refuse an attention backend that cannot run this model on the device. Skip the check if the GPU is missing."""
     sizes = ModelSizes.of(model.config)
     if sizes.latent or not sizes.query or (device_type == "cuda" and not torch.cuda.is_available()):
         return
@@ -288,8 +289,8 @@ def check_experts(config: Config, model: PreTrainedModel, processes: int) -> Non
     if config.parallel.checkpointing == "host":
         raise UserError(
             "parallel.expert",
-            f"{expert}, but parallel.checkpointing=host needs whole graphs of compiled layers, which the exchange of "
-            "tokens breaks",
+            f"{expert}, but parallel.checkpointing=host needs one graph per compiled layer, which the exchange of "
+            "tokens between ranks breaks",
             "set parallel.checkpointing=selective",
         )
     if config.lora.rank and adapts_experts(model, config.lora.targets):

@@ -10,7 +10,7 @@ whole batch is known, L is linear in p, and the gradients of micro-batches and r
     one micro-batch per rank   f is summed over the ranks between forward and backward
     several                    an extra forward pass over all micro-batches counts the choices first
 
-The second method changes the bias with which a router selects experts. After each update, `loss.router_bias` is added
+`loss.router_bias` instead changes the bias with which a router selects experts. After each update, its value is added
 to the bias of each expert that was chosen less often than the mean over this step and all ranks, and subtracted from
 the bias of each expert that was chosen more often. The bias has no gradient, and its update needs no extra pass.
 """
@@ -88,7 +88,7 @@ class RouterBalance:
         return LossOutput(
             loss=output.loss + self.coefficient * part.to(output.loss.dtype),
             token_losses=output.token_losses,
-            # A statistic is (sum, count) and is reported as sum / count; a count of 0 reports the sum over all packs.
+            # A statistic (sum, count) is reported as sum / count or, if count is 0, as the sum over all packs.
             statistics={**output.statistics, "router": (part.detach(), torch.zeros_like(part.detach()))},
             pair_statistics=output.pair_statistics,
         )
@@ -131,7 +131,7 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, p of its tokens."""
+        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, with p_e of its own tokens."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]

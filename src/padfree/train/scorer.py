@@ -123,7 +123,9 @@ class Scorer:
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return, for each of this rank's e entries, the index of the predicted token among the tokens of all samples, [e].
+    """Return [e]: for each of the pack's e predictions on this rank, the index of the predicted token.
+
+    The index counts the tokens of all samples of the batch, not only those of the pack.
 
     `starts`: index of the first token of each sample. `indices`: the samples of the pack.
     """

@@ -55,7 +55,7 @@ def copied_keys(
 ) -> float:
     """Return the number of keys that attention copies per computed token: the maximum over up to `MOST_ROWS` data rows.
 
-    They are the rows that probably copy most: those with the most tokens per token of their longest sample.
+    These rows probably copy the most keys: they have the most tokens in all samples per token of the longest sample.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:

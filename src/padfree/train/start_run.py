@@ -193,7 +193,7 @@ def _restore(
     batches: BatchPreparer,
     changed: Mapping[str, Any],
 ) -> tuple[RunPosition, bool]:
-    """Load a checkpoint. Return the position of the run, and whether it was evaluated at that step before the save.
+    """Load a checkpoint. Return the run's position, and whether the run was evaluated at this step before the save.
 
     `changed`: the settings that differ from the checkpoint's.
     """
@@ -220,7 +220,8 @@ def _restore(
 def _best(gathered: Mapping[str, Any] | None, checkpointer: Checkpointer, config: Config) -> Best | None:
     """Return the best evaluation that the checkpoint records.
 
-    Return None if it used another metric than this run, or if its checkpoint no longer exists.
+    Return None if it was chosen by another metric than this run uses, or if the checkpoint with its weights no longer
+    exists.
     """
     if gathered is None or gathered["metric"] != config.checkpoint.best:
         return None

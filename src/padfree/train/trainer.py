@@ -206,7 +206,7 @@ class Trainer:
                         self.batches.after_updates()
                 if self.config.eval.every is not None and self.step % self.config.eval.every == 0:
                     self._run_evaluation()
-                # While the device runs an update, use the stop votes that were collected when the previous one began.
+                # While the device runs an update, use the stop votes collected when the previous one began.
                 stopped = (
                     self.updates.stop_votes > 0 if self.updates.pending else any_rank_wants(signals.received, self.mesh)
                 )
@@ -245,7 +245,7 @@ class Trainer:
     # Evaluations
 
     def _run_evaluation(self) -> None:
-        """Evaluate the current weights and write the metrics. After the best evaluation so far, keep a checkpoint."""
+        """Evaluate the current weights and write the metrics. If they are the best so far, keep a checkpoint."""
         if self.evaluate is None:
             return
         self.updates.finish()

@@ -115,7 +115,7 @@ def _load(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> Trainin
 def _of_data_source(error: UserError, number: int) -> UserError:
     """Return the error for source `number` of a mixture.
 
-    If the error is about a `[data]` setting that a source also has, it then names the setting of this source.
+    The error names a setting that every source has as that of this source, e.g. `data.sources.1.path`.
     """
     own, table = "data.(path|columns|split|subset)", f"data.sources.{number}"
     at = f"{table}.path" if error.setting == "data" else re.sub(rf"^{own}$", rf"{table}.\1", error.setting)
@@ -176,7 +176,7 @@ def load_held_out(
 
 
 def _first(config: Config, samples: Samples) -> Samples:
-    """Return the samples of the first data rows, as many rows as `eval.samples` says (counted like `batch.samples`)."""
+    """Return the samples of the first data rows, up to `eval.samples` (which counts like `batch.samples`)."""
     assert config.eval.samples is not None
     starts, size = row_starts(config.loss, config.rollout, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
@@ -254,7 +254,7 @@ def _check_step_memory(config: Config, samples: Samples) -> None:
 
 
 def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tuple[Sequence[Group], list[int]]:
-    """Return the units of batches, which are data rows or groups, and the number of units in each part of the samples.
+    """Return the units of batches, which are data rows or groups, and the number of units of each source.
 
     `parts`: the number of samples of each source of a mixture.
     """

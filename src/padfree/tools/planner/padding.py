@@ -1,4 +1,4 @@
-"""The cost of an epoch with padded micro-batches, to compare with the packed epoch of the plan.
+"""Compute what the planned epoch would cost with padded micro-batches instead of packs.
 
     lengths    7 3 | 9 4        micro-batches of 2 samples, each padded to its longest sample
     computed   7 7 | 9 9        32 tokens computed for 23 tokens of data
@@ -35,7 +35,9 @@ class Padded:
 
 
 def padded(steps: Sequence[Lengths], cost: CostModel, *, size: int, grouped: bool = False) -> Padded:
-    """Return the cost of an epoch in padded micro-batches of `size` samples; the last one of a step may have fewer.
+    """Return the cost of an epoch in padded micro-batches of `size` samples.
+
+    The last micro-batch of a step may have fewer samples.
 
     `steps`: sample lengths of each step. `grouped`: whether samples are sorted by length inside each step.
     """

@@ -67,7 +67,10 @@ def write_page(
 
 
 def efficiency_figure(scaling: Scaling) -> Figure:
-    """Plot the efficiency over the number of devices: weights sharded over all ranks, or a replica on each host."""
+    """Plot efficiency against the number of devices.
+
+    One line is for weights that are sharded over all ranks, the other for a replica of the weights on each host.
+    """
     ways = (("weights sharded over all ranks", scaling.sharded), ("weights replicated per host", scaling.replicated))
     traces = [
         {
@@ -105,7 +108,7 @@ def parts_figure(scaling: Scaling) -> Figure:
 
 
 def lengths_figure(plan: RunPlan) -> Figure:
-    """Plot histograms of samples and of tokens over sample length, with bins of equal width on a log axis."""
+    """Plot the number of samples and the number of tokens by sample length, with equally wide bins on a log axis."""
     shortest, longest = int(plan.lengths.min()), int(plan.lengths.max())
     edges = np.unique(np.geomspace(shortest, longest + 1, BINS + 1).round().astype(np.int64))
     samples = np.histogram(plan.lengths, edges)[0]
@@ -240,7 +243,7 @@ def padded_figure(plan: RunPlan) -> Figure:
 
 
 def ranks_figure(balances: Sequence[ContextBalance]) -> Figure:
-    """Plot the modelled cost of each context rank, for each layout."""
+    """Plot the cost of each context rank, divided by the mean over the ranks, for each layout."""
     bars = [
         _bar(each.kind, [f"rank {rank}" for rank in range(len(each.shares))], each.shares.tolist(), index)
         for index, each in enumerate(balances)

@@ -59,7 +59,7 @@ class RunPlan:
 
     @property
     def sharing(self) -> float | None:
-        """Tokens in the samples / tokens that are computed if prefixes are shared; None if unknown."""
+        """The number of tokens in all samples, divided by the number computed with shared prefixes; None if unknown."""
         return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
 
     @property
@@ -285,8 +285,8 @@ def make_plan(
 def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """Return the largest number of tokens that one device holds in a micro-batch.
 
-    The result is the device's part of the largest pack. This pack has the maximum number of tokens, or the tokens of
-    the largest step if they are fewer, but at least the tokens of the longest sample.
+    The result is the part of the largest pack that one context rank holds. The largest pack is full (`pack_tokens`), or
+    holds all tokens of the largest step if these are fewer. It is never shorter than the longest sample.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

@@ -2,17 +2,17 @@
 
     part of a micro-batch    seconds
     compute   ##########     of the slowest rank, from the cost model
-    weights   ============   of all-gather and reduce-scatter. They overlap with compute; they add to the step only what
-                             is longer than compute, the first gather and the last reduce
+    weights   ============   of all-gather and reduce-scatter, which overlap with compute. The step takes longer only by
+                             the first gather, the last reduce, and any time by which they exceed compute
     context   ++++           of sending keys and values, which add to the step unless ring attention overlaps them
 
     seconds of a collective  bytes on the busiest link / link bandwidth, plus a latency for every device in the ring
                              (the busiest link is inside a host or between hosts, whichever takes longer)
 
 The same steps are planned for 8 devices, 16, 32, ... and for the requested number. Efficiency is the throughput per
-device relative to the smallest number of devices. Bytes are counted by `traffic`; tests/hosts compares these counts
-with real links. Compute time is measured if the cost model was measured. Link bandwidths and latencies, the fraction of
-the bandwidth that collectives reach, and the overlap are assumptions; the output says so.
+device, divided by that of a run on the smallest number of devices. Bytes are counted by `traffic`; tests/hosts compares
+these counts with real links. Compute time is measured if the cost model was measured. Link bandwidths and latencies,
+the fraction of the bandwidth that collectives reach, and the overlap are assumptions; the output says so.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Links:
     def of(inside: str | None, between: str | None, gpu: str | None) -> Links:
         """Return the links that are given by name or as a number of GB/s.
 
-        By default, a host has the NVLink generation of the GPU inside, and InfiniBand NDR to other hosts.
+        By default, NVLink of the GPU's generation connects the devices of a host, and InfiniBand NDR connects hosts.
         """
         default = next((link for name, link in LINK_OF.items() if name.lower() in (gpu or "").lower()), "nvlink4")
         return Links(
@@ -112,7 +112,10 @@ class StepTime:
         return self.even + self.waiting + self.fixed + self.weights + self.context
 
     def losses(self) -> dict[str, float]:
-        """Return the seconds by which a step exceeds evenly divided compute, by cause. A cause is a text."""
+        """Return the seconds that a step loses to each cause, keyed by a description of the cause.
+
+        A step without losses takes only its compute time, divided evenly over the ranks.
+        """
         return {
             f"ranks wait for the slowest rank ({self.micro_batches:.1f} micro-batches per rank)": self.waiting,
             "the fixed cost of each micro-batch and step dominates": self.fixed,
@@ -139,7 +142,9 @@ class Scaling:
 
     @staticmethod
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
-        """Return the largest worthwhile number of devices, and the cause of lost time that grows most beyond it.
+        """Return the largest worthwhile number of devices, and why more are not worthwhile.
+
+        The reason is the cause whose lost seconds grow most from this number of devices to the next.
 
         Return None if every number of devices in `times` is worthwhile.
         """
@@ -229,11 +234,11 @@ def plan_scaling(
 ) -> Scaling:
     """Estimate the step times on 8 devices, 16, 32 and so on, up to `shape.ranks` devices on `hosts` hosts.
 
-    `steps`: sample lengths of each step. `need` estimates the memory of a device, which has `memory` bytes.
+    `steps`: sample lengths of each step. `need` estimates the bytes that a device needs; it has `memory` bytes.
     """
     if shape.ranks % hosts:
         raise UserError(
-            "--hosts", f"{hosts} does not divide {shape.ranks} ranks", "give every host the same number of ranks"
+            "--hosts", f"{hosts} does not divide {shape.ranks} ranks", "give a divisor of the number of ranks"
         )
     if time_model.per_second is None:
         raise UserError(
@@ -350,7 +355,7 @@ def _seconds(sent: Traffic, links: Links) -> float:
 
 
 def _latency(placement: Placement) -> float:
-    """Return the latency in seconds of one ring over all devices that shard the weights."""
+    """Return the latency in seconds of one pass around the ring of devices that shard the weights."""
     shards = placement.ranks // placement.replicate
     passed = placement.hosts_of(placement.shard_groups)
     return shards * LATENCY_INSIDE + (passed if passed > 1 else 0) * LATENCY_BETWEEN

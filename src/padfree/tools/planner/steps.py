@@ -75,7 +75,7 @@ def load_steps(
     progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """Return the steps of the data of `config` or, if `lengths` is given, of this file of sample lengths.
+    """Return the steps of the data of `config`. If `lengths`, a file of sample lengths, is given, use it instead.
 
     Raise the same errors about the data as a run with this config.
 
@@ -166,7 +166,8 @@ def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple
 def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrainedModel) -> StepLengths:
     """Return the steps of the first epoch over text. A data row can have several samples, which stay in one step.
 
-    `parts`: number of samples of each source of a mixture. `model`: a skeleton, for the cost of sharing prefixes.
+    `parts`: number of samples of each source of a mixture. `model`: the model without weights, to compute what sharing
+    prefixes costs.
     """
     lengths, starts = lengths_of(samples), row_starts(config.loss, config.rollout, samples)
     several = rows_with_several(config.batch, config.loss, config.rollout, samples)

@@ -2,7 +2,7 @@
 
     what is known                                                            units of the cost model
     batch.cost, or measured on this device by `padfree plan --calibrate`     seconds
-    a GPU whose peak is known, and model.dtype=bfloat16                      FLOPs, PEAK_FRACTION of the peak per second
+    a GPU whose peak is known, and model.dtype=bfloat16                      FLOPs (PEAK_FRACTION of peak per second)
     neither of them                                                          FLOPs, whose time is unknown
 
 The time includes forward and backward on the slowest rank of each micro-batch, and the optimizer step if it was
@@ -49,8 +49,8 @@ class TimeModel:
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
     """Return the most accurate time model that is available.
 
-    From most to least accurate: `batch.cost`, a measurement of this device, the peak of a GPU, FLOPs without seconds,
-    tokens. `gpu`: the name of the planned GPU, if one was given.
+    From most to least accurate: seconds from `batch.cost`, seconds measured on this device, seconds from FLOPs and the
+    peak of a GPU, FLOPs without seconds, tokens. `gpu`: the name of the planned GPU, if one was given.
     """
     if config.batch.cost is not None:
         named = config.batch.cost

@@ -77,7 +77,7 @@ class Placement:
             raise UserError(
                 "--hosts",
                 f"{self.hosts} does not divide {self.ranks} ranks",
-                "give every host the same number of ranks",
+                "give a divisor of the number of ranks",
             )
 
     @property
@@ -104,7 +104,7 @@ class Placement:
 
     @property
     def expert_mesh(self) -> Ranks:
-        """[replicate, fsdp, expert] ranks as `padfree.distributed.mesh` arranges them for the weights of experts."""
+        """[replicate, fsdp, expert]: all ranks, as `padfree.distributed.mesh` arranges them for experts' weights."""
         return np.arange(self.ranks).reshape(self.replicate, -1, self.expert)
 
     def hosts_of(self, groups: Ranks) -> int:
@@ -148,7 +148,7 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Add a collective over `size` bytes in each ring of `groups` [rings, P]. A link carries (P - 1)/P of them."""
+        """Add a collective over `size` bytes in each ring of `groups` [rings, P]; a link carries (P - 1)/P `size`."""
         world = groups.shape[1]
         if world > 1:
             self.send(kind, groups, np.roll(groups, -1, axis=1), size * (world - 1) / world)
@@ -167,7 +167,7 @@ class Traffic:
         return inside, between
 
     def table(self) -> dict[str, tuple[float, float]]:
-        """Return, for each kind, the bytes of the host that sends the most: inside the host, and to other hosts."""
+        """Return, for each kind, the most bytes that any host sends inside itself, and the most to other hosts."""
         hosts = self.placement.host(np.arange(self.placement.ranks))
 
         def busiest(sent: Floats) -> float:
@@ -183,9 +183,9 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSizes:
-    """Numbers of elements of one FSDP unit, summed over its shards and with padding.
+    """The numbers of elements that FSDP gathers and reduces for one unit, including padding.
 
-    For experts that ranks divide among them, the unit is the part of one expert rank."""
+    If ranks divide the experts of a layer among them, the unit has only the experts of one rank."""
 
     gathered: int
     reduced: int
@@ -194,7 +194,9 @@ class UnitSizes:
 
 
 def fsdp_units(model: PreTrainedModel, shards: int, expert: int = 1) -> list[UnitSizes]:
-    """Return the FSDP units that `padfree.sharding.parallelize` makes. FSDP2 pads the first dimension of parameters.
+    """Return the FSDP units that `padfree.sharding.parallelize` makes.
+
+    FSDP2 pads the first dimension of each parameter to a multiple of `shards`.
 
     `expert`: the number of ranks that divide the experts of a layer.
     """

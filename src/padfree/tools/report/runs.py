@@ -195,7 +195,7 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[int, dict[str, Series]]
 
 
 def _finite(value: float | None) -> float:
-    """Return the number as a float; NaN if it is missing or too large."""
+    """Return the number as a float; NaN if it is missing or too large for a float."""
     return float(value) if value is not None and abs(value) <= sys.float_info.max else math.nan
 
 

@@ -54,7 +54,7 @@ def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int
 
 
 def stretch_means(values: NDArray[Any], stretch: int) -> NDArray[np.float64]:
-    """Return [ceil(N / stretch)]: the mean of each `stretch` consecutive values. The last mean may have fewer."""
+    """Return [ceil(N / stretch)]: the mean of each `stretch` consecutive values. The last may have fewer values."""
     starts = np.arange(0, len(values), stretch)
     counts = np.diff(starts, append=len(values))
     return np.add.reduceat(values.astype(np.float64), starts) / counts

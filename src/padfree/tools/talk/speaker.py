@@ -108,7 +108,7 @@ class Speaker:
         return self.limits.positions or self.limits.trained_positions
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Render messages as text, with the generation prompt. Raise a `UserError` if the chat template drops one."""
+        """Render messages as text, with the generation prompt. Raise a `UserError` if the template drops a message."""
         assert self.chat_tokenizer.chat is not None
         for message in messages:
             check_encodable(message["content"], message["role"])
@@ -161,7 +161,7 @@ class Speaker:
     ) -> list[Answer]:
         """Return one answer for each prompt. `on_text` receives pieces of text as they are generated.
 
-        The random numbers depend on `turn` and on the index of the prompt, counted from `first`.
+        The random numbers depend on `turn` and on the index of the prompt; `first` is the index of the first prompt.
         """
         need(1 <= max_new_tokens <= MOST_TOKENS, "--max-new-tokens", max_new_tokens, f"give 1 to {MOST_TOKENS:,}")
         limits = [self.max_new_tokens(prompt, max_new_tokens) for prompt in prompts]
@@ -279,9 +279,10 @@ def open_speaker(
 def load_language_model(
     files: ModelFiles, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> tuple[PreTrainedModel, torch.dtype]:
-    """Load a model, with merged adapters if it has any. Return it and the dtype to use it in.
+    """Load a model, with merged adapters if it has any. Return the model and the dtype to convert it to for use.
 
-    `dtype`: None is the dtype of the weight files. A model with adapters is in float32 and on the CPU.
+    `dtype`: the dtype for use; None: that of the weight files. A model with adapters is returned in float32 on the CPU,
+    where its adapters are merged; any other model is returned in the dtype for use, on `device`.
     """
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):

@@ -1,7 +1,7 @@
 """Decode token ids to text while they are generated.
 
     bytes of four tokens    "Gr"   c3   bc   "ße"      a character such as ü (c3 bc) can be spread over several tokens
-    pieces of text          Gr     -    ü    ße        a piece ends at the end of a character; joined, they are the text
+    pieces of text          Gr     -    ü    ße        a piece ends with a character; all pieces joined are the text
 
 A decoder shows incomplete characters as U+FFFD. If the text ends with U+FFFD, the stream waits for the next token. To
 keep the cost per token constant, only the ids of the last piece and the new ids are decoded. The last piece

@@ -2,7 +2,7 @@
 
     prompt of the row, text of the response  ->  tokens   by the reward model's own tokenizer and chat template, as
                                                           `padfree reward` reads a row's `prompt` and `chosen`
-    responses of all ranks                   ->  packed and scored by all ranks together, each at its end
+    responses of all ranks                   ->  packed and scored by all ranks together, each at its last token
     result                                   <-  one score per response, returned on the rank that passed the response
 
 The policy's token ids cannot be used, because the two models may have different tokenizers. The reward model scores the

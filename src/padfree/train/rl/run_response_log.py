@@ -1,4 +1,6 @@
-"""Start and delete the parts of the response log (`padfree.rollout.response_log`) as a run saves its checkpoints.
+"""Divide the response log (`padfree.rollout.response_log`) of a run into parts.
+
+A new part begins at each checkpoint. When the checkpoint is complete, the parts before it are deleted.
 
 A logged response can be reused if the resumed run has the same weights and settings as the run that sampled it. Weights
 are compared by fingerprint at the step at which each part of the log begins: the first step, or a checkpoint. Settings
@@ -82,7 +84,7 @@ class RunResponseLog:
         return f"reusing {found} responses from the response log" if found else None
 
     def start_part(self, step: int, *, after: int, last_batch: int) -> None:
-        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the last batch requested.
+        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the last requested batch.
 
         Call this before the state for a checkpoint is collected.
         """
