@@ -49,9 +49,10 @@ SHARED_PIECES of them.
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The shape of a piece, which determines its mask. The piece's first query is aligned with its key `diagonal`.
+    """The shape of a piece, which determines the mask of the piece.
 
-    If `diagonal` is None, every query sees all keys of the piece.
+    The first query of the piece is aligned with the key at index `diagonal` of the piece. If `diagonal` is None,
+    every query sees all keys of the piece.
     """
 
     queries: int
