@@ -95,7 +95,7 @@ def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[
         return []
     if not spec.causal:
         # With a soft cap, the reference computes the piece and stores all its scores. Cutting long segments into pieces
-        # limits this memory.
+        # limits the memory for the scores.
         step = num_queries if spec.softcap is None else PIECE_QUERIES
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]

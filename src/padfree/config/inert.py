@@ -4,10 +4,10 @@
     rollout.engine = "in_process"  rollout.canary has no effect with rollout.engine=in_process
 
 `READ_BY` has an entry for every setting, or for a table of settings that are read together. The entry is None if every
-run reads the setting. Otherwise it is a function of the `Config`, which returns the reason why this run does not read
-it, or None. If a setting without effect is certainly a mistake, its section refuses it. This module reports settings
-that may be intended, such as the bounds of `[loss.clip]` in a recipe whose `loss.kind` was changed to gspo. It looks
-only at settings that the recipe or an override names.
+run reads the setting. Otherwise the entry is a function that takes the `Config` and returns the reason why this run
+does not read the setting, or None if it does. If a setting without effect is certainly a mistake, its section refuses
+it. This module reports settings that may be intended, such as the bounds of `[loss.clip]` in a recipe whose `loss.kind`
+was changed to gspo. It looks only at settings that the recipe or an override names.
 """
 
 from __future__ import annotations
