@@ -4,8 +4,8 @@
 
     packs = padfree.pack(samples, max_tokens=8192)        # samples end to end, no padding
     model = padfree.attach(model)                         # attention only inside each sample
-    local = padfree.shard(packs[0])                       # one micro-batch (or one context rank's share of it)
-    hidden = padfree.hidden_states(model, local)          # [T, D]
+    local = padfree.shard(packs[0])                       # the pack, or this context rank's part of it
+    hidden = padfree.hidden_states(model, local)          # [T, D]: T tokens, hidden size D
 
     run = padfree.sft(model="my-model", data="train.jsonl", run="runs/first")     # a whole run in one call
 

@@ -97,7 +97,7 @@ class TrainedRun:
 
 
 class TrainCall:
-    """A function such as `padfree.sft` or `padfree.rl`: calling it trains a model by one task and returns the run.
+    """A function such as `padfree.sft` or `padfree.rl`: it trains a model for one task and returns the run.
 
     The class lets the functions of all tasks share one signature. `command` is the name of the task.
     """

@@ -21,7 +21,7 @@ each sample, ordered by sample.
     pack     input_ids     [T]            p p p | a a | b b b          two samples, p p p a a and p p p b b b
              position_ids  [T]            0 1 2 | 3 4 | 3 4 5
     entries  labels        [E]            a a | b b b                  the trained tokens: here the responses
-             positions     [E]            2 3 | 2 5 6                  index in the pack of the state that predicts it
+             positions     [E]            2 3 | 2 5 6                  in the pack: the state that predicts the token
 
 `padfree.sample` defines one sample, and `padfree.segments` the segments of a token axis. Arrays that stay on the host
 are numpy arrays, and arrays for the device are torch tensors.
@@ -109,7 +109,7 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
-    """A gather `tensor[index]` that may copy an element of `tensor` [n, ...] many times, and a list of its copies.
+    """A gather `tensor[index]` that may copy elements of `tensor` [n, ...], and the list of the copies of each element.
 
     elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
     """
@@ -136,8 +136,8 @@ class PackedImages:
     """The distinct images of a pack, and the feature that belongs to each placeholder token.
 
     pack       7 * * * 9 | 4 * * * 2 | 8 * * 1        images a, a, b
-    features   a0 a1 a2 b0 b1                         F = 5: the tower encodes a and b
-    index      0 1 2 0 1 2 3 4                        one number per placeholder, in the order of the pack
+    features   a0 a1 a2 b0 b1                         F = 5 features: the tower encodes a and b once
+    index      0 1 2 0 1 2 3 4                        for each of the M = 8 placeholders *, the index of its feature
     """
 
     inputs: Mapping[str, Tensor]  # the tower's inputs of all distinct images, concatenated along the first axis
@@ -148,7 +148,7 @@ class PackedImages:
 
     @property
     def num_features(self) -> int:
-        """F."""
+        """F, the number of features of all distinct images."""
         return sum(self.counts)
 
     def map(self, function: Any) -> PackedImages:
@@ -160,7 +160,8 @@ class PackedImages:
 class PackedBatch:
     """Samples concatenated along one token axis, ready for the device. Made by `padfree.pack`.
 
-    If `entries` is set, samples share prefixes, and labels, weights, sample_index and rollout have shape [E].
+    If `entries` is set, samples share prefixes. Then labels, weights, sample_index and rollout have one value per
+    entry: shape [E].
     """
 
     input_ids: Tensor  # [T] int64
@@ -276,8 +277,8 @@ class PackedBatch:
     def unpack(self, values: Tensor) -> list[Tensor]:
         """Split a [T, ...] tensor into one view per sample, without the pad.
 
-        For a batch with `entries`, `values` is [E, ...], and the result is full samples with 0 at positions without a
-        label.
+        For a batch with `entries`, `values` is [E, ...]. The tensors of the result then have one value per token of the
+        sample, with 0 at positions without a label.
         """
         if not isinstance(values, Tensor):
             raise UserError(
@@ -326,9 +327,9 @@ def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> 
 class Layout:
     """Which token ranges of a pack of T tokens each context rank holds. Made on the host by `padfree.cp.make_layout`.
 
-    Rank r holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. The ranges that a rank holds of one
-    segment have adjacent indices i. No range crosses a segment boundary, so each range is one *piece*: consecutive
-    queries of one sample.
+    Rank r of the `world` context ranks holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. The
+    ranges that a rank holds of one segment have adjacent indices i. No range crosses a segment boundary, so each range
+    is one *piece*: consecutive queries of one sample.
     """
 
     kind: LayoutKind
@@ -357,8 +358,8 @@ class AttnContext:
     """The data that attention needs about a micro-batch. It is an argument of the model's forward, never a global.
 
     `segments` describes the whole pack. If `layout` is None, this process holds the whole pack. With a layout (context
-    parallelism) it holds one shard, and `plan` is what `padfree.cp` prepared for this shard. `prefix_keys` is set if
-    samples share prefixes and this process attends to the whole pack.
+    parallelism), this process holds one shard of the pack, and `plan` is what `padfree.cp` prepared for this shard.
+    `prefix_keys` is set if samples share prefixes and this process attends to the whole pack.
     """
 
     segments: Segments
@@ -395,7 +396,8 @@ class LocalImages:
 class LocalBatch:
     """The tokens of one context rank, `[T / world]`, and what attention needs for them. Made by `padfree.cp.shard`.
 
-    If `entries` is set, labels, weights, sample_index and rollout have shape [e], as in `PackedBatch`.
+    If `entries` is set, labels, weights, sample_index and rollout have one value for each of this rank's e entries:
+    shape [e].
     A filler is a pack of one unscored token. A rank runs fillers if it has fewer packs with samples than other ranks,
     so that all ranks make the same number of forward and backward passes.
     """
@@ -445,9 +447,10 @@ class LocalBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LmHead:
-    """The language model head: how the last hidden states [..., D] become logits [..., V].
+    """The language model head: how the last hidden states [..., D] become logits [..., V] for V token ids.
 
-    logits = cap(logit_scale · (hidden @ weight.T + bias))     cap(x) = softcap · tanh(x / softcap); x without softcap
+    logits = cap(logit_scale · (hidden @ weight.T + bias))
+    cap(x) = softcap · tanh(x / softcap), or x if `softcap` is None
     """
 
     weight: Tensor  # [V, D]

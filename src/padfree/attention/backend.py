@@ -76,7 +76,7 @@ class Capabilities:
     majors: range = range(100)  # supported major compute capabilities of CUDA devices
     lengths_on_host: bool = False  # whether the backend also reads the segment offsets on the host
     package: str = ""  # the command that installs the package that the backend needs
-    # dtypes for which `auto` may choose this backend; empty if `auto` never does
+    # dtypes for which `auto` may choose this backend; empty if `auto` never chooses it
     auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:

@@ -3,10 +3,10 @@
     take    [n, ...] -> [m, ...]    a b c            ->  a a c b a        (index 0 0 2 1 0)
     sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in the order of the copies
 
-padfree copies elements if samples of a pack share prefixes. The pack is then a prefix tree: the keys of a shared prefix
-are copied for every node (range of tokens) that continues the prefix, and a hidden state is copied for every sample in
-which it predicts a token. Each sum has a fixed order, so that the result is deterministic. The sum of an element
-without copies is 0.
+In this example, a b c are the elements, and p q r s t are the gradients of the five copies. padfree copies elements if
+samples of a pack share prefixes. The pack is then a prefix tree: the keys of a shared prefix are copied for every node
+(range of tokens) that continues the prefix, and a hidden state is copied for every sample in which it predicts a token.
+Each sum has a fixed order, so that the result is deterministic. The sum of an element without copies is 0.
 """
 
 from __future__ import annotations

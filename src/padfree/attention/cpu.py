@@ -49,9 +49,10 @@ SHARED_PIECES of them.
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The shape of a piece, which determines its mask. The piece's first query is aligned with its key `diagonal`.
+    """The shape of a piece, which determines the mask of the piece.
 
-    If `diagonal` is None, every query sees all keys of the piece.
+    The first query of the piece is aligned with the key at index `diagonal` of the piece. If `diagonal` is None,
+    every query sees all keys of the piece.
     """
 
     queries: int
@@ -94,7 +95,7 @@ def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[
         return []
     if not spec.causal:
         # With a soft cap, the reference computes the piece and stores all its scores. Cutting long segments into pieces
-        # limits this memory.
+        # limits the memory for the scores.
         step = num_queries if spec.softcap is None else PIECE_QUERIES
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]

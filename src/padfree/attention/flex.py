@@ -1,8 +1,9 @@
 """The `flex` backend: PyTorch's flex attention on CUDA, with float32 and head sizes that the flash kernels lack.
 
-    queries  0 1 2 3 | 4 5 6 7        the mask in blocks of 128 x 128:  full: every pair is visible, no mask is read
-    keys     0 1 2 3 | 4 5 6 7                                          partial: the mask decides pair by pair
-                                                                        empty: skipped
+    queries  0 1 2 3 | 4 5 6 7        the mask is divided into blocks of 128 queries and 128 keys:
+    keys     0 1 2 3 | 4 5 6 7            full      every query sees every key of the block; no mask is read
+                                          partial   the mask decides for each query and key of the block
+                                          empty     no query sees a key of the block; it is skipped
 
 The keys that a query sees are one range (`spec.key_ranges`), so two comparisons decide whether a query sees a key. The
 host computes from the segment offsets which blocks are visible, so the mask [Tq queries, Tk keys] is never evaluated as
@@ -137,8 +138,8 @@ def block_table(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Classify the blocks of the mask, given that query t sees the keys `first[t] <= key < end[t]`.
 
-    Returns (partial, full), each [query blocks, key blocks] with blocks of `BLOCK` queries and keys. In a partial block
-    some pairs are visible; in a full block all pairs are.
+    Returns (partial, full), each [query blocks, key blocks] with blocks of `BLOCK` queries and keys. In a full block
+    every query sees every key. In a partial block some queries see some of the keys.
     """
     num_blocks = -(-num_keys // BLOCK)
     touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
@@ -148,9 +149,9 @@ def block_table(
 
 
 def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """For each pair of a query block and a key block, count the queries of the first that reach the second.
+    """For each query block and each key block, count the queries of the query block that reach the key block.
 
-    Query t reaches the key blocks `first[t] <= j < end[t]`. Returns an array [query blocks, key blocks].
+    Query t reaches the key blocks j with `first[t] <= j < end[t]`. Returns an array [query blocks, key blocks].
     """
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)

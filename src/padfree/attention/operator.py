@@ -1,13 +1,14 @@
 """Packed self-attention as a custom operator for `torch.compile`, so that a layer that calls it stays one graph.
 
     self_attention            q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv], cu_seqlens [S+1] -> out [T, H, dv], lse [H, T]
-    self_attention_backward   dout [T, H, dv], and the same arguments                      -> dq, dk, dv, dsinks
+    self_attention_backward   dout [T, H, dv], the same arguments, out and lse             -> dq, dk, dv, dsinks
 
-The compiler sees an operator with known shapes, which calls the same kernels as `varlen_attention`. Everything that the
-kernels need to know about the batch is an argument and not global state, so that recomputation and a second model work
-correctly. The length of the longest segment is a scalar tensor on the host. The compiler does not see its value, so it
-does not specialise code on lengths. Queries and keys have the same segments; packs that are split over context ranks
-use `padfree.cp` instead.
+A pack has T tokens and S segments, H query heads and Hkv key heads, and head sizes d (q, k) and dv (v). lse is the
+log-sum-exp of the scores, and dsinks is the gradient of the sinks [H]. The compiler sees an operator with known shapes,
+which calls the same kernels as `varlen_attention`. Everything that the kernels need to know about the batch is an
+argument and not global state, so that recomputation and a second model work correctly. The length of the longest
+segment is a scalar tensor on the host. The compiler does not see its value, so it does not specialise code on lengths.
+Queries and keys have the same segments; packs that are split over context ranks use `padfree.cp` instead.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def prepare_prefix_keys(
     whole, longest = _key_arrays(parents, offsets)
     below, longest_below = _key_arrays(parents, offsets, long_prefixes.tolist()) if len(long_prefixes) else ([], 0)
     ends = subtree_ends(parents)[long_prefixes]
-    # For each long prefix, begin and end of two token ranges: the queries below the prefix, and its own keys
+    # For each long prefix, begin and end of two token ranges: the queries below the prefix, and the prefix itself
     ranges = np.zeros((MOST_LONG_PREFIXES, 4), dtype=np.int64)
     ranges[: len(long_prefixes)] = np.stack(
         [offsets[long_prefixes + 1], offsets[ends], offsets[long_prefixes], offsets[long_prefixes + 1]], axis=1

@@ -7,7 +7,7 @@ It computes in float32, or in float64 if its inputs are float64.
 
 A segment has Lq queries and Lk keys, H heads, and head sizes d (q, k) and dv (v). The backward takes `out` and `lse` as
 arguments; they may belong to a softmax over more keys, of which k is one block. The gradients are computed from the
-probabilities p = exp(scores - lse) and from δ = Σ dout·out, so their sum over all blocks is exact.
+probabilities p = exp(scores - lse) and from δ = Σ dout·out, so the sum of the gradients over all blocks is exact.
 
 The reference runs on any device and stores the scores [H, Lq, Lk] of one segment at a time. Use it to check results,
 not to train.

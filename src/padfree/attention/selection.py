@@ -2,7 +2,7 @@
 
 `BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call; it chooses the reference only
 for float64 on CUDA. If the user requests a backend that does not support the call, an error gives the reason and lists
-the backends that do.
+the backends that support it.
 """
 
 from __future__ import annotations

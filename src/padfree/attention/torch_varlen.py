@@ -1,8 +1,8 @@
 """The `torch` backend: the variable-length flash attention that PyTorch includes for CUDA. It needs no extra package.
 
 `torch.nn.attention.varlen` changed its arguments between PyTorch 2.11 and 2.13, so this backend calls the two operators
-on which that module is built, and whose arguments did not change. The operators support grouped key heads and return
-the lse that padfree's backward needs.
+on which that module is built. The arguments of these operators did not change. The operators support grouped key heads
+and return the lse that padfree's backward needs.
 
     out [Tq, H, d], lse [H, Tq]   for a query that sees no key: out 0 and lse +inf, which padfree replaces by -inf
 """

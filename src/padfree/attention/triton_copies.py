@@ -35,7 +35,7 @@ def _sum_rows(gradient, copy_index, offsets, out, width, BLOCK: tl.constexpr):
 def sum_rows(gradient: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
     """Sum the copies of each element: gradient [m, ...] of the m copies -> [n, ...] of the n elements.
 
-    The copies of element i are `copy_index[offsets[i]:offsets[i+1]]`.
+    The indices of the copies of element i are `copy_index[offsets[i]:offsets[i+1]]`.
     """
     gradient = gradient.contiguous()
     count = len(offsets) - 1

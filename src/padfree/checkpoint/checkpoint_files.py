@@ -1,6 +1,6 @@
 """Write, sync, check and read the files of a checkpoint.
 
-    write_safetensors   {"model/norm.weight": [3], ...} -> rank-00000.safetensors, its size and SHA-256
+    write_safetensors   {"model/norm.weight": tensor [3], ...} -> rank-00000.safetensors, its size and SHA-256
     Reader.fill         pieces [0:3] and [3:5] in two files -> region [2:4] of the whole tensor
 
 A file is hashed while it is written, and its hash is checked before anything is read from it.

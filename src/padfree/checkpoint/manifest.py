@@ -169,7 +169,7 @@ def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str,
 
 
 def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> None:
-    """Raise an error if the checkpoint has no critic, or a critic that differs from this one."""
+    """Raise an error if the checkpoint has no critic, or a critic that does not fit `critic`."""
     differs = _first_difference(content["tensors"], f"{CRITIC}model/", saved_tensors(critic.model))
     if content.get("critic") is None or differs:
         reason = differs if content.get("critic") is not None else "it has no critic"

@@ -1,6 +1,6 @@
 """Store the optimizer state by parameter name, so that it does not depend on the order of parameters.
 
-optimizer.state[parameter] = {"step": [], "exp_avg": [5, 2]}
+optimizer.state[parameter] = {"step": tensor [], "exp_avg": tensor [5, 2]}
   tensors       optimizer/step/norm.weight, optimizer/exp_avg/norm.weight        stored with the tensors of the model
   description   {"groups": [{"lr": 1e-5, ..., "params": [names]}], "values": {name: values that are not tensors}}
 """

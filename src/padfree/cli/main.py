@@ -67,7 +67,7 @@ class CommandHelp(argparse.HelpFormatter):
 
 
 def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of the command line. Only the commands in `loaded` get options; the others have a help text."""
+    """Return the parser of the command line. Only the commands in `loaded` get options; the others only a help line."""
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",

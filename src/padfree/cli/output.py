@@ -207,7 +207,7 @@ def open_closed_descriptors() -> None:
 
 
 class ErrorRecordingStream:
-    """A plain stream that records its own write error, to distinguish it from an `OSError` with another cause."""
+    """A text stream that records the error of a failed write, so that it can be told from other `OSError`s."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

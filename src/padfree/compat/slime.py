@@ -7,7 +7,8 @@
               loss_masks    [R]     of the responses only, concatenated; response_lengths has their lengths
               log_probs     [T-1]   entry j-1 is the log-probability of token j
 
-Signatures and keys are those of slime. Behaviour differs where slime was wrong:
+A pack has T tokens in n sequences, of which R tokens belong to responses. Signatures and keys are those of slime.
+Behaviour differs where slime was wrong:
 
 - `pad_length` is stored in the dict, not guessed from trailing zeros (0 is a valid token id);
 - unpacking removes the padding from the last sequence only;
@@ -116,7 +117,7 @@ def pack_sequences(
 
 
 def unpack_sequences(packed: Packed) -> list[Packed]:
-    """Return one dict per sequence, without padding. Of the scores [T-1], a dict holds those of its response tokens."""
+    """Return one dict per sequence, without padding. Of the scores [T-1], only those of responses are kept."""
     offsets = [int(offset) for offset in packed["cu_seqlens"]]
     pad_length = int(packed.get("pad_length", 0))
     responses = [int(length) for length in packed["response_lengths"]]
@@ -264,7 +265,7 @@ def _check_sequences(
 
 
 def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
-    """Return the lists of the chosen sequences, concatenated to [R] in float32."""
+    """Return the lists of the chosen sequences, concatenated in float32: one number per response token, [R]."""
     arrays = [number_array(lists[i], f"{key} of sequence {i}").reshape(-1) for i in chosen]
     if key == "loss_masks":
         for i, array in zip(chosen, arrays, strict=True):

@@ -4,10 +4,10 @@
     rollout.engine = "in_process"  rollout.canary has no effect with rollout.engine=in_process
 
 `READ_BY` has an entry for every setting, or for a table of settings that are read together. The entry is None if every
-run reads the setting. Otherwise it is a function of the `Config`, which returns the reason why this run does not read
-it, or None. If a setting without effect is certainly a mistake, its section refuses it. This module reports settings
-that may be intended, such as the bounds of `[loss.clip]` in a recipe whose `loss.kind` was changed to gspo. It looks
-only at settings that the recipe or an override names.
+run reads the setting. Otherwise the entry is a function that takes the `Config` and returns the reason why this run
+does not read the setting, or None if it does. If a setting without effect is certainly a mistake, its section refuses
+it. This module reports settings that may be intended, such as the bounds of `[loss.clip]` in a recipe whose `loss.kind`
+was changed to gspo. It looks only at settings that the recipe or an override names.
 """
 
 from __future__ import annotations
@@ -292,7 +292,10 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """Return sentences such as "loss.clip.low has no effect with loss.kind=sft", one for each reason."""
+    """Return sentences such as "loss.clip.low has no effect with loss.kind=sft".
+
+    Settings with the same reason share one sentence.
+    """
     found: dict[str, list[str]] = {}
     for name in sorted(config.given):
         rule = rule_of(name)

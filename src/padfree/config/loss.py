@@ -208,8 +208,8 @@ class LossConfig:
         """Return `loss.old_policy`, with `auto` replaced by `current` or `trainer`.
 
         If every batch serves only one update, the current policy is still the old policy. `auto` then means `current`,
-        which saves a forward pass over the batch, unless a correction covers whole sequences: it needs the
-        log-probabilities before the update. In all other cases `auto` means `trainer`.
+        which saves a forward pass over the batch, unless a correction covers whole sequences: such a correction needs
+        log-probabilities that were computed before the update. In all other cases `auto` means `trainer`.
         """
         if self.old_policy != "auto":
             return self.old_policy
