@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of labels, without storing the logits.
 
     hidden [N, D]  weight [V, D]  labels [N]           labels   7  -  3  3  -  9        (- is -100)
-            |  the M labelled tokens                   index    0     2  3     5
+            |  the M labelled tokens                   index    0     2  3     5       of these tokens
             v
     tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 for tokens without a label
 
