@@ -299,7 +299,7 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """For each circle in `which`, the beginning and the score of the best window with a cut inside a piece.
+        """For each circle in the mask `which`, the beginning and score of the best window with a cut inside a piece.
 
         Cuts are tried only between neighbouring boundaries that are more than `least` tokens apart.
         """

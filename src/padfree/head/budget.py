@@ -65,7 +65,7 @@ def budget_bytes(memory: Memory) -> int:
 
 
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
-    """The budget in bytes, raised if it is too small to hold the sums of the gradient of the hidden states.
+    """The budget in bytes, increased if it cannot hold the sums of the gradient of the hidden states.
 
     These sums are `num_rows` x `hidden` elements of `sum_bytes` each. With a smaller budget, tiles and chunks would be
     too small to be fast.

@@ -89,8 +89,9 @@ def reduce_rows(
 ) -> None:
     """Compute the logits of `hidden` [R, D] block by block, and write the sums of each block into `sums`.
 
-    If `stored` [R, K] is given, x - peak of the vocabulary columns [0, K) is written into it. Values below the range of
-    float16 are stored as -inf. The matrix rows of `stored` must be aligned to 16 bytes.
+    If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept), minus the peak of their block, are
+    written into it. Values below the range of float16 are stored as -inf. The matrix rows of `stored` must be aligned
+    to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -96,9 +96,9 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """Return `weight` if it is already an `LmHead`. Otherwise combine all four arguments into one.
+    """Return `weight` if it is already an `LmHead`. If it is a tensor, combine all four arguments into an `LmHead`.
 
-    If it is an `LmHead`, it has its own bias, softcap and logit_scale, so these arguments must have their defaults.
+    An `LmHead` has its own bias, softcap and logit_scale, so these arguments must then have their defaults.
     """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
