@@ -99,7 +99,7 @@ class DistillSettings(TaskSettings):
         check_table(self, "loss.distill.")
 
 
-# Losses of pairs and of labelled answers, and of value and reward models
+# Losses on preference pairs and on labelled answers, and the losses of value models and reward models
 
 NO_SUCH = "leave it out: this loss.dpo.variant does not use it"
 

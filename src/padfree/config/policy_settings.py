@@ -207,8 +207,8 @@ class PolicySettings(TaskSettings):
 
         trainer    computed by the trainer in a forward pass before the update (`old_logprobs`)
         sampler    reported by the sampler (`rollout_logprobs`)
-        current    those of π in the update itself, without a separate forward pass. Every batch then serves one
-                   step. The ratio is 1, and its gradient is that of the log-probability
+        current    the log-probabilities of π in the update itself, without a separate forward pass. Every batch is
+                   then used for one step only. The ratio is 1, and its gradient equals that of the log-probability
 
     With `kl_weighting` "ratio", the KL estimate of a token is multiplied by the ratio of the token. The ratio is
     differentiable, so it changes the gradient even if its value is 1.

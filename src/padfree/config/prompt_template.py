@@ -8,7 +8,7 @@ from padfree.errors import UserError
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """Split a template into pairs: a text, and the name of the column that follows it, or None if none follows.
+    """Split a template into tuples (text, name of the column after this text, or None at the end of the template).
 
     `{{` and `}}` are literal braces. Other braces must contain a column name and nothing else.
     """

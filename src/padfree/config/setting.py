@@ -5,7 +5,7 @@
     about                        what the setting means: `padfree settings` and docs/reference/settings.md print it
     least, above, most, below    the bounds of a number, which are checked when the section is constructed
     allowed                      the bounds in words, if the default words do not fit or the section checks the value
-    needs                        other settings that must have certain values before this one may differ from its
+    needs                        other settings that must have certain values if this setting differs from its
                                  default, as in `needs=need_of("filter", "equal")`
     formerly                     the former name of the setting; it is refused with a message that gives the new name
     resume                       whether the setting may change when a run resumes from a checkpoint
@@ -107,8 +107,8 @@ def setting(
 ) -> Any:
     """Return a dataclass field with its meaning and its rules. The module docstring explains the arguments.
 
-    A number must be finite unless `most` is infinity. None is accepted if the type includes it. If `filled` is given,
-    an empty string is refused, and `filled` is the fix in the error message.
+    A number must be finite unless `most` is infinity. None is accepted if the type of the field includes None. If
+    `filled` is given, an empty string is refused, and `filled` is the fix in the error message.
     """
     bounds = None
     if (least, above, most, below) != (None, None, None, None):

@@ -65,8 +65,8 @@ def local_attention(
     """Attention of one rank's queries q [T/world, H, d] to its pool of N keys; differentiable.
 
     Returns [T/world, H, dv]. The pool holds the rank's own keys and the keys it received: `k_pool` [N, Hkv, d] and
-    `v_pool` [N, Hkv, dv]. Each may also be a tuple of two tensors, own keys and received keys. `options` are those of
-    `varlen_attention`: scale, softcap, sinks, backend.
+    `v_pool` [N, Hkv, dv]. Each may also be a tuple of two tensors: one for the rank's own keys, one for the received
+    keys. `options` are those of `varlen_attention`: scale, softcap, sinks, backend.
     """
     keys = prepare_keys(plan, causal=causal, window=window)
     k, v = (_selected(keys, pool) for pool in (k_pool, v_pool))
@@ -85,7 +85,7 @@ def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 class _SelectKeys(torch.autograd.Function):
     """Select from a pool of N keys the K keys that this rank's pieces read: [N, ...] -> [K, ...].
 
-    The pool is one tensor, or two tensors: own keys and received keys.
+    The pool is one tensor, or two: one for the rank's own keys, one for the received keys.
     """
 
     @staticmethod

@@ -7,7 +7,7 @@
 
     method       forward                                        backward
     allgather    keys and values that other ranks' pieces read  gradients of the keys and values it received
-    ring         K and V of a block, in world - 1 steps         the same, and their float32 gradients, in world steps
+    ring         K and V of a block, in world - 1 steps         K and V again, and float32 gradients in world steps
     ulysses      (world - 1)/world of q, k, v and the output    the same
 """
 

@@ -6,10 +6,11 @@ piece is its number of (query, key) pairs.
 A layout with equal tokens and equal work always exists. Lay the documents on a circle and slide a window of T/2 tokens
 around it. The mean work over all windows is half of the total work, and the work is a continuous function of the
 window's location (linear between two document boundaries); so some window has exactly half of the work. Its two ends
-cut the circle. The window goes to one half of the ranks and the rest of the circle to the other half. Both parts are
-divided in the same way until each rank has a part of its own. For S documents of any lengths, all ranks then have
-exactly equal tokens, work as equal as wanted, and at most S + 2 (world - 1) pieces in all. A document as long as the
-pack becomes head-tail pairs, a shorter long document becomes uneven pieces, and short documents stay whole.
+cut the circle. The window goes to one half of the ranks and the remainder of the circle to the other half. Both parts
+are divided in the same way until each rank has one part. For S documents of any lengths, all ranks then have exactly
+equal numbers of tokens and, to any desired precision, equal work. There are at most S + 2 (world - 1) pieces in total.
+A document as long as the pack becomes head-tail pairs, a shorter long document becomes uneven pieces, and short
+documents stay whole.
 
 Work is not the only cost. For a piece [a, b), the a keys before it are gathered and their gradients are sent back.
 Kernels compute whole tiles of queries against whole tiles of keys. Each tile of keys also has a fixed cost, so that
@@ -64,7 +65,7 @@ def tile_cost(first: Indices, end: Indices) -> Indices:
     It is the number of pairs in all tiles that a kernel computes, plus the fixed costs of keys. The first tile of
     queries starts at `first`.
     """
-    # rounded up to tiles; bit shifts are several times as fast as divisions
+    # Numbers of tiles, rounded up. Bit shifts are several times as fast as divisions.
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
     # for j >= diagonal, the first 2 j - before tiles of queries see no key of tile j
@@ -102,7 +103,7 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """[S] the number of tokens of each document or, if it is a node of a prefix tree, of its whole tree."""
+    """The number of tokens of each document or, if it is a node of a prefix tree, of its whole tree: an array [S]."""
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
         return lengths
@@ -125,7 +126,7 @@ class _Circles(NamedTuple):
 
 
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
-    """Cut each circle into two circles: a window for one half of its ranks, and the rest for the other half.
+    """Cut each circle into two: a window for one half of its ranks, and the remainder for the other half.
 
     A rank has `share` tokens, and the mean and the maximum of its work are `mean_work` and `most_work`. `last`: whether
     the new circles are not cut again.
@@ -251,7 +252,7 @@ class _Search:
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """[2, N] the cost per rank inside and outside each of N windows, divided by the mean over the circle."""
+        """The cost per rank inside and outside each of N windows, relative to the circle's mean: an array [2, N]."""
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
         before, behind, whole = self.spent[piece], self.spent[piece + 1], self.whole_cost[circle]
@@ -298,7 +299,7 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """For each circle in `which`, the beginning and the score of the best window with a cut inside a piece.
+        """For each circle in the mask `which`, the beginning and score of the best window with a cut inside a piece.
 
         Cuts are tried only between neighbouring boundaries that are more than `least` tokens apart.
         """

@@ -1,7 +1,7 @@
 """What one rank of context parallelism needs to know about a micro-batch. It is prepared once, on the host.
 
-    pack order   0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the tokens of the pack, T
-    own          the tokens of this rank, piece by piece      as it holds them, T/world
+    pack order   0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the document of each of the T tokens (p: padding)
+    own          indices in the pack of this rank's tokens    T/world of them, piece by piece
     rank order   rank 0's tokens, then rank 1's, ...          the result of an all-gather
     pieces       ranges of `own`, one document each           the query segments; pieces of one document are adjacent
 
@@ -48,7 +48,7 @@ class Pieces:
         self.document_start = segments.offsets[self.document]
         self.document_end = segments.offsets[self.document + 1]
         self.offsets = segments.offsets
-        # None, or, if the documents are nodes of a prefix tree, the ancestors of each node. The queries of a node also
+        # If the documents are nodes of a prefix tree, the ancestors of each node, else None. The queries of a node also
         # see the keys of its ancestors.
         self.ancestors = None if segments.parents is None else [path[:-1] for path in paths(segments.parents)]
 

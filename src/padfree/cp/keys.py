@@ -1,8 +1,8 @@
 """Which keys each rank reads, which ranks own these keys, and how a rank assembles them: pure index arithmetic.
 
-    rank 1 holds the pieces      [....a)  of document X,   [b....)  of document Y,   all of Z
-    its pool                     its own keys,  then the keys it receives: Y's keys before b, from rank 0 first
-    keys of its pieces           X[0, a)     Y[0, end)     Z            selected from the pool, one segment per piece
+    rank 1 holds three pieces    X[0, a),   Y[b, end)   and all of Z, which are ranges of the documents X, Y and Z
+    the pool of rank 1           the keys of these pieces, then the keys it receives: Y[0, b), in the order of ranks
+    keys that its pieces read    X[0, a),   Y[0, end)   and Z: selected from the pool, one segment per piece
 
 Causal attention of a piece [a, b) of a document reads the document's keys [0, b), or with a window of W only the keys
 [a - W + 1, b). So a rank does not need the keys of the whole pack, only keys of the documents that it shares with other

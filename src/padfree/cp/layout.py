@@ -1,14 +1,14 @@
 """The token ranges of a pack that each context rank holds: pure index arithmetic on the host.
 
-    segments    5 3 5, pad 3          0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p              T = 16, world = 4
+    segments    lengths 5 3 5, pad 3  0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p              the document of each token
     contiguous  4 chunks of 4         0 0 0 0 1   1 1 1   2 2 2 2 3   3 3 3              the rank of each token
     headtail    8 chunks of 2         0 0 1 1 2   2 3 3   3 3 2 2 1   1 0 0              the rank of each token
     balanced    nearly equal costs    most documents are whole, some are divided over ranks (see `balanced_layout`)
 
-In this module a document is a segment. A range that crosses a segment boundary is cut there, so that every range is a
-*piece*: consecutive queries of one document. The query at position p of its document reads p + 1 keys, so a piece
-[a, b) of a document costs b(b+1)/2 - a(a+1)/2 pairs: its causal *work*. The pad counts as a document, because the
-kernels compute it too.
+The example has T = 16 tokens and `world` = 4 ranks. In this module a document is a segment. A range that crosses a
+segment boundary is cut there, so that every range is a *piece*: consecutive queries of one document. The query at
+position p of its document reads p + 1 keys, so a piece [a, b) of a document costs b(b+1)/2 - a(a+1)/2 pairs: its causal
+*work*. The pad counts as a document, because the kernels compute it too.
 
 If samples share prefixes, a document is a node of the prefix tree. Its queries also read the keys of the node's
 ancestors. Positions in the document therefore start at the number of these keys, and the formula for the work holds
@@ -63,7 +63,7 @@ def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -
 
 
 def work(layout: Layout, segments: Segments) -> Indices:
-    """[world] the causal work of each rank: the number of (query, key) pairs it computes."""
+    """The causal work of each rank, i.e. the number of (query, key) pairs it computes: an array [world]."""
     return np.array(
         [causal_work(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64
     )
@@ -75,12 +75,12 @@ def pieces(layout: Layout) -> Indices:
 
 
 def keys_read(layout: Layout, segments: Segments) -> Indices:
-    """[world] the number of keys each rank reads: every piece reads its document up to the end of the piece."""
+    """The number of keys each rank reads, an array [world]. A piece reads its document up to the end of the piece."""
     return np.array([_positions(layout, segments, rank)[1].sum() for rank in range(layout.world)], dtype=np.int64)
 
 
 def modelled_cost(layout: Layout, segments: Segments) -> Indices:
-    """[world] the work of each rank in whole tiles, as kernels compute it, plus the fixed costs of its keys."""
+    """The work of each rank in the whole tiles that kernels compute, plus the fixed costs of keys: an array [world]."""
     return np.array(
         [tile_cost(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64
     )
@@ -142,9 +142,10 @@ def _layout(
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
     """Return a number for each piece, by which the pieces of the layout `balanced` are sorted.
 
-    Pieces are sorted by owner. For one owner, the pieces of divided documents come before whole documents. In each
-    group, the pieces with the largest `end` come first. All pieces that an owner has of one document count with the
-    `end` of the last one, so that they stay adjacent. `first` and `end` are positions in the document.
+    Pieces are sorted by owner. For one owner, the pieces of divided documents come before whole documents. Among
+    divided documents, and among whole documents, the pieces with the largest `end` come first. All pieces that an owner
+    has of one document are sorted by the `end` of the last of them, so that they stay adjacent. `first` and `end` are
+    positions in the document.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)

@@ -157,10 +157,10 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """For each stretch, the occurrence that is followed by exactly `layer` more occurrences of the stretch.
+        """For each stretch, the occurrence in the selection that `layer` more occurrences of the stretch follow.
 
-        Stretches with fewer occurrences are left out. Returns arrays (token, index in the selection, length), sorted by
-        token.
+        Layer 0 has the last occurrence of every stretch, layer 1 the second to last one, and so on. Stretches with
+        fewer occurrences are left out. Returns arrays (token, index in the selection, length), sorted by token.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

@@ -3,8 +3,8 @@
     step     0          1          2          3
     block    1 (own)    0          3          2           rank 1 of 4 computes with the keys of this rank
 
-While a rank computes, the next block is in flight. Each rank holds pieces of documents. Together they have T/world of
-the T tokens of a pack, and their keys and values are the rank's block. Two pieces of a document never overlap. So a
+While a rank computes, the next block is in flight. Each rank holds pieces of documents, with T/world of the T tokens of
+a pack in total. The keys and values of these tokens are the rank's block. Two pieces of a document never overlap. So a
 query piece sees all of another rank's piece if that piece comes earlier in the document, and nothing of it otherwise.
 In step 0 a piece sees the earlier pieces of its document on its own rank, and itself causally. The pieces of a document
 are adjacent in a block, so the keys that a query piece sees of a block are one range. A step leaves out the queries
@@ -143,9 +143,9 @@ class RingLike(Protocol):
 class PlayedRing:
     """Simulates the ring for one rank of a group, without the process group.
 
-    `blocks` holds the block of every rank, and the simulation delivers them in the order of a real ring. If `blocks` is
-    None, it delivers zeros. For a ring of gradients, `posted[i]` is then what this rank contributes to the gradient of
-    the block of rank `rank - i`.
+    `blocks` holds the block of every rank, and `collect` returns them in the order of a real ring. To simulate the ring
+    of gradients, set `blocks` to None: `collect` then returns zeros, so `posted[i]` is the contribution of this rank to
+    the gradient of the block of rank `rank - i`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:

@@ -142,12 +142,14 @@ def gather_tokens(
 ) -> Tensor:
     """Gather the values [T/world, ...] of all ranks to [T, ...] in pack order, on every rank; differentiable.
 
-    `loss` says how the ranks use the result, which determines the gradient. `replicated`: every rank computes the same
-    loss from the result, and this loss counts once. Each rank then keeps the part of its own gradient that belongs to
-    its tokens.
-    `partial`: each rank computes a part of the loss, and the loss is the sum of the parts. The gradients of all ranks
-    are then summed before each rank keeps the part of its tokens. In both cases, the parameters' gradients summed over
-    the ranks equal the gradients that one process would compute.
+    `loss` says how the ranks use the result, which determines the gradient of `values`:
+
+    - "replicated": every rank computes the same loss from the result, and this loss counts once. Each rank takes the
+      gradient of its own result, and keeps the part for its tokens.
+    - "partial": each rank computes one term of the loss, and the loss is the sum of these terms. The gradients of all
+      ranks are summed, and each rank keeps the part for its tokens.
+
+    In both cases, the parameters' gradients summed over the ranks equal the gradients that one process would compute.
     """
     if loss not in ("replicated", "partial"):
         raise UserError("loss", "is unknown", "choose 'replicated' or 'partial'", value=loss)

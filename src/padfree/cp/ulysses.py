@@ -1,6 +1,6 @@
 """Ulysses context parallelism: all-to-all exchanges tokens for heads before attention, and heads for tokens after it.
 
-    q  [T/world, H, d]      own tokens, all heads      ->  [T, H/world, d]      all tokens, own heads
+    q  [T/world, H, d]      some tokens, all heads     ->  [T, H/world, d]      all tokens, some heads
     k  [T/world, Hkv, d]                               ->  [T, Hkv/world, d]    at least one head per rank
 
 A pack has T tokens, H query heads and Hkv key heads of size d. Each rank computes attention for all tokens and its own

@@ -1,7 +1,7 @@
 """Move each segment as a whole to one rank and back, for layers that cannot compute on parts of a segment.
 
-    pack        0 0 0 0 0 | 1 1 1 | 2 2 2 2 | 3 3 | pad         T tokens over 2 ranks
-    layout      rank 0: 0 0 0  2 2 2 2      rank 1: 0 0 1 1 1 3 3 p     as attention uses them, T/world each
+    pack        0 0 0 0 0 | 1 1 1 | 2 2 2 2 | 3 3 | p p         the segment of each of the T tokens (p: padding)
+    layout      rank 0: 0 0 0 2 2 2 2 p     rank 1: 0 0 1 1 1 3 3 p     as attention uses them, T/world each
     moved       rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment on one rank
 
 Segments are assigned longest first, each to the rank with the fewest tokens so far. If several ranks have the fewest,

@@ -249,8 +249,8 @@ class ChatRenderer:
         """Call `work` with each form of the messages (`chat_forms`), and return the first result.
 
         `work` raises a `RowError` if the rendered text fails a check. If this happens with every form, the error of the
-        usual form is raised, with one exception: if that error is about tool calls or was raised by the template, other
-        forms may have got further, so the error about the latest message is raised.
+        usual form is usually raised. But if that error is about tool calls or comes from the template itself, the error
+        about the latest message in the conversation is raised, because the form with this error got furthest.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):

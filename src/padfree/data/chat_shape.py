@@ -187,7 +187,7 @@ class _Dissection:
 
 
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
-    """Split a text into tuples (white space and tags before a text, the text, whether it is reasoning).
+    """Split `value` into tuples (white space and tags, the text after them, whether this text is reasoning).
 
     In the last tuple, the text may be empty.
     """

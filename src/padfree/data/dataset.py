@@ -2,17 +2,17 @@
 
     data = TokenizedDataset(folder, max_length=1024, overlong="truncate")
     len(data), data.lengths          no token is read
-    data[17]                         Sample(tokens=..., loss_mask=..., uid="train.jsonl:18", source="train.jsonl")
+    data[0]                          Sample(tokens=..., loss_mask=..., uid="train.jsonl:1", source="train.jsonl")
 
-A data set consists of a folder and two settings, and only these are pickled. Any number of processes can open a data
-set. They share the memory-mapped tokens.
+A data set consists of a folder and the settings `max_length` and `overlong`, and only these are pickled. Any number of
+processes can open a data set. They share the memory-mapped tokens.
 
 Consecutive samples of the same file and line belong to one row. A row has several samples if the chat template changes
 earlier turns of a conversation: then each trained turn is one sample.
 
-    samples      0 | 1 2 3 | 4          row_starts  0 1 4 5
-    uid          train.jsonl:17 | train.jsonl:18 turn 1, turn 2, turn 3 | train.jsonl:19
-    group        None | train.jsonl:18 for each of the three | None
+    samples      0 | 1 2 3 | 4          row_starts  0 1 4 5        three rows, the second one with three samples
+    uid          train.jsonl:1 | train.jsonl:2 turn 1, train.jsonl:2 turn 2, train.jsonl:2 turn 3 | train.jsonl:3
+    group        None | train.jsonl:2 for each of the three samples | None
 
 `max_length` is applied when a data set is opened, not when its files are tokenised, so that changing it does not
 require tokenising again. Truncation keeps the first tokens. A sample that has no trained token after truncation is
@@ -246,7 +246,7 @@ class TokenizedDataset(StoredSamples):
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64] | None:
-        """[N]: the number (margin or label) stored for each sample of the folder; None if no numbers are stored."""
+        """The number (margin or label) stored for each sample, as an array [N]; None if no numbers are stored."""
         if not read_metadata(self.folder).get("numbers"):
             return None
         return np.asarray(open_array(self.folder, "numbers", (len(self._rows),)))
@@ -286,8 +286,8 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    The field `source` of a sample is the name of its source. `uid` and `group` also begin with this name. It is put
-    in front of them, except if the source is named after its file, because they then begin with the name anyway.
+    The field `source` of a sample is the name of its source, and `uid` and `group` begin with this name. If a source is
+    named after its file, `uid` and `group` begin with the name anyway. Otherwise the name is put in front of them.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:

@@ -1,7 +1,7 @@
 """Recognise which columns of a file hold which fields, by the names of the columns.
 
     file       Instruction, input, output, id
-    format     "pair"                                                     prompt and response
+    format     "pair"                                             its required fields: prompt and response
     fields     {"prompt": "Instruction", "input": "input", "response": "output", ...}     field -> column of this file
     unused     ("id",)
 
@@ -230,7 +230,7 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
 
 
 def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
-    """Return the readings whose formats need the most fields. Among these, `schema.preferred` takes precedence."""
+    """Return the readings whose formats require the most fields. Among these, prefer formats in `schema.preferred`."""
     needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
     # Drop readings that use fewer fields. A row with prompt, chosen and rejected could also be read as chosen and
     # rejected only.

@@ -1,7 +1,7 @@
 """Read rows from JSON Lines, JSON, Parquet, folders of these, or a data set of the Hugging Face Hub.
 
     "data/"                                     every .jsonl, .json and .parquet file below it, sorted by path
-    ["a/train.jsonl", "b/train.jsonl"]          named a/train.jsonl and b/train.jsonl from their common folder
+    ["a/train.jsonl", "b/train.jsonl"]          two files, named by their paths relative to their common folder
     "openai/gsm8k"                              not a local path: a Hub id, read with the datasets package
     -> RecordSource ... -> Chunk(rows 1 to 512), Chunk(rows 513 to 1024), ...
 

@@ -6,7 +6,7 @@
                     rows.npy     int64 [N, 2]  file (index in the list of metadata.json) and line of each sample
                     numbers.npy  float64 [N]   only if rows have a number: a margin or a label
                     skipped.jsonl              rows that could not be used
-                    metadata.json              inputs of the key, counts, digests of tokens and mask
+                    metadata.json              what <key> is a hash of, counts, digests of tokens and mask
 
 The key is a hash of everything that the tokens depend on: the content of the files, the tokenizer, the settings that
 change tokens, the versions of transformers and tokenizers, and the format of this folder. A folder is built under a

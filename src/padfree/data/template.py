@@ -5,7 +5,7 @@ internals, but it does not stop `{{ 'a' * 10**10 }}`, ten nested loops over `ran
 Here every Jinja operation that can make a large value from small ones has a limit:
 
     operation                    limited quantity
-    +  ~  joined blocks          the size of the result
+    +  ~  rendered blocks        the size of the result
     *  **  %  methods  filters   the product of the sizes of all operands, if the operation can multiply them
     [a, b]  (a, b)  {k: v}       the number of values inside; a shared value counts each time it occurs
     loops, calls                 the CPU time since rendering began

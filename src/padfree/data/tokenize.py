@@ -4,7 +4,7 @@
     messages           the conversation rendered with the chat template; one sample, or     the assistant turns
                        one per turn if the template changes earlier turns (`turns`)
     prompt, response   a conversation of both, rendered in the same way                     the response
-      no template      prompt and response as plain text, each tokenised on its own, eos    response and eos
+      (no template)    prompt and response as plain text, each tokenised on its own, eos    response and eos
     text               the text, eos                                                        all
     input_ids          the tokens with these ids                                            those that `labels` or
                                                                                             `loss_mask` marks, or all
@@ -149,7 +149,7 @@ def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = F
 
 
 def _labelled(row: Mapping[str, Any], column: str, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return [n]: whether each of n tokens has a label. Labels are not shifted: the label of a token is its own id."""
+    """Return a mask [n]: whether a token has a label. Labels are not shifted: the label of a token is its own id."""
     labels = items(row, column, "a list of labels")
     if len(labels) != len(tokens):
         raise RowError(f"{column!r} has {len(labels)} entries; expected {len(tokens)}, one per token")

@@ -2,6 +2,7 @@
 
     8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
 
+Here `|` separates groups of ranks that share a pack, and `||` separates replicas, each of which holds all weights.
 One DeviceMesh contains all processes, with the dimensions `replicate`, `shard` and `context`: [2, 2, 2]. Every group
 spans some of these dimensions. The table shows the ranks of each group, and in the last column its dimensions.
 
@@ -97,9 +98,9 @@ class Mesh:
     groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
-        """The group of ranks that share a pack with this one.
+        """The group of this rank and the ranks that share a pack with it.
 
-        `width` is the number of these ranks if the step plan chooses it for each pack, else None.
+        `width` is the size of the group if the step plan chooses a size for each pack. None if all packs use the same.
         """
         return self.context if width is None else self.contexts[width]
 
@@ -259,8 +260,9 @@ class Groups:
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """Create the process groups with the ranks `groups` [number, size], and return the one that contains this
-        process.
+        """Create several process groups, and return the one that contains this process.
+
+        `groups` is an array of shape [number of groups, ranks per group]; each matrix row lists the ranks of a group.
         """
         number, size = groups.shape
         key = (size, groups.tobytes())

@@ -4,7 +4,7 @@
     raise_together       if any rank has found an error, raise it on all ranks
     failing_together     a block in which an error on one rank ends all ranks within seconds
 
-    rank 1   error -> writes its message to the store of the group -> waits LINGER s -> exits, its connections close
+    rank 1   error -> writes its message to the store of the group -> waits LINGER s -> exits, closing its connections
     rank 0   a thread polls the store every POLL s; the current collective fails -> PeerLostError with the message
              (with NCCL the collective may hang until its timeout: the process exits PATIENCE s after it has read the
              message)

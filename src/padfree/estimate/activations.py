@@ -5,7 +5,7 @@ Elements have e bytes (4 or 2). D is the hidden size, I the width of the MLP, an
 queries, keys, values, attention gates and attention outputs, summed over the heads. Per token, a typical decoder layer
 keeps this many bytes:
 
-    each norm of width w        (4 + e) w                          float32 input, and scaled result; LayerNorm e w
+    each norm over w elements   (4 + e) w                          float32 input, and scaled result; LayerNorm: e w
     inputs of projections       2 e D
     attention                   e (q + k + v + o) + 4 heads        with the log-sum-exp; a gate adds e (g + o)
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate

@@ -6,7 +6,7 @@ gradient of these columns is one matmul over all tokens.
 
 `fused_loss` processes chunks of C tokens and keeps the logits of one chunk. Besides the returned gradients, it stores:
 
-    logits of a chunk [C, V]    16 bits each in bfloat16 training
+    logits of a chunk [C, V]    16 bits per logit in bfloat16 training
     weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's dtype once, at the end
 
 Each chunk reads and rewrites the sums, so larger chunks mean less memory traffic. Half of the sums fit into the memory
@@ -65,7 +65,7 @@ def budget_bytes(memory: Memory) -> int:
 
 
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
-    """The budget in bytes, raised if it is too small to hold the sums of the gradient of the hidden states.
+    """The budget in bytes, increased if it cannot hold the sums of the gradient of the hidden states.
 
     These sums are `num_rows` x `hidden` elements of `sum_bytes` each. With a smaller budget, tiles and chunks would be
     too small to be fast.
@@ -90,7 +90,7 @@ class Tile:
 
 
 def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: str, budget: int) -> Tile:
-    """A tile of [tokens, columns] that is as square as possible and takes at most an eighth of the budget.
+    """A tile [tokens, columns] that is as square as possible and takes at most an eighth of the budget.
 
     It has at least one block of columns, whatever the budget.
     """

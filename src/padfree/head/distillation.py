@@ -7,7 +7,7 @@
                                 -> gradients of the student's hidden states and weight
 
 V is the size of the vocabulary. The loop needs four matmuls, the minimum: one for the logits of each model, and two for
-the student's gradients. Logits are never stored for more tokens than one chunk. Teacher and student may differ in
+the student's gradients. Logits are never stored for more than one chunk at a time. Teacher and student may differ in
 hidden size but share one vocabulary.
 
 As in `fused_loss`, the gradients are ready when the function returns, and `backward()` returns them.

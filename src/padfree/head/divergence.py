@@ -4,13 +4,14 @@
     teacher   t = softmax(y)  [R, V]        applied. `elementwise.reduce_tile` stores them minus the peak of their block
 
     forward-kl   KL(t | s) = Σ t log(t/s)                        gradient  s_j − t_j
-    reverse-kl   KL(s | t) = Σ s log(s/t)                                  s_j (log(s_j/t_j) − KL)
+    reverse-kl   KL(s | t) = Σ s log(s/t)                                  s_j (log(s_j/t_j) − KL(s | t))
     jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s            (1−β) s_j (log(s_j/m_j) − KL(s | m))
 
-The sums are over the V entries of the vocabulary. With top-k, the k entries that are most probable under the teacher
-keep their probabilities, and all others are merged into one outcome, "the rest". The two merged distributions have
-k + 1 outcomes. Their divergence is 0 only if they agree, it never exceeds the divergence over all entries, and it
-accounts for probability that the student assigns to the rest.
+The sums are over the V entries of the vocabulary. The last column is the derivative with respect to x_j, the student's
+logit of entry j. With top-k, the k entries that are most probable under the teacher keep their probabilities, and all
+others are merged into one outcome, "the rest". The two merged distributions have k + 1 outcomes. Their divergence is 0
+only if they agree, it never exceeds the divergence over all entries, and it accounts for probability that the student
+assigns to the rest.
 
     teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         an entry j of the rest has the gradient s_j · c, with
     student   .4 .2 | .3 .1                    .4 .2 .4         the same c for all entries of the rest
@@ -142,9 +143,9 @@ def divergence_sums(
 ) -> Tensor:
     """Sums over the vocabulary for each of R tokens, as [4, R].
 
-    Sum 0 is the divergence of the student s and the teacher t. For jsd, with the mixture m, sums 0 and 1 are KL(s | m)
-    and KL(t | m). Sums 2 and 3 are the probability of the rest under student and teacher. With a threshold, sums 0 and
-    1 cover only the teacher's k most probable entries.
+    s and t are the distributions of the student and the teacher. Sum 0 is their divergence. For jsd, with the mixture m
+    of s and t, sums 0 and 1 are KL(s | m) and KL(t | m). With a `threshold` (top-k), these sums cover only the
+    teacher's k most probable entries. Sums 2 and 3 are then the total probability of all other entries under s and t.
     """
     vocabulary = student.below.shape[1]
     sums = student.block_peak.new_zeros(4, len(student.below))
@@ -178,10 +179,10 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Write into `out` [R, V] the gradient of the divergences times `factor` [R], with respect to the student's raw
-    logits.
+    """Write the gradient of each token's divergence, multiplied by the token's `factor` [R], into `out` [R, V].
 
-    `out` may be the memory of the student's stored logits. `head` is the student's head.
+    The gradient is with respect to the student's raw logits. `out` may be the memory of the student's stored logits.
+    `head` is the student's head.
     """
     vocabulary = student.below.shape[1]
     scale = (factor * inverse_temperature * head.logit_scale)[:, None]

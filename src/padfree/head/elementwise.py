@@ -61,7 +61,7 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """For each of R tokens: its three sums over each of K blocks, and the logit of its label.
+    """For each of R tokens: three values for each of K blocks (`peak`, `total`, `moment`), and the logit of its label.
 
     The columns of [R, K] are contiguous in memory.
     """
@@ -307,8 +307,9 @@ def _gradient(
     """Write the gradient with respect to the raw logits into `out`.
 
     d loss / d x_j = g·[j = label] − p_j·(g + h·(log p_j + entropy)), where x_j is the logit of entry j, p_j its
-    probability, and g and h are the gradients of the loss with respect to the log-probability and the entropy. The
-    result is then multiplied by the derivative of x_j with respect to the raw logit.
+    probability, [j = label] is 1 for the label and 0 for other entries, and g and h are the gradients of the loss with
+    respect to the log-probability and the entropy. The result is then multiplied by the derivative of x_j with respect
+    to the raw logit.
     """
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:

@@ -6,9 +6,10 @@
                                             x - peak as float16                 -> 2 bytes per logit, if it is kept
                                             or: gradient of the raw logits      -> 2 bytes per logit
 
-There are R tokens, the hidden size is D and the vocabulary has V entries. A separate matmul would write 4 bytes per
-logit, which the elementwise work would read again. Here the elementwise work uses a tile while it is in registers. A
-program reduces 256 or 128 columns at once, so this is the block size for `elementwise.py`, instead of up to 4096.
+There are R tokens, the hidden size is D and the vocabulary has V entries. x are the logits, and `peak` is the largest
+logit of a token in a block (see `elementwise.py`). A separate matmul would write 4 bytes per logit, which the
+elementwise work would read again. Here the elementwise work uses a tile while it is in registers. A program reduces 256
+or 128 columns at once, so this is the block size for `elementwise.py`, instead of up to 4096.
 
 There are as many programs as the GPU can run at once, and they process tiles in turn. Tensor descriptors (TMA) load
 `hidden` and `weight`. The loads of a program's next tile are in flight while the program finishes the current tile.
@@ -88,8 +89,9 @@ def reduce_rows(
 ) -> None:
     """Compute the logits of `hidden` [R, D] block by block, and write the sums of each block into `sums`.
 
-    If `stored` [R, K] is given, x - peak of the vocabulary columns [0, K) is written into it. Values below the range of
-    float16 are stored as -inf. The matrix rows of `stored` must be aligned to 16 bytes.
+    If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept), minus the peak of their block, are
+    written into it. Values below the range of float16 are stored as -inf. The matrix rows of `stored` must be aligned
+    to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of labels, without storing the logits.
 
     hidden [N, D]  weight [V, D]  labels [N]           labels   7  -  3  3  -  9        (- is -100)
-            |  the M labelled tokens                   index    0     2  3     5
+            |  the M labelled tokens                   index    0     2  3     5       of these tokens
             v
     tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 for tokens without a label
 
@@ -96,9 +96,9 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """Return `weight` if it is already an `LmHead`. Otherwise combine all four arguments into one.
+    """Return `weight` if it is already an `LmHead`. If it is a tensor, combine all four arguments into an `LmHead`.
 
-    If it is an `LmHead`, it has its own bias, softcap and logit_scale, so these arguments must have their defaults.
+    An `LmHead` has its own bias, softcap and logit_scale, so these arguments must then have their defaults.
     """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)

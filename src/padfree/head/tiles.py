@@ -118,8 +118,8 @@ class TiledMatmuls:
     ) -> None:
         """Compute the logits of `hidden` [R, D] tile by tile, and write the sums of their blocks into `sums`.
 
-        If `stored` [R, K] is given, the logits of the vocabulary columns [0, K) are kept in it. K is a multiple of the
-        block size, or the size of the vocabulary.
+        If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are stored in it, minus the peak
+        of their block. `kept` is a multiple of the block size, or the size of the vocabulary.
         """
         tile_rows, tile_columns = self.memory.shape
         kept = 0 if stored is None else stored.shape[1]
