@@ -188,7 +188,7 @@ def adapts_experts(model: PreTrainedModel, targets: Sequence[str]) -> bool:
 
 
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The full names of what gets adapters: the linear layers, and the weights of experts and routers."""
+    """The full names of the linear layers that get adapters, and of the weights of experts and routers that do."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}

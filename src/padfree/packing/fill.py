@@ -1,8 +1,8 @@
 """Pack samples into as few bins as possible. No bin exceeds its capacity in tokens.
 
     lengths   5 3 5 2 2 7     capacity 8
-    histogram 7:1  5:2  3:1  2:2
-    bins      7 | 5 3 | 5 2 | 2          ->  indices [5] [0 1] [2 3] [4]
+    histogram 7:1  5:2  3:1  2:2        length:number of samples
+    bins      7 | 5 3 | 5 2 | 2          ->  sample indices [5] [0 1] [2 3] [4]
 
 The algorithm is best-fit decreasing: the longest sample first, each into the fullest bin where it fits. It runs on the
 histogram of lengths, not on the samples. Bins with the same number of free tokens are interchangeable, so "put 12,000
