@@ -3,7 +3,7 @@
     forward     layer 0 ... layer 1 ... layer 2 ... layer 3 ... head     compute stream
                        copy 0 -> host ........ copy 1 -> host ......     copy stream, in parallel
     backward    layer 3 ..... layer 2 ..... layer 1 ..... layer 0
-                              prefetch 1 ....   prefetch 0 ....          one layer ahead of its use
+                              prefetch 1 ....   prefetch 0 ....          one layer before they are needed
 
 A layer is called under autograd's saved-tensor hooks, which see each tensor that its backward will need. Only the first
 layers are offloaded, because their tensors are needed last. Each tensor of these layers is copied into pinned host

@@ -160,7 +160,7 @@ class EpochReader(Generic[T]):
 
     @property
     def round(self) -> int:
-        """A number R: among any R consecutive positions, every sample of the source occurs at least once."""
+        """A number R such that any R consecutive positions show every sample of the source at least once."""
         if self.parts is None:
             return self.length or 0
         return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))
