@@ -266,7 +266,7 @@ def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 
 
 
 def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
-    """Whether PEFT would mistake target modules for experts, because older models use their names in experts."""
+    """Whether PEFT would mistake target modules for experts, because old files use such names for parts of experts."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     trial = copy.deepcopy(config)
