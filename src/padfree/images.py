@@ -1,11 +1,12 @@
 """The images of a sample: which tokens stand for an image, and what its vision tower reads.
 
     tokens        7 8 * * * * 9 * * 5        * is the model's placeholder token
-    images        digest a: 2 3 4 5          digest b: 7 8
+    images        a: indices 2 3 4 5         b: indices 7 8         where the placeholders of images a and b are
     tower         a, b                       the distinct images of a pack, each encoded once
 
 Two images with the same digest have the same tower inputs. Samples that show the same image share its features. Token
-ids do not tell images apart, so `prefix_keys` replaces the placeholders of each image by a number of its own.
+ids do not tell images apart, so `prefix_keys` replaces the placeholders of each image by a negative number that
+identifies the image.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Image:
 
 
 def check_images(images: Sequence[Image], tokens: NDArray[Any], name: str) -> tuple[Image, ...]:
-    """Raise `UserError` unless all placeholders [m] of the images are the same token, and no other token [n] is.
+    """Check that all placeholders of the images have the same token id, and that no other token has this id.
 
-    `name` names the sample in error messages.
+    Raises `UserError` if not. `name` names the sample in error messages.
     """
     images = tuple(images)
     if not images:
@@ -84,9 +85,9 @@ def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:
 
 
 def prefix_keys(tokens: Sequence[NDArray[Any]], images: Sequence[Sequence[Image]]) -> list[NDArray[Any]]:
-    """For each sample, the numbers [n] by which its prefixes are compared with those of the other samples.
+    """For each sample of n tokens, the numbers [n] that are compared to find prefixes that samples share.
 
-    These are its token ids, except that each distinct image has its own negative number at its placeholders.
+    These are the token ids. At the placeholders of an image, a negative number that identifies the image replaces them.
     """
     numbers: dict[str, int] = {}
     keys: list[NDArray[Any]] = []

@@ -1,6 +1,6 @@
 """Compute top-1 accuracy without storing all logits, for evaluation and without gradients.
 
-    hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0; 0 without a label
+    hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0 (also without a label)
 
 Soft cap, scale and temperature preserve the order of logits, so only the matmul and the bias are computed.
 """
@@ -33,7 +33,7 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
 def _products(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden @ weight.T, [c, V].
 
-    On a GPU the result is float32: rounded to bfloat16, different logits could become equal.
+    On a GPU the result is float32, because different logits could become equal if they were rounded to bfloat16.
     """
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)

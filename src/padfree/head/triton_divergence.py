@@ -5,8 +5,8 @@
 
 Both kernels read the stored logits of student and teacher. A span is the range of columns of one program. The block
 sizes of the two models may differ, because a head with a bias has smaller blocks. `BLOCK` is the smaller of the two
-sizes, so each block lies in one block of either model and uses the peak that is stored for that block. The partial sums
-of the spans are added afterwards, in order.
+sizes, so each block of a program lies inside one stored block of the student and one of the teacher, and uses the peaks
+that are stored with these two blocks. The partial sums of the spans are added afterwards, in order.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def divergence_gradient(
 ) -> None:
     """The same as `divergence.divergence_gradient`, as a Triton kernel.
 
-    It may run in place, because a program writes only elements that no other program reads.
+    `out` may be the stored logits of the student, because a program writes only elements that no other program reads.
     """
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)

@@ -320,7 +320,7 @@ def gradient_from_stored(
 ) -> None:
     """The same as `elementwise.gradient_from_stored`, as a Triton kernel.
 
-    It may run in place, because a program writes only elements that no other program reads.
+    `out` may be `stored` itself, because a program writes only elements that no other program reads.
     """
     num_rows, num_columns = stored.shape
     absent = rows.labels

@@ -2,10 +2,10 @@
 """The fused matmuls as Triton kernels: a loop over tiles of logits and over the hidden dimension D, with the
 elementwise work on each tile.
 
-Tensor descriptors handle the boundaries of matrices: outside a matrix, they read 0 and write nothing. Only the
-last columns of the vocabulary are masked, in the one tile that contains them. A descriptor can end its writes only at a
-multiple of 16 bytes. If the columns end elsewhere (for example, five numbers of two bytes), `_store` writes the last
-tile element by element.
+Tensor descriptors handle the boundaries of matrices: outside a matrix, they read 0 and write nothing. Only the last
+columns of the vocabulary are masked, in the one tile that contains them. A descriptor can end its writes only at a
+multiple of 16 bytes. If the columns end elsewhere (for example, after five numbers of two bytes), `_store` writes the
+last tile element by element.
 
 The number of tokens differs from step to step. By default, Triton compiles a kernel again, in the middle of a run, when
 this number is divisible by 16 for the first time. To avoid this, the arguments that depend on the number of tokens are
@@ -167,8 +167,8 @@ def _gradient_part(
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile [ROWS, COLUMNS] of zeros. It is computed from `done`, which is never negative.
 
-    The compiler must not see that the tile is constant. Otherwise the compiled loop would select a plain 0 at every
-    step, before it is known whether a tile is finished, and each step would have to wait for the tensor cores.
+    The compiler must not see that the tile is constant. Otherwise the compiled loop would choose between the running
+    sums and the constant 0 at every step, and so each step would have to wait for the tensor cores.
     """
     return tl.full((ROWS, COLUMNS), (done < 0).to(tl.float32), tl.float32)
 

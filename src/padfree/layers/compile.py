@@ -4,9 +4,9 @@
                        `padfree.layers.passes`   `layers.recompute`                  `padfree.layers.passes`
 
 Attention is one operator in the graph. If several context ranks share a pack, attention is a graph break instead. In
-wide layers on a GPU, RMSNorm, QK-norm with RoPE, and SwiGLU are custom operators too, and on Hopper SwiGLU is the
-epilogue of the matmuls around it. With `parallel.kernels = "none"` the compiler generates all kernels except attention.
-The numbers of tokens and of samples are dynamic from the first batch on; all other sizes are static.
+wide layers on a GPU, RMSNorm, QK-norm with RoPE, and SwiGLU are custom operators too, and on Hopper GPUs SwiGLU is
+computed in the epilogues of the matmuls around it. With `parallel.kernels = "none"` the compiler generates all kernels
+except attention. The numbers of tokens and of samples are dynamic from the first batch on; all other sizes are static.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _compiled(
 
 
 class InductorPass(CustomGraphPass):
-    """All graph passes of one stage after autograd, in Inductor's format: one callable with a cache key."""
+    """All graph passes of one stage after autograd, joined into one callable with a cache key, as Inductor requires."""
 
     def __init__(self, stage: Stage, *, epilogues: bool) -> None:
         self.passes: list[GraphPass] = [

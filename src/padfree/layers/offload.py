@@ -3,7 +3,7 @@
     forward     layer 0 ... layer 1 ... layer 2 ... layer 3 ... head     compute stream
                        copy 0 -> host ........ copy 1 -> host ......     copy stream, in parallel
     backward    layer 3 ..... layer 2 ..... layer 1 ..... layer 0
-                              prefetch 1 ....   prefetch 0 ....          one layer ahead of its use
+                              prefetch 1 ....   prefetch 0 ....          one layer before they are needed
 
 A layer is called under autograd's saved-tensor hooks, which see each tensor that its backward will need. Only the first
 layers are offloaded, because their tensors are needed last. Each tensor of these layers is copied into pinned host
@@ -52,7 +52,8 @@ class ActivationOffload:
         min_bytes: int = MIN_OFFLOADED_BYTES,
     ) -> None:
         self.num_offloaded, self.min_bytes = math.ceil(fraction * num_layers), min_bytes
-        # [num_layers] For each layer: the earlier layers whose device memory is freed when the forward pass reaches it.
+        # For each of the num_layers layers: the earlier layers whose device memory is freed when the forward pass
+        # reaches this layer.
         self.freed_at = [
             [i for i in range(self.num_offloaded) if math.ceil(layers_per_copy * (i + 1)) == number]
             for number in range(num_layers)
@@ -79,9 +80,10 @@ class ActivationOffload:
         return called
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]], *, to_host: bool) -> Any:
-        """Copy (target, source) pairs on a copy stream, which first waits for the work queued on the current stream.
+        """For each (target, source) pair of tensors, copy the source to the target on a copy stream.
 
-        Returns an event for the end of the copy.
+        The copy stream first waits for the work queued on the current stream. Returns an event for the end of the
+        copies.
         """
         if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
@@ -205,7 +207,7 @@ class _LayerCall:
 def _unpack(saved: _SavedTensor) -> Tensor:
     """Called when backward needs a saved tensor. Returns the tensor on the device.
 
-    The device memory of an offloaded tensor is freed with its last view.
+    The device memory of an offloaded tensor is freed once backward has used all saved views of the tensor.
     """
     saved.call.begin_backward()
     if saved.tensor is not None:

@@ -1,7 +1,7 @@
 """Losses: pure functions that take the tokens of a pack and return a weighted sum, with one weight per token.
 
 segments                            sums, means and scans over samples
-aggregation                         every way of averaging, as a weight per token
+aggregation                         ways of averaging a loss, each given as one weight per token
 types                               LossInputs, LossOutput
 nll, policy_loss, value, preference the losses
 chunk_loss                          which losses can be fused with the head

@@ -1,13 +1,13 @@
 """Compute advantages from rewards.
 
-    by group, [B] rewards to [B] advantages; m, s: mean and standard deviation (divisor n - 1) of the group's n rewards
+    by group, [B] advantages. r: a reward; m, s: mean, standard deviation (divisor n - 1) of the n rewards of its group
         grpo_advantages              (r - m) / (s + eps); r - m with std=False (Dr. GRPO)
         rloo_advantages              r - mean of the group's other rewards = (r - m) · n / (n - 1)
-    by token, [T] rewards to [T] advantages
+    by token, [T] advantages. rₜ, Vₜ: the reward of token t, and the value that a critic computes for it
         gae                          δₜ + γλ δₜ₊₁ + (γλ)² δₜ₊₂ + ...    δₜ = rₜ + γ Vₜ₊₁ - Vₜ
         discounted_returns           rₜ + γ rₜ₊₁ + γ² rₜ₊₂ + ...
-        reinforce_plus_plus          discounted returns of the rewards minus the KL penalty, whitened
-        reinforce_plus_plus_baseline r - m on every token, minus the KL penalty, whitened
+        reinforce_plus_plus          discounted returns of (rₜ minus the KL penalty of token t), whitened
+        reinforce_plus_plus_baseline r - m on every token, minus the KL penalty of the token, whitened
     whiten                           (x - mean) / standard deviation, over the scored tokens of the whole global batch;
                                      without `shift_mean` the mean is added again
 

@@ -8,7 +8,7 @@ With x = log p(token) - log q(token) for a token sampled from p, each estimator 
     low_var_kl    k3, clamped to [-10, 10]
 
 In the loss, p is the policy being trained and q the reference (`PolicySettings.kl_coefficient`). In the reward, the
-same numbers without gradient are subtracted from the token rewards before advantages are computed
+same estimates without gradient are subtracted from the token rewards before advantages are computed
 (`advantages.token_rewards`).
 """
 

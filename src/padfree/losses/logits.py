@@ -4,8 +4,8 @@
 
 This module is for code that already has all logits (`padfree.head` never stores them all). V is the vocabulary size.
 The forward pass converts only one chunk of tokens at a time to float32, and keeps only the log-sum-exp (lse) of each
-token for the backward pass. The only other tensor [..., V] is the gradient that the backward pass returns. With z =
-logits / temperature and p = softmax(z),
+token for the backward pass. Besides the logits, the only tensor [..., V] is the gradient that the backward pass
+returns. With z = logits / temperature and p = softmax(z),
 
     logprob = z[label] - lse(z)       gradient w.r.t. z: onehot - p
     entropy = -Σ p log p              gradient w.r.t. z: -p (log p + entropy)

@@ -2,7 +2,7 @@
 
     loss of a token =   its objective           `objectives/`: clip, gspo, cispo, reinforce, or a user-defined one
                       · the corrections         `corrections.py`
-                      + kl_coefficient · KL(π ‖ reference)       · π / π_old with `kl_weighting` "ratio"
+                      + kl_coefficient · KL(π ‖ reference)       times π / π_old if `kl_weighting` is "ratio"
                       - entropy_coefficient · entropy
 
 Usually a loss is elementwise: the loss of a token depends only on its own log π and entropy. There are three

@@ -1,22 +1,26 @@
 """Losses on pairs of answers, of which one is preferred. Both answers of a pair must be in the same pack.
 
     samples    0        1         2        3
-    pairs      [[0, 1], [3, 2]]            [P, 2] (chosen, rejected): sample indices in this pack
-    weights    [½, ½]                      [P] for example 1 / number of pairs in the global batch
+    pairs      [[0, 1], [3, 2]]            [P, 2]: the sample indices of the (chosen, rejected) answer of each pair
+    weights    [½, ½]                      [P]: for example 1 / number of pairs in the global batch
 
-    x of an answer      sigmoid, hinge, ipo   the sum of log π - log π_ref over its tokens; the mean with `normalise`
-                        simpo, orpo           the mean of log π over its tokens; the sum if `normalise` is false
-                        reward model          the score at its last token
-    loss of a pair      with Δ = x_chosen - x_rejected and l(d) = -(1 - ε) log σ(d) - ε log σ(-d), ε: label_smoothing
-                        sigmoid               l(beta · Δ)
-                        hinge                 max(0, 1 - beta · Δ)
-                        ipo                   (Δ - 1 / (2 beta))²
-                        simpo                 l(beta · Δ - gamma)
-                        orpo                  -x_chosen - beta · log σ(odds(x_chosen) - odds(x_rejected))
-                                              odds(x) = x - log(1 - exp x)
-                        reward model          -log σ(Δ - margin)
+There are P pairs. A loss compares a number x of the chosen answer with the same number of the rejected answer:
 
-There are P pairs. σ is the sigmoid function. Under context parallelism a rank holds some of the tokens of a pair.
+    sigmoid, hinge, ipo   x = the sum of log π - log π_ref over the answer's tokens; the mean if `normalise` is true
+    simpo, orpo           x = the mean of log π over the answer's tokens; the sum if `normalise` is false
+    reward model          x = the score at the answer's last token
+
+With Δ = x_chosen - x_rejected, the sigmoid function σ, ε = `label_smoothing`, and
+l(d) = -(1 - ε) log σ(d) - ε log σ(-d), the loss of a pair is
+
+    sigmoid               l(beta · Δ)
+    hinge                 max(0, 1 - beta · Δ)
+    ipo                   (Δ - 1 / (2 beta))²
+    simpo                 l(beta · Δ - gamma)
+    orpo                  -x_chosen - beta · log σ(odds(x_chosen) - odds(x_rejected)), odds(x) = x - log(1 - exp x)
+    reward model          -log σ(Δ - margin)
+
+Under context parallelism a rank holds some of the tokens of a pair.
 `reduce` sums the parts of each x over the ranks. Each rank then returns its share of the pair's loss: the loss times
 the fraction of the pair's tokens that the rank holds. The fractions sum to 1, so losses and statistics can be summed
 over ranks as for other losses. The gradient that a rank computes for its own tokens is the gradient of the whole loss.
@@ -178,7 +182,7 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """The weighted loss of pairs. If several context ranks share the pack, this rank's share of the loss.
+    """The weighted sum of the losses of the pairs, or this rank's share of it if context ranks share the pack.
 
     For each sample, `local` [B] holds this rank's part of x, which the module docstring defines, and `held` [B] the
     number of tokens on this rank. `loss` computes losses and derivatives from the x of both answers. Statistics of x

@@ -1,6 +1,6 @@
 """Sums, means and scans over the samples of a pack, without a loop over samples.
 
-    sample_index   [T]   0   0   0 | 1   1 | 2   2        pad: 2 = num_samples
+    sample_index   [T]   0   0   0 | 1   1 | 2   2        the pad has index 2 = num_samples
     values         [T]  .5  .3  .2 |.8  .1 | 9   9
     segment_sum    [B]         1.0       .9               the pad is dropped
     spread         [T] 1.0 1.0 1.0 |.9  .9 | 0   0        the pad gets 0
@@ -44,7 +44,7 @@ def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tenso
 
 
 def spread(values: Tensor, sample_index: Tensor) -> Tensor:
-    """Give each of T tokens the value [B] of its sample, [T] in the same dtype. The pad gets 0."""
+    """Return [T]: each of T tokens gets the value [B] of its sample, and the pad gets 0. The dtype is kept."""
     need_tensor("values", values)
     return torch.cat([values, values.new_zeros(1)])[checks.index("sample_index", sample_index, len(values) + 1)]
 

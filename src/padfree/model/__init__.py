@@ -7,7 +7,7 @@ shrink             the config of the small copy
 mixers             layers that mix tokens without attention: recurrences, convolutions
 sharing            whether samples of a pack can share prefixes in a model
 outputs            hidden states, and the head that scores them
-vision             vision-language models: towers, positions, features in their places
+vision             vision-language models: towers, positions, image features at the placeholder tokens
 scalar_head        heads that give one number: reward models, critics
 routers            routers of mixtures of experts
 roles              the role of each parameter

@@ -113,7 +113,7 @@ LAYER_TYPES = (
     "sliding_attention",
     "chunked_attention",
     "attention",
-    # layers with a mixer, which the probe finds by its behaviour, whatever the type is called
+    # layers with a mixer; the probe finds the mixer by its behaviour, not by these names
     "linear_attention",
     "mamba",
     "hybrid",
@@ -174,7 +174,7 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
 
 
 def attach_variant(model: PreTrainedModel, attached: PreTrainedModel) -> PreTrainedModel:
-    """Attach a model of the class of `attached` whose config differs from it in numbers, without testing it again."""
+    """Attach a model like `attached` (same class, other numbers in the config) without testing it again."""
     assert type(model) is type(attached)
     if mixers := probe(_probed(attached)).mixers:
         install(model, mixers, fast=True)
@@ -263,7 +263,7 @@ def lm_head_of(model: PreTrainedModel) -> LmHead:
     it is unsharded.
     """
     head = described_head(model)
-    # The tests of a vision family compare its logits with those of the described head.
+    # A vision-language model needs no probe: padfree's tests compare the logits of its family with the described head.
     reason = None if model in _PLAIN_HEADS or family_of(model) is not None else probe(model).head
     if reason or head is None:
         raise UserError(

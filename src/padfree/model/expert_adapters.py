@@ -1,4 +1,4 @@
-"""Low-rank adapters on experts whose weights are stacked in one tensor, with grouped matmuls; and on routers.
+"""Low-rank adapters on routers, and on experts whose weights are stacked in one tensor (as grouped matmuls).
 
     y_e = W_e x + scale * B_e (A_e x)        for every token x that is routed to expert e
 
@@ -6,11 +6,11 @@
     experts.lora_A.gate_up_proj   [E, rank, in]   trained
     experts.lora_B.gate_up_proj   [E, out, rank]  trained
 
-The tokens are sorted by expert once, and every matmul is grouped over this order:
+The tokens are sorted by expert once, and every matmul is grouped by expert in this order:
 
     token               0 0 1 1 2 2     k = 2 experts per token
     chosen expert       2 0 0 3 2 0
-    sorted by expert    0 0 0 2 2 3     offsets 3 3 5 6: expert 1 has no tokens
+    sorted by expert    0 0 0 2 2 3     offsets 3 3 5 6: where experts 0 1 2 3 end; expert 1 has no tokens
 
 The adapters follow transformers' experts interface (`use_experts_implementation`): the module tells whether its experts
 have a gate, biases or transposed weights. `_experts_forward` computes what transformers' `grouped_mm` computes, plus
@@ -101,7 +101,7 @@ def merged_weight(experts: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """[T, D] hidden states, [T, k] chosen experts and their weights -> [T, D]."""
+    """Return the outputs [T, D] of the experts for hidden states [T, D], chosen experts [T, k] and weights [T, k]."""
     num_tokens, per_token = top_k_index.shape
     chosen, order = torch.sort(top_k_index.reshape(-1))
     experts = torch.arange(self.num_experts, device=chosen.device)
@@ -131,7 +131,7 @@ def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
-    """[S, in] tokens sorted by expert, `a` [E, rank, in], `b` [E, out, rank] -> [S, out]."""
+    """Apply adapters `a` [E, rank, in] and `b` [E, out, rank] to tokens [S, in] sorted by expert: returns [S, out]."""
     # The kernels need aligned strides. Pad the rank with zeros, which do not change the result.
     if fill := -a.shape[1] % (ALIGNMENT // a.element_size()):
         a, b = functional.pad(a, (0, 0, 0, fill)), functional.pad(b, (0, fill))

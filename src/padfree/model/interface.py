@@ -256,8 +256,8 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise UserError(
             name, f"was called with {len(args)} positional arguments", "call it with **LocalBatch.model_inputs()"
         )
-    # A model without positions may pass only a mask to its base model. Then mixers get the context in place of the
-    # mask.
+    # A model without positions may pass only a mask to its base model. In that case the mask argument holds the
+    # context.
     handed = isinstance(kwargs.get("attention_mask"), AttnContext)
     if handed:
         kwargs = {**kwargs, "attn_context": kwargs["attention_mask"], "attention_mask": None}
@@ -322,7 +322,7 @@ def check_positions(limit: int | None, longest: int) -> None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the language model in the config of a vision-language model; any other config is returned."""
+    """The config of a vision-language model's language model. A config of any other model is returned unchanged."""
     return config.get_text_config(decoder=True) if "vision_config" in config.sub_configs else config
 
 

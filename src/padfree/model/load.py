@@ -160,7 +160,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """For every tied parameter, two (module, attribute) pairs: its own, and that of the parameter it is tied to."""
+    """For every tied parameter, where it and the parameter it is tied to are stored: (module, attribute) each."""
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for module in model.modules():
@@ -176,7 +176,7 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Call `open_model` on all ranks. If it fails on one rank, for example because a file is missing, all raise."""
+    """Call `open_model` on all ranks. If it fails on one rank (a file is missing, say), all ranks raise the error."""
     found, error = None, None
     try:
         found = open_model(source, init=init, trust_remote_code=trust_remote_code)

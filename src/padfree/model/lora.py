@@ -188,7 +188,7 @@ def adapts_experts(model: PreTrainedModel, targets: Sequence[str]) -> bool:
 
 
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The full names of what gets adapters: the linear layers, and the weights of experts and routers."""
+    """The full names of the linear layers that get adapters, and of the weights of experts and routers that do."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -266,7 +266,7 @@ def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 
 
 
 def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
-    """Whether PEFT would mistake target modules for experts, because old files use these names for parts of experts."""
+    """Whether PEFT would mistake target modules for experts, because old files use such names for parts of experts."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     trial = copy.deepcopy(config)

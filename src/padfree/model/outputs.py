@@ -65,7 +65,7 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def described_head(model: PreTrainedModel) -> LmHead | None:
-    """The head as the config describes it. None if there is no head. The probe compares it with the model's logits."""
+    """The head that the config describes. None if there is no head. The probe compares its logits with the model's."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         return None

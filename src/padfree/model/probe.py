@@ -3,7 +3,7 @@
     single   | sample of 13 |  | 1 |  | 9 |  | 9 |            four calls of the model with HF's own eager attention
     packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |          one pack with padfree's attention. Its tokens are
                                                               shuffled; only attention and mixers know the order
-    state    | 9 | another of 13 | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
+    state    | 9 | another 13    | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
 
 Packed and single must give the same logits and the same gradient of every parameter. They differ if the model has a
 recurrent state or a convolution, needs a mask that transformers would have created, does not pass its sliding window to

@@ -98,7 +98,7 @@ SIZES = {
     # attention in chunks of positions
     "attention_chunk_size": WINDOW,
     "floor_scale": WINDOW,
-    # sizes of MLPs with names of their own, of adapters in shared layers, and of embeddings that each layer adds
+    # less common sizes: of further MLPs, of adapters in shared layers, and of embeddings that each layer adds
     "intermediate_size_mlp": 96,
     "block_ff_dim": 96,
     "block_multiple_of": 16,
@@ -117,7 +117,7 @@ LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_l
 
 
 def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
-    """A config of the same class with small sizes and `num_layers` layers; more if there are more kinds of layers."""
+    """A config of the same class with small sizes and `num_layers` layers, or one per kind if there are more kinds."""
     real = {alias: config.attribute_map.get(alias, alias) for alias in (*SIZES, "num_hidden_layers")}
     values = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
     kept = _kept_layers(values, int(config.num_hidden_layers), num_layers)
@@ -228,7 +228,7 @@ def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[i
 def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
     """The rotary parameters for the small copy.
 
-    A list of factors, one for each pair of channels of a head, gets the length for the small head.
+    A list with one factor for each pair of channels of a head is cut to the number of pairs of the small head.
     """
     width = ROPE_HEAD_DIM if latent else HEAD_DIM
     pairs = int(width * float(parameters.get("partial_rotary_factor", 1.0))) // 2
@@ -240,7 +240,7 @@ def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
 
     values = {name: fitted(value) for name, value in parameters.items()}
     if isinstance(sections := parameters.get("mrope_section"), list) and sum(sections):
-        # The pairs of channels that rotate with the time, the height and the width of an image.
+        # Divide the pairs of channels between time, height and width of an image in the same proportions as the model.
         ends = [round(pairs * sum(sections[: count + 1]) / sum(sections)) for count in range(len(sections))]
         values["mrope_section"] = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     if "original_max_position_embeddings" in values:

@@ -1,7 +1,7 @@
 """Muon: orthogonalised momentum for hidden matrices.
 
     buffer  = lerp(buffer, gradient, 1 - momentum)
-    update  = lerp(gradient, buffer, momentum)              or the buffer, without Nesterov
+    update  = lerp(gradient, buffer, momentum)              without Nesterov: update = buffer
     update  = Newton-Schulz(update)                         U S V^T -> about U V^T
     weight  = (1 - lr * weight_decay) * weight - lr * update_rms * sqrt(max(A, B)) * update
 

@@ -62,9 +62,9 @@ class Optimizer(torch.optim.Optimizer):
             group["lr"] = group["base_lr"] * factor
 
     def step(self, finite: Tensor | None = None, scale: Tensor | None = None) -> None:  # type: ignore[override]
-        """Make one optimizer step. The gradients are multiplied by `scale`, a tensor [].
+        """Make one optimizer step. The gradients are multiplied by the scalar tensor `scale`.
 
-        If `finite`, a bool tensor [], is false, neither parameters nor state change.
+        If the scalar bool tensor `finite` is false, neither parameters nor state change.
         """
         # If parameters are offloaded, the flag is on the GPU and the optimizer on the CPU, so this copy synchronises.
         device = self.param_groups[0]["params"][0].device

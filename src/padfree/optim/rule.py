@@ -30,10 +30,10 @@ class UpdateRule(Protocol):
     """A description of the optimizer state, for messages to users."""
 
     def step(self, group: Group, state: State, finite: Tensor, scale: Tensor | None) -> None:
-        """Update the parameters of the group that have a gradient. Gradients are multiplied by `scale`, a tensor [].
+        """Update the group's parameters that have a gradient. Gradients are multiplied by the scalar tensor `scale`.
 
-        Collective. If `finite`, a tensor [], is false, neither parameters nor state change. `finite` and `scale` are on
-        the device of the parameters, and the host must not synchronise to read them.
+        Collective. If the scalar tensor `finite` is false, neither parameters nor state change. `finite` and `scale`
+        are on the device of the parameters, and the host must not synchronise to read them.
         """
         ...
 

@@ -5,8 +5,9 @@
 The algorithm is deterministic and has two phases:
 
     greedy    takes samples by falling cost; each goes to the cheapest part that has enough free tokens under the cap
-    exchange  pairs costly parts with cheap ones; each pair moves or swaps the sample that brings their costs closest.
-              Repeats until the costliest part is within `TOLERANCE` of the mean or no exchange helps
+    exchange  matches each costly part with a cheap one. The two parts make the one move or swap of samples that brings
+              their costs closest. Repeats until the costliest part is within `TOLERANCE` of the mean, or until no
+              exchange helps
 
 The cap is never exceeded. If greedy finds no part for a sample, the initial assignment balances lengths instead of
 costs. If that also exceeds the cap, `fill` makes the initial assignment. The exchange phase then evens out the costs

@@ -296,7 +296,10 @@ Range = tuple[Sample, int, int]
 
 
 def _rotary_positions(ranges: Sequence[Range]) -> Tensor | None:
-    """The positions [P, T] of a pack, or None if no sample has its own. Other samples count 0, 1, 2, ... P times."""
+    """The rotary positions [P, T] of a pack, P for each token. None if no sample has `rotary_positions`.
+
+    In a sample without `rotary_positions`, all P positions of token i are i.
+    """
     given = [sample.rotary_positions for sample, _, _ in ranges if sample.rotary_positions is not None]
     if not given:
         return None

@@ -157,9 +157,9 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to wide packs, as long as the cost per rank is at most `level`; the costliest that fits first.
+    """Add short samples to wide packs, the costliest first, as long as the cost per rank is at most `level`.
 
-    `narrow` are the indices of the short samples. Returns the indices of the samples that remain.
+    `narrow` are the indices of the short samples. Returns the indices of those that were not added.
     """
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()

@@ -75,7 +75,8 @@ class CostModel:
         sizes = ModelSizes.of(config)
         full, windowed = sizes.attention, sizes.windowed_attention
         in_windows = sizes.windowed_layers * sizes.window * (windowed.query + windowed.output)
-        # Each weight takes one multiplication and one addition per token. Causal attention has n² / 2 pairs of tokens.
+        # Each weight takes one multiplication and one addition per token. Causal attention computes n² / 2 scores, one
+        # per (query, key).
         return CostModel(
             linear=FORWARD_AND_BACKWARD * (2.0 * (sizes.weights + in_windows) + sizes.state_flops),
             quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * (full.query + full.output),

@@ -5,16 +5,16 @@
     in order     a b c d | a b c d
     shuffled     c a d b | b c a d     one order per epoch, which depends only on (seed, epoch)
 
-A source may have parts with weights. The weight w is the number of times that an epoch shows each sample of the part. A
-part of n samples is repeated endlessly in one order, and epoch e shows items floor(e w n) to floor((e + 1) w n) of this
-sequence:
+A source may have parts with weights. The weight w is the number of times that an epoch shows each sample of the part,
+on average. A part of n samples is repeated endlessly in one order, and epoch e takes the items from floor(e w n) up to,
+but not including, floor((e + 1) w n) of this sequence:
 
-    part of 5, weight 0.5, order 3 0 4 1 2     epoch 0: 3 0      epoch 1: 4 1 2      epoch 2: 3 0   ...
-    part of 2, weight 2                        epoch 0: 0 0 1 1  ...
+    5 samples, weight 0.5, sequence 3 0 4 1 2 3 0 ...     epoch 0 takes 3 0, epoch 1 takes 4 1 2, epoch 2 takes 3 0, ...
+    2 samples, weight 2,   sequence 0 1 0 1 ...           each epoch takes 0 1 0 1
 
-After any number of epochs the counts of two samples of a part differ by at most one, and E epochs show floor(E w n)
-samples. The order depends only on seed, epoch, sizes and weights. With weight 1 an epoch shows the part in its own
-order.
+The samples of an epoch are shown in the order of the source (0 0 1 1 in the second example), or shuffled. After any
+number of epochs the counts of two samples of a part differ by at most one, and E epochs show floor(E w n) samples of a
+part. The order depends only on seed, epoch, sizes and weights.
 
 An iterable without `len` and `[i]` is read once, in order. To return to a position, it is read again from its start.
 """
@@ -160,7 +160,7 @@ class EpochReader(Generic[T]):
 
     @property
     def round(self) -> int:
-        """A number R: among any R consecutive positions, every sample of the source occurs at least once."""
+        """A number R such that any R consecutive positions show every sample of the source at least once."""
         if self.parts is None:
             return self.length or 0
         return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))

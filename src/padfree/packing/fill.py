@@ -1,8 +1,8 @@
 """Pack samples into as few bins as possible. No bin exceeds its capacity in tokens.
 
     lengths   5 3 5 2 2 7     capacity 8
-    histogram 7:1  5:2  3:1  2:2
-    bins      7 | 5 3 | 5 2 | 2          ->  indices [5] [0 1] [2 3] [4]
+    histogram 7:1  5:2  3:1  2:2        length:number of samples
+    bins      7 | 5 3 | 5 2 | 2          ->  sample indices [5] [0 1] [2 3] [4]
 
 The algorithm is best-fit decreasing: the longest sample first, each into the fullest bin where it fits. It runs on the
 histogram of lengths, not on the samples. Bins with the same number of free tokens are interchangeable, so "put 12,000
@@ -134,12 +134,13 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
 
     `values` are the distinct lengths, longest first, and `counts` the number of samples of each length.
 
-    A bin takes as many samples of the current length as fit, because a bin that has just taken one is the fullest bin
-    that can take the next. New bins come from the queue of `capacity` free tokens.
+    A bin takes as many samples of the current length as fit: best fit would put the next sample into the same bin
+    anyway, because this bin is now the fullest. Bins that hold no sample yet wait in the queue of `capacity` free
+    tokens.
     """
     steps: list[_Step] = []
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
-    # for each number of free tokens, how many bins have joined the queue of this number so far
+    # number of free tokens -> how many bins have joined the queue of this number so far
     put: defaultdict[int, int] = defaultdict(int)
     taken: defaultdict[int, int] = defaultdict(int)  # likewise, how many bins have left it
     for length, count in zip(values, counts, strict=True):

@@ -1,4 +1,4 @@
-"""Find the prefixes that the samples of a pack share, so that each prefix is computed once. Pure token-id functions.
+"""Find the prefixes that the samples of a pack share, so that each prefix is computed once.
 
     samples    0: p p p a a      1: p p p b b b      2: p p p b c        of one group
     nodes      0: p p p     1: a a     2: b     3: b b     4: c

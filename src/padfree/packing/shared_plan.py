@@ -42,7 +42,7 @@ def plan_shared_step(
     """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
 
     Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are
-    given, the samples of a group are never divided. `contexts` are the numbers of ranks that may share a pack. With
+    given, a group is never divided over several packs. `contexts` are the numbers of ranks that may share a pack. With
     several `contexts`, samples that share a prefix are divided into parts that fit on one rank. A sample longer than
     `max_tokens` shares no prefix, and its pack is divided over as many ranks as it needs.
     """

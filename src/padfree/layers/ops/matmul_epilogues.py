@@ -2,7 +2,7 @@
 
     matmul_add                a [T, K], b [K, N], c [T, N]           -> a·b + c
     matmul_swiglu             a [T, K], b [K, N], gate [T, N]        -> up = a·b, act = silu(gate) · up
-    matmul_swiglu_backward    a [T, K], b [K, N], gate, up [T, N]    -> dgate, dup for dact = a·b
+    matmul_swiglu_backward    a [T, K], b [K, N], gate, up [T, N]    -> dgate, dup, given dact = a·b
     matmul_swiglu_backward_   the same arguments                     writes dgate over gate and dup over up
 
 b may be row-major or column-major. The arithmetic is float32, and results are rounded once.

@@ -7,8 +7,8 @@
     y = weight · x · rstd    rstd = (mean x² + eps)^-½
 
 D is the hidden size. The arithmetic is float32, and y is rounded to the dtype of x once. (Most Hugging Face modules
-round x · rstd too. Compiled code and these operators omit this rounding, and so are closer to the exact result.)
-`dys` are the gradients of y from several matmuls. The kernel adds them, and then adds `residual`, the gradient of the
+round x · rstd too. Compiled code and these operators omit this rounding, and so are closer to the exact result.) `dys`
+are the gradients of y from the matmuls that read y. The kernel adds them, and then adds `residual`, the gradient of the
 residual stream, so that no sum is written to memory separately. A tensor of `dys` may have another shape than x, such
 as [T, D] if x is [1, T, D].
 

@@ -51,7 +51,7 @@ def choose(width: int, itemsize: int = 2) -> Choice:
     """Choose the launch parameters for tokens of `width` elements.
 
     A thread holds at most 40 elements of a token in forward and 32 in backward. The backward kernel also prefetches the
-    next two tokens of all its tensors, if they fit into shared memory.
+    next two tokens of each of its input tensors, if all of this fits into shared memory.
     """
     warps = 1
     while 32 * 40 * warps < width and warps < 16:

@@ -165,8 +165,8 @@ def rms_norm_backward_pass(graph: fx.Graph) -> int:
     for node in nodes:
         _fold_summands(graph, node)
         _fold_residual(graph, node)
-        # The compiler takes the strides of each argument from `eager_input_vals`, and drops arguments without a value
-        # there.
+        # The compiler takes the strides of each argument from `eager_input_vals`, and drops an argument if
+        # `eager_input_vals` has no value for it.
         node.meta["eager_input_vals"] = (fx.map_arg(node.args, lambda arg: arg.meta["val"]), {})
     return len(nodes)
 
@@ -199,7 +199,7 @@ def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
 
 
 def _fold_residual(graph: fx.Graph, node: fx.Node) -> None:
-    # `found` is empty if only the weight's gradient is needed.
+    # `found` holds the node of dx. It is empty if only the weight's gradient is needed.
     found = [user for user in node.users if user.args[1] == 0]
     if arguments(node)[4] is not None or len(found) != 1 or len(found[0].users) != 1:
         return

@@ -3,9 +3,9 @@
     tokens.logprobs       [N]  log π of each token, with gradient         ObjectiveInputs
     tokens.old_logprobs   [N]  log π_old
     tokens.advantages     [N]
-    -> losses             [N]  of each token, before its weight           ObjectiveOutput
+    -> losses             [N]  before the token weights                   ObjectiveOutput
        log_ratio, clipped [N]  for the metrics
-       statistics         [N]  each, more metrics
+       statistics         [N]  each: more values by name, for metrics
 
 An objective is a function of these tokens. It does not depend on samples, devices, or how tokens are averaged. The
 decorator `objective` declares its traits:

@@ -12,7 +12,8 @@ segment by segment, or if context ranks share a pack, the mixer is a graph break
 
 The module keeps its class, its weights and its own forward. The instance gets another forward. As long as the model
 uses an attention implementation of transformers, this forward calls the original one. The `AttnContext` is passed with
-the call, as the argument `attn_context`. If the layer passes on only a mask, the context takes the place of the mask.
+the call, as the argument `attn_context`. If the layer passes its mixer a mask but no other keyword argument, the
+context is passed in place of the mask.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | Non
             object.__setattr__(module, STATE, state)
             object.__setattr__(module, "forward", MethodType(packed_forward, module))
             count += 1
-        # If the base model passes on only the mask, the model around the base model may do so too.
+        # If the base model passes its layers only the mask, the model with the head may pass the base model only the
+        # mask.
         hands = name in handing or (module is model and qualified_name(type(base_of(model))) in handing)
         if hands and hand_context not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hand_context, with_kwargs=True)
@@ -138,7 +140,7 @@ def hand_context(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward pre-hook that passes the `AttnContext` in place of the mask.
 
-    It is for modules that pass on a mask but drop other keyword arguments.
+    It is for modules that pass a mask to their submodules but drop other keyword arguments.
     """
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext) or kwargs.get("attention_mask") is not None:

@@ -28,7 +28,7 @@ class Mixer:
     kind: str
     carrier: Carrier
     hidden: str  # the parameter of the module's forward that takes the hidden states [1, T, D]
-    # other parameters with values per token that affect the result: [1, T, ...], or tuples of these
+    # other parameters of forward that affect the result and take values per token: [1, T, ...], or tuples of these
     token_arguments: tuple[str, ...]
     handed_by: str  # class of the layer or base model that passes the context as the mask; "" if there is none
 

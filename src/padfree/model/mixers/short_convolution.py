@@ -1,8 +1,8 @@
 """A short convolution between two gates: LFM2.
 
-    y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i < 3
+    y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i = 0, 1, 2
 
-x is the input, B and C are the gates, and w_i are the weights of the convolution.
+x is the input, B and C are the gates, w_i the weights of the convolution, and ∘ is the product by elements.
 """
 
 from __future__ import annotations
