@@ -221,8 +221,8 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
     """Return the widths of a layer's attention projections; None if the layer has no attention.
 
-    If one projection computes q, k and v together, keys and values have equal widths: half of what the queries leave of
-    the projection's output.
+    If one projection computes q, k and v together, keys and values have the same width: (output width of the projection
+    − width of the queries) / 2.
     """
     modules = [each for each in _attentions(layer) if _linear(each)]
     if not modules:
