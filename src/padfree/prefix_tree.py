@@ -157,8 +157,8 @@ def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
 
     The paths of all nodes are concatenated, so that a token has one copy for each path that contains it.
 
-    Returns two arrays, `copies` [K] and `begins` [C + 1], for the K copies of C tokens: `copies[begins[i] : begins[i +
-    1]]` are the indices of the copies of token i.
+    Returns two arrays for the K copies of the C tokens: `copies` [K] and `begins` [C + 1]. The copies of token i have
+    the indices `copies[begins[i]:begins[i + 1]]`.
     """
     lengths = np.diff(offsets)
     key_ends = np.cumsum(first_positions(parents, lengths) + lengths)

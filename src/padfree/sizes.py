@@ -107,12 +107,12 @@ class ModelSizes:
 
 
 def attends(layer: nn.Module) -> bool:
-    """Whether a layer of a model on the meta device has attention, including attention next to a mixer."""
+    """Whether a layer of a model on the meta device has attention, even if it also has a mixer (recurrence or convolution)."""
     return bool(_attentions(layer))
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
-    """Return the mixers of a layer of a model on the meta device, recognised by their parameters."""
+    """Return the mixers (recurrences, convolutions) of a layer on the meta device, recognised by their parameters."""
     return [module for module in layer.modules() if kind_of(module).name != "other"]
 
 

@@ -34,7 +34,7 @@ _SPARE = 1 << 40  # added to the batch number, so that the order of spare prompt
 
 
 class SparePrompts:
-    """All prompts of a run. A batch takes from them the prompts that replace groups with equal rewards."""
+    """All prompts of a run. A batch takes the prompts of its spare groups from them."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         self._prompts, self._seed = prompts, seed

@@ -1,6 +1,6 @@
 """Samples whose tokens stay on the rank that sampled them until another rank trains on them.
 
-    sampled       a b on rank 0, c d on rank 1        every rank knows lengths, masks, rewards and shared prefixes
+    samples       a b on rank 0, c d on rank 1        every rank knows lengths, masks, rewards and shared prefixes
     plan          a c on rank 1, b d on rank 0        needs no tokens, so every rank computes the same plan
     exchange      a to rank 1, d to rank 0            token ids and log-probabilities, sent once
 

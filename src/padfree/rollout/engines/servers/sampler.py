@@ -15,8 +15,7 @@ With `rollout.staleness` above 0, servers answer requests while other threads tr
     request         7 8 | 5 6      interrupted, tokens are kept     7 8 5 6 | 1 0      continues after its last token
     versions              3 3                                             3 3   4 4      of the sampled tokens
 
-Here the request has the prompt tokens 7 8. The weights of policy version 3 sample 5 6, and those of version 4 sample 1
-0.
+The prompt of this request is 7 8. Policy version 3 samples the tokens 5 6, and version 4 samples 1 0.
 
 All requests run on one event loop in its own thread. Collectives stay in the main thread.
 """

@@ -1,8 +1,8 @@
 """Weight sync: send the weights of a model, sharded or not, to the servers.
 
     trained model     q.weight [shards]  k.weight [shards]  ...         all ranks gather each tensor in turn
-      -> layers       names and shapes as in HF files, one tensor per expert; rank 0 holds one layer
-      -> buckets      of about BUCKET bytes, uint8; rank 0 holds one bucket
+      -> layers       names and shapes as in HF files, one tensor per expert; rank 0 holds one layer at a time
+      -> buckets      of about BUCKET bytes, uint8; rank 0 holds one bucket at a time
       -> transport    "group"   a broadcast to the workers of each server, in a separate process group
                       "files"   a safetensors file that all servers read; it is removed afterwards
 
