@@ -107,7 +107,7 @@ class ModelSizes:
 
 
 def attends(layer: nn.Module) -> bool:
-    """Whether a layer of a model on the meta device has attention, even if it also has a mixer (recurrence or convolution)."""
+    """Whether a layer on the meta device has attention, even if it also has a mixer (recurrence or convolution)."""
     return bool(_attentions(layer))
 
 
