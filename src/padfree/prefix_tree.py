@@ -2,12 +2,13 @@
 
     nodes      0: p p p     1: a a     2: b b b          parents   -1 0 0          offsets   0 3 5 8
     positions     0 1 2        3 4        3 4 5          first      0 3 3
-    paths      0            0 1        0 2               the nodes whose keys a node's queries see (its own: causally)
+    paths      0            0 1        0 2               from the root to each node
 
-There are S nodes. A node stores its tokens once. A sample is a path from a root to the node where the sample ends.
-`first` is the position of a node's first token. Nodes are in preorder: parents come before their children, and the
-descendants of a node directly follow it, so that a subtree is one range of the pack. A pack that shares nothing has
-only roots.
+The letters stand for tokens: the samples are p p p a a and p p p b b b. The queries of a node see all keys of its
+ancestors, and the keys of the node itself causally. There are S nodes. A node stores its tokens once. A sample is a
+path from a root to the node where the sample ends. `first` is the position of a node's first token. Nodes are in
+preorder: parents come before their children, and the descendants of a node directly follow it, so that a subtree is one
+range of the pack. A pack that shares nothing has only roots.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def first_positions(parents: Indices, lengths: Indices) -> Indices:
 
 
 def subtree_ends(parents: Indices) -> Indices:
-    """Return, for each of S nodes, the index after its last descendant, [S]."""
+    """Return, for each of S nodes, the index after the last node of its subtree, [S]."""
     ends = np.arange(1, len(parents) + 1)
     for node in np.flatnonzero(parents >= 0)[::-1].tolist():
         parent = parents[node]
@@ -112,8 +113,11 @@ class PathPages(NamedTuple):
 
     A partial page is copied for each path that continues it. Free entries of a path's last page repeat its last token.
 
-    nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2        table   0 1 2    0 1 3 4    0 1 5 6
-    pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2
+    Three nodes p, a and b, where p is the parent of a and b, in pages of two tokens:
+
+    nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2
+    pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2        pages 0 to 6
+    table   p: 0 1 2     a: 0 1 3 4     b: 0 1 5 6                       the pages of the path to each node
     """
 
     tokens: Indices  # [pages * size] for each slot of each page, the index in the pack of the token that fills it
@@ -153,8 +157,8 @@ def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
 
     The paths of all nodes are concatenated, so that a token has one copy for each path that contains it.
 
-    Returns two arrays. The first [K] holds the indices of all K copies, grouped by token. The second [C + 1] holds the
-    start of the group of each of the C tokens.
+    Returns two arrays for the K copies of the C tokens: `copies` [K] and `begins` [C + 1]. The copies of token i have
+    the indices `copies[begins[i]:begins[i + 1]]`.
     """
     lengths = np.diff(offsets)
     key_ends = np.cumsum(first_positions(parents, lengths) + lengths)

@@ -2,7 +2,7 @@
 
     lengths      5 3, pad 3
     cu_seqlens   0          5       8      11         [S+1], on the device and on the host
-    segment      0 0 0 0 0 | 1 1 1 | 2 2 2            S = B + 1: the pad is its own last segment
+    segment      0 0 0 0 0 | 1 1 1 | 2 2 2            S = B + 1: the pad is the last segment
 
 Letters: B samples, S segments (S = B, or B + 1 with a pad).
 
@@ -99,7 +99,7 @@ class Segments:
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """The position of the first token of each segment, [S]: 0, or the number of tokens in a node's ancestors."""
+        """The position of the first token of each segment, [S]: 0, or the number of tokens of a node's ancestors."""
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
         return first_positions(self.parents, self.lengths)

@@ -107,12 +107,12 @@ class ModelSizes:
 
 
 def attends(layer: nn.Module) -> bool:
-    """Whether a layer of a model on the meta device has attention, including attention next to a mixer."""
+    """Whether a layer on the meta device has attention, even if it also has a mixer (recurrence or convolution)."""
     return bool(_attentions(layer))
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
-    """Return the mixers of a layer of a model on the meta device, recognised by their parameters."""
+    """Return the mixers (recurrences, convolutions) of a layer on the meta device, recognised by their parameters."""
     return [module for module in layer.modules() if kind_of(module).name != "other"]
 
 
@@ -221,8 +221,8 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
     """Return the widths of a layer's attention projections; None if the layer has no attention.
 
-    If one projection computes q, k and v together, keys and values have equal widths: half of what the queries leave of
-    the projection's output.
+    If one projection computes q, k and v together, keys and values have the same width: (output width of the projection
+    − width of the queries) / 2.
     """
     modules = [each for each in _attentions(layer) if _linear(each)]
     if not modules:

@@ -1,6 +1,6 @@
 """Assign each sample to a rank and a micro-batch.
 
-    micro_batches[rank][j]     rank 0   [0 5 9]  [3 7]
+    micro_batches[rank][j]     rank 0   [0 5 9]  [3 7]          indices of the samples
                                rank 1   [1 2]    [4 6 8]
                                         j = 0    j = 1          all ranks run micro-batch j at the same time
 
@@ -348,7 +348,7 @@ def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatch
 
 
 def _imbalance(cost: Floats) -> float:
-    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by the mean of the ranks' own costs Σⱼ cost[r, j].
+    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by the mean over all ranks r of Σⱼ cost[r, j].
 
     `cost` is [ranks, micro-batches].
     """
@@ -363,8 +363,9 @@ def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
     micro-batches have the same target.
 
     For example, samples with costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches cost 12 per rank. The sample of cost 9
-    makes the first target 9 and leaves 3 for the second. The micro-batches [9 | 3 3 3] and [3 | 3] then cost 9 + 3 = 12
-    in total. Four nearly even slots, [9 | 3 3] and [3 3 | 3], would cost 9 + 6 = 15.
+    makes the first target 9 and leaves 3 for the second. The micro-batches [9 | 3 3 3] and [3 | 3], in which |
+    separates the two ranks, then cost 9 + 3 = 12 in total. Nearly even slots, [9 | 3 3] and [3 3 | 3], would cost 9 + 6
+    = 15.
     """
     single = np.sort(sample_cost)[::-1][::ranks][:num_micro_batches]
     level = np.zeros(num_micro_batches)

@@ -6,7 +6,7 @@
 
 A run accepts a folder that is new, empty, or has a `run.json`. It refuses any other folder before it writes anything: a
 model folder, a data folder, or the parent of a model folder that the export would replace. Log files (`.log`, `.out`,
-`.err`), which launchers open before a run begins, do not count. A folder from a padfree version that did not write
+`.err`), which launchers open before a run begins, are ignored. A folder from a padfree version that did not write
 `run.json` is recognised by its `config.json`, which has the sections of a run's settings, and gets a `run.json`.
 
 Only one process can write at a time: rank 0 of a run takes the lock. It is a lock of the operating system, so a killed

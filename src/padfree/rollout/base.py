@@ -3,6 +3,8 @@
     SamplingRequest   tokens 7 8      max_new_tokens 3     key 912…      one request per response
     Response          tokens 5 6 0    logprobs -.1 -2.3 -.4     ended True      version 40      versions 40 40 41
 
+`versions` holds the policy version that sampled each token, and `version` the oldest of them.
+
 A sampler first receives the weights of the policy, then requests. Rewards, groups, advantages, metrics and resuming are
 built on top of this interface and do not depend on the engine (`rollout.engine`).
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """A prompt to sample responses for. `len` is the number of tokens of the prompt and its longest response."""
+    """A prompt to sample responses for. `len`: number of tokens of the prompt plus `max_new_tokens`."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
     max_new_tokens: int  # maximum length of a response

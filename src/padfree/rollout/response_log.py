@@ -269,9 +269,9 @@ def _step_of(path: Path) -> int:
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
     """Return the files that belong to a run resumed at `origin`, each with its first line; oldest first.
 
-    The first line of a part lists the origins of the parts before it. A part with the settings of the run belongs to
-    the run in three cases: it begins at `origin`, the part that begins at `origin` lists it, or it lists `origin`
-    itself.
+    The first line of a part gives the origin of the part and lists the origins of the parts before it. A part belongs
+    to the run if it has the settings of the run and if one of three conditions holds: the part begins at `origin`, it
+    is before the part that begins at `origin`, or it is after that part.
     """
     heads = [(path, head) for path in files if (head := _head(path)) is not None]
     own = [head for _, head in heads if _origin_of(head) == origin]

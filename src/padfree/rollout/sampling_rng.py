@@ -81,9 +81,9 @@ a fraction of RARE of all hashes.
 def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tensor:
     """Compute `(scores + gumbel_noise(keys, position, V)).argmax(1)`, [R] int64, for log-probabilities [R, V].
 
-    On the CPU the noise of a large vocabulary would take longer to compute than the model. There, all tokens are hashed
-    to uniform numbers, but noise is computed only for candidates: tokens with a large uniform number or score. For all
-    other tokens, the sum of score and noise has a bound:
+    On the CPU the noise of a large vocabulary would take longer to compute than the model. The CPU version therefore
+    hashes all tokens to uniform numbers, but computes noise only for candidates: tokens with a large uniform number or
+    score. For all other tokens, the sum of score and noise has a bound:
 
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)

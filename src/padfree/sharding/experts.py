@@ -6,13 +6,14 @@
     send     [a0 b0 b1] to rank 0, [a2] to rank 1     all-to-all; the first message is a copy
     rank 0   receives a0 b0 b1 from itself and c0 from rank 1; computes experts 0 and 1 with the module's own forward
     return   the same all-to-all backwards            rank 0 has the outputs of a0 b0 b1 a2
-    home     output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2)
+    rank 0   output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2)
 
-Each choice sends one row of D numbers and receives one: a0 is the hidden state of token a on its way to expert 0.
-Nothing is padded or dropped: the sizes of the messages follow from the choices, and an expert may get no token. First
-the ranks exchange the number of rows for each expert (E integers each), and the host must read it to size the messages:
-the host synchronises once per layer and forward pass. Backward knows the sizes; with activation checkpointing,
-recomputation exchanges them again.
+a0 is the hidden state of token a on its way to expert 0, and c is a token of rank 1. For each expert that a token
+chose, its rank sends one row (a hidden state of D numbers) and receives one row (the expert's output). Nothing is
+padded or dropped: the sizes of the messages follow from the choices, and an expert may get no token. First the ranks
+exchange the number of rows for each expert (E integers each), and the host must read it to size the messages: the host
+synchronises once per layer and forward pass. Backward knows the sizes; with activation checkpointing, recomputation
+exchanges them again.
 
 The weights [E, ...] are divided over the mesh dimension `expert` along E, and FSDP2 shards each part over the remaining
 ranks along another dimension:

@@ -5,7 +5,7 @@
     adapters        trained instead of the weights                       lora.rank
     compile         each layer separately                                parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
-    shard           FSDP2: one unit per layer, the rest in the root      more than one process; parallel.expert
+    shard           FSDP2: one unit per layer, and the root unit         more than one process; parallel.expert
     master weights  float32 masters with bfloat16 compute copies         one process: `padfree.optim.master_weights`
 
 Files keep the original parameter names. In bfloat16 training, weights and gradients are float32 between steps and
@@ -15,10 +15,10 @@ the conversion. Frozen weights are kept in bfloat16, because every use would rou
 layers keep a bfloat16 copy, which costs two bytes per weight and no time. With `offload`, shards, gradients and
 optimizer state are on the CPU, and the weights of a unit are on the device only while the unit computes.
 
-Embeddings, last norm and head belong to the root unit. They are gathered while `inside(model, function)` runs, so that
-`function` can score hidden states with the head's weight. All gradients of this weight, including that of a fused loss,
-are reduced over the ranks at the end of backward. FSDP2 finds the tensors that `function` returns only in nested
-tuples, lists and dicts, so the loss must be returned in such a container.
+The root unit holds all parameters outside of the layers: embeddings, last norm and head. They are gathered while
+`inside(model, function)` runs, so that `function` can score hidden states with the head's weight. All gradients of this
+weight, including that of a fused loss, are reduced over the ranks at the end of backward. FSDP2 finds the tensors that
+`function` returns only in nested tuples, lists and dicts, so the loss must be returned in such a container.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def transformations(
 ) -> list[Transformation]:
     """The transformations of a model, in the order in which they are applied.
 
-    `rules` say which parameters are not sharded over all ranks, but over another mesh.
+    `rules` select the parameters that are sharded over a mesh other than that of all ranks.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:

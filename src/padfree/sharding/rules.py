@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     applies: Callable[[ParameterInfo], bool]
     mesh: DeviceMesh
     dim: int = 0
-    split: DeviceMesh | None = None  # if set, not `dim` counts but the first dimension after 0 that `mesh` divides
+    split: DeviceMesh | None = None  # if set, `mesh` shards the first dimension after 0 that it divides, not `dim`
 
     def dim_of(self, parameter: nn.Parameter) -> int:
         """The dimension of this parameter that is sharded over `mesh`."""

@@ -1,13 +1,14 @@
 """Compute the advantages of tokens from the rewards of a rollout batch, on the host.
 
-    rewards      1   0 | 0   0        groups a a | b b
-    grpo        .7 -.7 | 0   0        for every token of the sample
+    group        a   a | b   b        four samples
+    rewards      1   0 | 0   0
+    grpo        .7 -.7 | 0   0        the advantage of every token of the sample
 
-`grpo`, `dr_grpo` (without the standard deviation) and `rloo` compare a sample with its group. `reinforce++` uses the
-reward as the return of every scored token, and `reinforce++_baseline` uses the reward minus the group's mean. Both then
-whiten the returns over all scored tokens of the rollout batch. `given` keeps the advantages that the samples already
-have. `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`) use another model. Entry j of an array belongs
-to token j.
+`grpo`, `dr_grpo` and `rloo` compare the reward of a sample with those of its group. `dr_grpo` does not divide by the
+standard deviation. `reinforce++` uses the reward as the return of every scored token, and `reinforce++_baseline` uses
+the reward minus the group's mean. Both then whiten the returns over all scored tokens of the rollout batch. `given`
+keeps the advantages that the samples already have. `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`)
+use another model. Entry j of an array belongs to token j.
 
 A group has no learning signal if all its rewards are equal (b above) or if it is a single sample. Its advantages are
 then 0, and the group does not change the model. Every step counts these groups, and rollout files in which no group has
@@ -67,11 +68,12 @@ def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
 def teacher_advantages(
     samples: Sequence[Sample], teacher: Sequence[NDArray[Any]], policy: Sequence[NDArray[Any]]
 ) -> list[Sample]:
-    """Return the samples with advantages for on-policy distillation: log t − log p of each scored token.
+    """Return the samples with advantages for on-policy distillation.
 
-    t and p are the probabilities that the teacher and the policy give to the token. `teacher`, `policy`:
-    log-probabilities [n] of each sample. If the policy sampled the tokens, the expected advantage at a position is
-    minus the reverse KL divergence KL(p ‖ t), and the policy loss has the gradient of this divergence.
+    The advantage of a scored token is log t − log p, where t and p are the probabilities that the teacher and the
+    policy give to the token. `teacher`, `policy`: log-probabilities [n] of each sample. If the policy sampled the
+    tokens, the expected advantage at a position is minus the reverse KL divergence KL(p ‖ t), and the policy loss has
+    the gradient of this divergence.
     """
     return [
         sample.with_numbers(advantages=np.where(sample.scored, theirs - own, 0.0).astype(np.float32))
@@ -165,12 +167,12 @@ def _reward(sample: Sample, kind: str) -> float:
 
 
 def _scored(samples: Sequence[Sample]) -> Tensor:
-    """Return bools [Σn] that mark the scored tokens of all samples laid end to end."""
+    """Return bools [Σn] that mark the scored tokens of all samples, concatenated."""
     return torch.from_numpy(np.concatenate([sample.scored for sample in samples]))
 
 
 def _groups(samples: Sequence[Sample], kind: str) -> tuple[Tensor, int]:
-    """Number the groups by first appearance. Return the number of each sample's group, [B], and the group count."""
+    """Number the groups in order of appearance. Return the group number of each sample, [B], and the group count."""
     numbers: dict[str | int, int] = {}
     for sample in samples:
         if sample.group is None:

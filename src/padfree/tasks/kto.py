@@ -1,16 +1,17 @@
 """`padfree kto`: single answers with a label, desirable or not (KTO, https://arxiv.org/abs/2402.01306).
 
     data row   prompt, response, label              a text or messages, as for `padfree sft`; the label is true or false
-    x          Σ over an answer's tokens of log π − log π_ref
+    x          Σ over an answer's tokens of log π − log π_ref; π is the policy, π_ref the reference model
     z₀         max(0, mean of x over mismatched pairs), without gradient: an estimate of KL(π ‖ π_ref)
     loss       desirable     desirable_weight · (1 − σ(beta · (x − z₀)))           mean over the answers of the
                undesirable   undesirable_weight · (1 − σ(beta · (z₀ − x)))         global batch
 
-A mismatched pair is the prompt of a sample with the answer of the previous sample of the global batch; the first prompt
-gets the last answer: (p₁, a₁) (p₂, a₂) (p₃, a₃) -> (p₁, a₃) (p₂, a₁) (p₃, a₂). Policy and reference score these pairs
-before the update. z₀ is therefore the same in every micro-batch, on every rank and in every layout. TRL's `KTOTrainer`
-computes the same value if its batch is the global batch. A mismatched pair longer than the longest sample of the data
-is truncated to that length, so that it fits wherever the samples fit.
+σ is the sigmoid. A mismatched pair is the prompt of a sample with the answer of the previous sample of the global
+batch; the first prompt gets the last answer: (p₁, a₁) (p₂, a₂) (p₃, a₃) -> (p₁, a₃) (p₂, a₁) (p₃, a₂), with prompts p
+and answers a. Policy and reference score these pairs before the update. z₀ is therefore the same in every micro-batch,
+on every rank and in every layout. TRL's `KTOTrainer` computes the same value if its batch is the global batch. A
+mismatched pair longer than the longest sample of the data is truncated to that length, so that it fits wherever the
+samples fit.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def kto_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four tensors [B]: losses, their derivatives with respect to x, rewards beta · x, and correctness.
 
-    An answer is correct if x is above z₀ for a desirable answer, and below it for an undesirable one. `logratios` [B]:
-    x = log π − log π_ref of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point` [B]: z₀.
+    `logratios` [B]: x = log π − log π_ref of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point`
+    [B]: z₀. A desirable answer is correct if its x is above z₀, an undesirable one if its x is below z₀.
     """
     desirable = labels > 0
     sign = torch.where(desirable, 1.0, -1.0).to(logratios)

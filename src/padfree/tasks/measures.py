@@ -36,7 +36,7 @@ class PackMeasure(Protocol):
 
 
 class TokenMeasure:
-    """Measures the negative log-likelihood of scored tokens, and how many of them the model finds most likely."""
+    """Measures the negative log-likelihood of scored tokens, and how many of them are the model's most likely token."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
     keeps_groups: ClassVar[bool] = False

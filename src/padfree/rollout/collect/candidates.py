@@ -3,17 +3,18 @@
 If all rewards of a group are equal, a filter replaces this group with a spare group. A batch of 4 groups with 2
 responses each:
 
-    groups    own             spare
-              0   1   2   3   4   5   6   ...
-    rewards   01  00  01  11  10  11
-    chosen    0       2       4
+    groups    of the batch             spare
+              0     1     2     3      4     5     6     ...
+    rewards   0 1   0 0   0 1   1 1    1 0   1 1                  two responses per group
+    chosen    0           2            4                          groups whose rewards differ
 
 The batch needs one more group whose rewards differ, so group 6 is sampled next. A batch samples at most
 `rollout.filter_bound` times as many groups as it trains on. If no further group within this bound has rewards that
 differ, the first group with equal rewards completes the batch: in the example, the batch trains on groups 0 1 2 4.
 
-Spare groups have other prompts of the data, in an order given by the seed and the batch number. The choice depends only
-on the sampled responses. It does not depend on when groups were requested, or on how many were requested at a time.
+Spare groups have other prompts of the data, in an order given by the seed and the batch number. The chosen groups
+depend only on the sampled responses. They do not depend on when groups were requested, or on how many were requested at
+a time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SPARE = 1 << 40  # added to the batch number, so that the order of spare prompt
 
 
 class SparePrompts:
-    """All prompts of a run. A batch takes from them the prompts that replace groups with equal rewards."""
+    """All prompts of a run. A batch takes the prompts of its spare groups from them."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         self._prompts, self._seed = prompts, seed
@@ -49,7 +50,7 @@ class SparePrompts:
 class Candidates:
     """The groups that one batch may sample: its own groups, then spare ones.
 
-    The first `num_requested` of them have been requested.
+    The first `num_requested` entries of `groups` have been requested.
     """
 
     def __init__(self, batch: int, own: Sequence[RolloutGroup], settings: RolloutConfig, spare: SparePrompts) -> None:

@@ -12,7 +12,7 @@ prompts p and q:
                                          tokens stay on the rank that sampled them (`sample_exchange`)
 
 With `rollout.staleness` 0, `put` requests nothing and `take` plays the whole batch at once. With a staleness above 0,
-the sampler works on queued batches while earlier ones are trained:
+the sampler works on queued batches while earlier ones are trained. A digit below is the number of a batch:
 
     main thread    put 1 2 3 | take 1 | train 1 ............ | sync weights | put 4 | take 2 | train 2 .....
     sampler          1 1 1 1 2 2 2 2 3 3 3 3 ...   3 3       | interrupted  | 3 3 4 4 4 ...

@@ -4,7 +4,7 @@ Several modules fill in a group:
 
     batcher      RolloutGroup(prompt=p, size=3)                          batches are made of groups
     candidates   first=6                                                 its episodes have numbers 6 7 8 in the batch
-    collector    name="rows.jsonl:4 (time 2)", episodes=(6, 7, 8)        a prompt that occurs twice gives two groups
+    collector    name="rows.jsonl:4 (time 2)", episodes=(6, 7, 8)        the second group of the prompt in line 4
     samples      one for each leaf of each episode       their `Sample.group` is the `name` of the group
 
 A leaf is a complete token sequence of an episode. An episode that branches has several leaves. `RolloutGroup` is a

@@ -72,7 +72,8 @@ def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
     one response, and a group is split only at the end of a share. Groups with prompts of similar length go to different
     ranks, so that every rank gets prompts of all lengths.
 
-        3 groups of 2 responses, world 2      numbers  0 1 | 2 3 | 4 5        shares  0 1 4 | 5 2 3
+    For example, 3 groups of 2 responses hold the response numbers 0 1 | 2 3 | 4 5. With two ranks and prompts of equal
+    length, rank 0 gets 0 1 4 and rank 1 gets 5 2 3.
     """
     firsts = np.cumsum([0, *(count for count, _ in groups)])
     by_length = sorted(range(len(groups)), key=lambda group: (groups[group][1], group))

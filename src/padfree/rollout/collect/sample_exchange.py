@@ -1,7 +1,7 @@
 """Samples whose tokens stay on the rank that sampled them until another rank trains on them.
 
-    sampled       a b on rank 0, c d on rank 1        every rank knows lengths, masks, rewards and shared prefixes
-    plan          a c on rank 1, b d on rank 0        needs only these, so every rank computes the same plan
+    samples       a b on rank 0, c d on rank 1        every rank knows lengths, masks, rewards and shared prefixes
+    plan          a c on rank 1, b d on rank 0        needs no tokens, so every rank computes the same plan
     exchange      a to rank 1, d to rank 0            token ids and log-probabilities, sent once
 
 In place of the tokens, every rank holds placeholder ids. A placeholder sample has the length, the last token and the
@@ -52,7 +52,8 @@ class Stretch:
 class LeafFacts:
     """Description of a leaf (a sequence that becomes a sample) without its tokens. Every rank knows it.
 
-    The leaves of one group and rank are sorted by their token ids; `order` is the leaf's index in that order.
+    The leaves of a group that one rank sampled are sorted by their token ids; `order` is the index of this leaf in the
+    sorted list.
     """
 
     stretches: tuple[Stretch, ...]
@@ -105,7 +106,7 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
 
 
 def placeholder_leaves(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int) -> list[Leaf]:
-    """Make leaves with placeholder token ids from the descriptions (`facts`) of one group and rank.
+    """Make leaves with placeholder token ids from the descriptions (`facts`) of one group on one rank.
 
     `first`: the number of placeholder leaves made so far, so that ids are not used twice.
     """

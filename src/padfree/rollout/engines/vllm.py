@@ -1,8 +1,8 @@
 """vLLM servers: their routes, options and answers.
 
 The policy version of a response is the version of the server's weights. It is read twice on the connection of the
-response: before and after it. Versions never repeat, and a connection does not survive a restart of the server. If the
-two readings agree, all tokens were therefore sampled from the weights of this version.
+response: before the response and after it. Versions never repeat, and a connection does not survive a restart of the
+server. If the two readings agree, all tokens were therefore sampled from the weights of this version.
 
 vLLM can also freeze requests during a pause and continue them afterwards (pause mode `keep`). This mode is not used,
 because the version of each token would be unknown. Later tokens could also attend to keys and values of old weights, so

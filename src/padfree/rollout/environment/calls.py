@@ -4,11 +4,12 @@
              assistant: <think>..</think>5   response  <think>..</think>5<e>      ids as sampled
     call 2   user, assistant: 5, user: +1?   rendered  <u>2+3?<a>5<e><u>+1?<a>    the template dropped the thought
 
-The messages of a call are rendered as text. If the text starts with the context and response of an earlier call, the
-new branch continues from the ids of that call, and only the new text is encoded. Otherwise the call starts a branch
-with newly encoded ids. Every sample therefore consists of exactly the tokens that the model saw. The metrics count two
-cases: a cut, if the messages continue an earlier call but the text does not (call 2 above), and a further conversation,
-if the messages do not continue an earlier call.
+<u> and <a> are the headers of a user's and an assistant's message, and <e> is the stop token. The messages of a call
+are rendered as text. If the text starts with the context and response of an earlier call, the new branch continues from
+the ids of that call, and only the new text is encoded. Otherwise the call starts a branch with newly encoded ids. Every
+sample therefore consists of exactly the tokens that the model saw. The metrics count two cases: a cut, if the messages
+continue an earlier call but the text does not (call 2 above), and a further conversation, if the messages do not
+continue an earlier call.
 
 The random key of a call depends on the ids of its context and on the number of earlier calls with the same ids. It does
 not depend on time.

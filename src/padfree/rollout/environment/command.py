@@ -82,7 +82,7 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
 
 
 def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> None:
-    """Raise a `UserError` if a row lacks a column that the arguments name, or if its value cannot be an argument.
+    """Raise a `UserError` if a row lacks a column that the arguments name, or a column's value cannot be an argument.
 
     `place`: the name of the row in error messages.
     """

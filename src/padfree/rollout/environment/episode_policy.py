@@ -231,9 +231,9 @@ class Policy:
     ) -> Trajectory:
         """Return the trajectory of the episode, i.e. all its leaves. An episode returns this value.
 
-        `reward`: the reward of branches that have none of their own. Without any reward, `rollout.reward` computes one
-        from the text of each leaf, or from `answer` if it is given. `metrics` are averaged over the episodes of a batch
-        and named `environment/...`.
+        `reward`: the reward of branches that have none of their own. If a leaf has no reward from either,
+        `rollout.reward` computes its reward from the text of the leaf, or from `answer` if it is given. `metrics` are
+        averaged over the episodes of a batch and named `environment/...`.
         """
         return Trajectory(tree=self.tree, reward=reward, answer=answer, metrics=dict(metrics or {}))
 

@@ -4,11 +4,11 @@
     unauthenticated    10 s, 16 KiB    unknown: 404, closed     never read
     authenticated                      known                    60 s, 16 MiB    60 s to receive it
 
-Any process on this machine can connect. A connection is unauthenticated until it sends a head (request line and
-headers) whose path has a known key. Until then, the server keeps only its head in memory. At most
-`ListenerLimits.unauthenticated` unauthenticated connections are open. If one more opens, the oldest is closed, so that
-a program that sends its head without delay is always served. The bodies of all requests together take at most
-`ListenerLimits.bodies` bytes; further requests wait.
+The times and sizes are limits for each part of a request. Any process on this machine can connect. A connection is
+unauthenticated until it sends a head (request line and headers) whose path has a known key. Until then, the server
+keeps only its head in memory. At most `ListenerLimits.unauthenticated` unauthenticated connections are open. If one
+more opens, the oldest is closed, so that a program that sends its head without delay is always served. The bodies of
+all requests together take at most `ListenerLimits.bodies` bytes; further requests wait.
 
 The server does not depend on the application. It is given a function of type `Admit`, which decides by method and path,
 before a body is read, whether and how a request is answered.

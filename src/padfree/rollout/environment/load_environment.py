@@ -38,7 +38,7 @@ def check_episode_settings(settings: RolloutConfig) -> None:
 
 
 def check_episode_rows(settings: RolloutConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise a `UserError` if a prompt's row lacks a column of `rollout.agent`, or its value cannot be an argument."""
+    """Raise a `UserError` if a row lacks a column of `rollout.agent`, or a column's value cannot be an argument."""
     for prompt in prompts if settings.agent else ():
         check_row(settings.agent, prompt.row, prompt.uid)
 

@@ -5,6 +5,8 @@
     add               t t                fork     p p p | a a E | u | c E            a branch after the first turn
     generate          b b E              mask     0 0 0   1 1 1   0   1 1            t, u: text of the environment
 
+The calls on the left build the root branch. `fork` is a second branch, which starts after the first turn of the root.
+
 Token ids are appended and never re-encoded. Every leaf is a separate sample: its whole path, including prefixes that it
 shares with other leaves. Shared prefixes are computed once (`batch.share_prefixes`), and their gradient is the sum over
 the leaves.

@@ -96,7 +96,7 @@ class CachedModel:
         model.set_attn_implementation(name)
         run = torch.compile(_run_layer) if compiled else _run_layer
         for index, layer in enumerate(layers):
-            # A call of the layer, but not of its `forward`, calls this attribute, which `nn.Module.compile` also sets.
+            # `layer(...)` calls this attribute, but `layer.forward(...)` does not. `nn.Module.compile` sets it too.
             object.__setattr__(layer, "_compiled_call_impl", partial(_call_layer, layer, index, run))
 
     def head(self) -> LmHead:

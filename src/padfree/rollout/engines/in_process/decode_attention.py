@@ -2,15 +2,15 @@
 
 A slot holds one response that is being sampled. Two slots with the same prompt:
 
-    slot             0                1
-    prompt, stored   7, 3             7, 3                  the prompt has 3 keys, from cache index 7 on: 7 8 9
-    own, written     20, 2            40, 0                 slot 0 has 2 own keys, 20 21; slot 1 has none yet
-    query sees       7 8 9 20 21 *    7 8 9 *               *: the new token, whose key is stored at 22 or 40
+    slot                              0                1
+    prompt's keys: start, number      7, 3             7, 3         cache indices 7 8 9
+    response's keys: start, number    20, 2            40, 0        cache indices 20 21 in slot 0; none yet in slot 1
+    query sees                        7 8 9 20 21 *    7 8 9 *      *: the new token, whose key is stored at 22 or 40
 
     q [L, H, d]   k [L, Hkv, d]   v [L, Hkv, dv]   keys [M, Hkv, d]   values [M, Hkv, dv]   ->   out [L, H, dv]
 
 `slots` [F, L] is on the device and holds F fields for each slot: start and number of the prompt's keys, start and
-number of the slot's own keys, whether the slot is active, and fields that attention does not read (F is at least 5). A
+number of the response's keys, whether the slot is active, and fields that attention does not read (F is at least 5). A
 step therefore needs nothing from the host, and one CUDA graph serves all steps. An inactive slot stores nothing and
 attends only to its new token. The host passes only `longest`, the maximum number of keys before the new token in any
 slot.
@@ -96,7 +96,8 @@ def decode_attention(
     """Attend from the new token of each slot; return the output [L, H, dv], and store k and v in the cache.
 
     The module docstring explains the tensors. `sinks` [H]: learned scores that take part in the softmax. `window`:
-    number of keys that a token sees, including its own; None: all. `softcap`: bound of the scores; None: no bound.
+    number of keys that a token sees, including its own key; None: all keys. `softcap`: bound of the scores; None: no
+    bound.
     """
     if q.is_cuda and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_decode_attention import attend

@@ -298,7 +298,7 @@ def rounded_up(value: int, step: int) -> int:
 
 
 def slot_counts(num_slots: int) -> list[int]:
-    """Return the numbers of slots for which steps are captured: 256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
+    """Return the numbers of slots for which steps are captured: 256 128 64 32 16 for 256 slots, 40 20 for 40 slots."""
     counts = [num_slots]
     while counts[-1] // 2 >= MIN_SLOTS:
         counts.append(counts[-1] // 2)

@@ -69,7 +69,8 @@ class InProcessSampler:
 
         If `cache_bytes` is None, the cache takes at most half of the free device memory.
 
-        `decodes`: whether to use padfree's `Decoder`. If it is None, it is used on a GPU if it supports the model.
+        `decodes`: whether to use padfree's `Decoder`. If `decodes` is None, the `Decoder` is used on a GPU, provided
+        that it supports the model.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled

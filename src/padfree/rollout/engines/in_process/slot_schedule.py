@@ -7,7 +7,8 @@
 
 A response keeps its slot from its first token to its last. Then the next request gets the slot. When no request is
 waiting, the slots that are still occupied are compacted. The host runs steps in bursts. While a burst runs, the host
-reads which responses ended in the burst before. It does not have to read which responses have reached `max_new_tokens`.
+reads which responses have sampled a stop token in the burst before. The host counts the steps of each response itself,
+so it knows without reading which responses have reached `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class SlotSchedule:
         return DecodeSlot(request=number, prompt=prompt, own=own, remaining=request.max_new_tokens)
 
     def _add_next_prompts(self, missing: list[CachedPrompt]) -> None:
-        """Add prompts of waiting requests to the prefill pass of `missing`.
+        """Append prompts of waiting requests to `missing`, the prompts of the next prefill pass.
 
         A prompt is added only if the cache still has space for a response in every free slot afterwards.
         """

@@ -2,8 +2,10 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """`decode_attention` as a Triton kernel: each slot reads each of its cached keys once.
 
-    grid (slot, key head, split)     a program handles the queries of one key head [G, d], G padded to 16 for tl.dot,
-                                     and iterates over `span` keys, BLOCK at a time
+    grid (slot, key head, split)     a program handles the G query heads of one key head, queries [G, d], with G padded
+                                     to 16 for tl.dot, and iterates over `span` keys, BLOCK at a time
+
+A slot with 1101 cached keys and a `span` of 512:
 
     split 0   new token, keys    0 ..  511
     split 1              keys  512 .. 1023

@@ -8,9 +8,10 @@
       -> chosen           [L, blocks]        x of that token
     then a few torch operations              token [L], logprob [L]
 
-The noise equals `sampling_rng.gumbel_noise`: 64-bit integer arithmetic that wraps, then two float64 logarithms that are
-rounded to float32 at the end. If the float64 logarithms of two libraries differ in the last bit, the float32 results
-differ in about one of 2**28 cases.
+x is the capped and scaled logit divided by the temperature (defined in `sample_token`). The noise equals
+`sampling_rng.gumbel_noise`: 64-bit integer arithmetic that wraps, then two float64 logarithms that are rounded to
+float32 at the end. If the float64 logarithms of two libraries differ in the last bit, the float32 results differ in
+about one of 2**28 cases.
 """
 
 from __future__ import annotations

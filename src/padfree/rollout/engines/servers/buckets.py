@@ -1,6 +1,6 @@
 """Buckets of weights and their transfer: the code shared by the trainer and the servers.
 
-    bucket    q q q . k k v v v    uint8; every tensor starts at a multiple of ALIGNMENT bytes
+    bucket    q q q . k k v v v    uint8: tensors q, k, v; padding (.) so that each starts at a multiple of ALIGNMENT
 
               connect              describe a bucket                             transfer it
     trainer   join_group(rank 0)   sends a BucketForm by the engine's protocol   broadcasts it, or writes a file

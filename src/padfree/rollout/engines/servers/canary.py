@@ -6,8 +6,8 @@
     trainer  t          . t t t t t | t t t     log-probabilities of the trainer for the same tokens
 
     difference   mean |s - t|                            above the limit: the weights did not arrive
-    followed     <s - s', t - t'> / <t - t', t - t'>     s', t': at the previous weight sync. 1 if the server changed
-                                                         as the trainer did, 0 if it did not change
+    followed     <s - s', t - t'> / <t - t', t - t'>     <,>: inner product; s', t': at the previous weight sync.
+                                                         1 if s changed as t did, 0 if s did not change
 
 A training step may change the log-probabilities by less than bfloat16 rounding. The server's old weights then pass the
 test of `difference`. The test of `followed` detects them, because the server's kernels round the same tokens in nearly

@@ -1,9 +1,9 @@
 """A pool of servers: each request goes to the least loaded server, and a failed request goes to another server.
 
-    queue   5 6 7 8         server 0   1 3     two requests in flight
-                            server 1   2       one request in flight: request 5 goes here
-    server 1 fails          queue   2 6 7 8    its requests go to the front of the queue; the pool does not use the
-                                               server for 0.5 s, after a second failure for 1 s, then 2 s, ...
+    queue   5 6 7 8         server 0   1 3       requests 1 and 3 are in flight
+                            server 1   2         only request 2 is in flight, so request 5 goes to this server next
+    if server 1 fails now   queue   2 5 6 7 8    its request goes to the front of the queue; the pool does not use the
+                                                 server for 0.5 s, after a second failure for 1 s, then 2 s, ...
 
 `Pool.run_all` processes one batch of requests. It ends when every request has a response, or when no server has the
 weights any more. In the second case a restarted server must receive the weights, and the caller runs the missing

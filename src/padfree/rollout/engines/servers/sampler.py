@@ -15,6 +15,8 @@ With `rollout.staleness` above 0, servers answer requests while other threads tr
     request         7 8 | 5 6      interrupted, tokens are kept     7 8 5 6 | 1 0      continues after its last token
     versions              3 3                                             3 3   4 4      of the sampled tokens
 
+The prompt of this request is 7 8. Policy version 3 samples the tokens 5 6, and version 4 samples 1 0.
+
 All requests run on one event loop in its own thread. Collectives stay in the main thread.
 """
 

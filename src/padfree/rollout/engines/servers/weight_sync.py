@@ -1,8 +1,8 @@
 """Weight sync: send the weights of a model, sharded or not, to the servers.
 
     trained model     q.weight [shards]  k.weight [shards]  ...         all ranks gather each tensor in turn
-      -> layers       names and shapes as in HF files, one tensor per expert; rank 0 holds one layer
-      -> buckets      of about BUCKET bytes, uint8; rank 0 holds one bucket
+      -> layers       names and shapes as in HF files, one tensor per expert; rank 0 holds one layer at a time
+      -> buckets      of about BUCKET bytes, uint8; rank 0 holds one bucket at a time
       -> transport    "group"   a broadcast to the workers of each server, in a separate process group
                       "files"   a safetensors file that all servers read; it is removed afterwards
 
@@ -170,8 +170,8 @@ async def call_during(server: ServerApi, call: Awaitable[None], function: Callab
     """Await `call`, a request to the server, while `function` runs in a thread; return the result of `function`.
 
     `call` and `function` are the two sides of one collective, so the server answers when both are done. An error on
-    either side is raised. If the server rejects the call at once, `function` keeps running in its thread until its own
-    timeout.
+    either side is raised. If the server rejects the call at once, `function` keeps running in its thread until the
+    collective times out.
     """
     running = asyncio.get_running_loop().run_in_executor(None, function)
     running.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may never be awaited
