@@ -2,8 +2,8 @@
 
     collector                                   reference       scorer           engine
     |weight_sync|waiting|sampling|rewards|  |reference|     |old_logprobs|  |update| |logging| |update| ...
-    '------------- one call -------------'
-    '------------- a batch: the time outside of these phases is preparing -------'
+    '---- one call of the collector -----'
+    '---- one batch: its time outside of these phases is `seconds/preparing` ----'
 
 `seconds/update` is in the metrics of every update. The phases of a batch are in the metrics of its first update.
 Logging, evaluations and checkpoints follow an update, so they are in the metrics of the next update. The phases in one

@@ -1,7 +1,7 @@
 """Balance the load of experts: with a loss over the whole global batch, or a bias that moves once per step.
 
     f_e   choices of expert e / N              N: sample tokens of the global batch × layers with experts
-    p_e   sum of the probabilities of e / N    padding and fillers do not count
+    p_e   sum of e's router probabilities / N  padding and fillers do not count
     L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts; as transformers defines it for one batch
 
 L is not a sum over micro-batches, but a product of two means over the whole batch. f has no gradient. Once f of the

@@ -5,7 +5,8 @@
     result                        [9] summed over ranks      every rank gets all scores, because later steps assign the
                                                              samples to other ranks
 
-Entry j of a sample's array belongs to its token j; it is 0 if token j is not scored.
+T is the number of tokens of a pack, and cp the number of context ranks. Entry j of a sample's array belongs to its
+token j; the entry is 0 if token j is not scored.
 """
 
 from __future__ import annotations
