@@ -417,8 +417,8 @@ LETTERS = "0123456789+-*/=# abcdefghijklmnopqrstuvwxyz"
 def save_with_tokenizer(folder: Path, *, writes_back: bool = False, **changes: Any) -> Path:
     """Save a small Qwen3 with tied embeddings, and a tokenizer of single letters, in the format of transformers.
 
-    With `writes_back`, decoded text equals the original; otherwise it has spaces between letters. `changes`: values of
-    the model's config that replace the usual ones.
+    With `writes_back`, decoded text equals the original; without it, spaces stand between the letters. `changes`:
+    values of the model's config that replace the usual ones.
     """
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))

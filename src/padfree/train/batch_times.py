@@ -10,8 +10,8 @@ Logging, evaluations and checkpoints follow an update, so they are in the metric
 line of metrics add up to the time from the end of the previous update to the end of this update, unless phases run at
 the same time.
 
-The collector measures the phases of its last call itself and returns them as `timings`, in seconds by name; the rest of
-the call counts as sampling.
+The collector measures the phases of its last call itself and returns them as `timings`, in seconds by name. The
+remaining time of the call counts as sampling.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, with p_e of its own tokens."""
+        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, with p_e of this rank's tokens."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]

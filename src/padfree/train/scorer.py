@@ -95,7 +95,7 @@ class Scorer:
         with compute_copies(self.model):
             for batch, indices in self.packer.packs(samples, self.packer.plan(samples)):
                 if batch.local.entries is not None:
-                    # Each context rank has scores of its own entries only; the sum over ranks combines them.
+                    # A context rank has scores only of its own entries, and 0 elsewhere; the all-reduce adds them up.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
                     found[tokens] = inside(self.model, scores, batch.local).float()
                     continue

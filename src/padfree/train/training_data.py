@@ -200,7 +200,7 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
 
 
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
-    """Return the batcher, which makes global batches of whole groups in RL, and of whole data rows otherwise.
+    """Return the batcher, which makes global batches of whole data rows or, in RL, of whole groups.
 
     A prompt is a group of its own (`RolloutGroup`). `parts`: the number of samples of each source of a mixture.
     """

@@ -56,8 +56,8 @@ def compare_vocabularies(
     """Raise an error if a token of `own` has another id in `other` or is missing there.
 
     `own` is the vocabulary of the run's tokenizer `own_name`, and `other` that of the model `name`, which `setting`
-    names. With `may_lack`, a missing token raises an error only if its id belongs to another token of `other`.
-    Otherwise, a note about the missing tokens is returned.
+    names. With `may_lack`, a missing token raises an error only if its id belongs to another token of `other`. If no
+    missing token raises an error, a note about the missing tokens is returned.
     """
     if own.items() <= other.items():
         return None
