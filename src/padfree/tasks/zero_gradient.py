@@ -1,12 +1,13 @@
 """Samples that an update may leave out, because the loss proves that their gradient is exactly 0.
 
-    groups        a a a a | b b b b | c c c c       grpo
+    groups        a a a a | b b b b | c c c c       advantages of GRPO
     rewards       1 0 0 1 | 1 1 1 1 | 0 0 0 0
     computed      a a a a                           b and c: every advantage is 0
 
-A sample is left out if the advantages of all its scored tokens are 0, and if an advantage of 0 makes the loss of a
-token 0. This is so for an objective that declares `zero_without_advantage`; corrections only multiply it by finite
-factors. A KL, entropy or router term has a gradient for every token, so a loss with such a term computes all samples.
+A sample is left out if two conditions hold. The advantages of all its scored tokens are 0, and the objective declares
+`zero_without_advantage`: if a token's advantage is 0, its loss is 0 too. Corrections multiply this loss only by finite
+factors, so it stays 0. A KL, entropy or router term has a gradient for every token, so with such a term no sample is
+left out.
 
 The token weights are computed from all samples of the update. Leaving out samples therefore only removes zeros from the
 sum that is the gradient.

@@ -1,6 +1,6 @@
 """Tiny models of many architectures with random weights: stock transformers classes made from a config.
 
-    model = build("gemma3")             two layers (one with a window of 5, one without), float32, on the CPU
+    model = build("gemma3")             two layers (sliding window of 5 tokens; full attention), float32, on the CPU
     batch = row([17, 1, 9], pad=4)      a PackedBatch of random tokens, including token id 0
 
 Weights are larger than those of a newly initialised model, so that a wrong attention mask changes the first digits of
@@ -103,7 +103,7 @@ _YARN: dict[str, Any] = {
     "original_max_position_embeddings": 16,
 }
 
-# Architecture name -> model class, and config values that are added to the basic values. None removes a basic value.
+# Architecture name -> model class, and config values that are added to the basic values. A None removes a basic value.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -417,8 +417,8 @@ LETTERS = "0123456789+-*/=# abcdefghijklmnopqrstuvwxyz"
 def save_with_tokenizer(folder: Path, *, writes_back: bool = False, **changes: Any) -> Path:
     """Save a small Qwen3 with tied embeddings, and a tokenizer of single letters, in the format of transformers.
 
-    With `writes_back`, decoded text equals the original; otherwise it has spaces between letters. `changes`: values of
-    the model's config that replace the usual ones.
+    With `writes_back`, decoded text equals the original; without it, spaces stand between the letters. `changes`:
+    values of the model's config that replace the usual ones.
     """
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))

@@ -26,7 +26,7 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """What the server supports beyond OpenAI's own fields, and `echo`."""
+    """The optional features of the server: `echo`, and fields and routes that are not part of OpenAI's API."""
 
     prompt_logprobs: bool = True
     echo: bool = True
@@ -97,7 +97,7 @@ class OpenAiService:
 
     @torch.no_grad()
     def completion(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
-        """One choice: a response to the prompt `ids`, with log-probabilities."""
+        """Return one entry of the answer's `choices`: a response to the prompt `ids`, with log-probabilities."""
         asked = body.get("temperature", 1.0) if self.temperature is None else self.temperature
         generator = torch.Generator().manual_seed(body.get("seed", 0))
         with self._lock:

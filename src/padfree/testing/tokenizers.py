@@ -2,7 +2,8 @@
 
 chatml            a header, the message, an end token, a newline
 chatml_marked     the same text, with {% generation %} around the assistant's messages
-forgetful         drops the reasoning of all but the last turn and trims white space, so that prefixes change
+forgetful         drops the reasoning of earlier turns and trims white space: a rendered conversation does not begin
+                  with the text of its earlier turns
 no_system         rejects a system message, has no generation prompt and no name for the assistant
 """
 
@@ -74,7 +75,8 @@ def _backend(kind: str) -> str:
 def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **changes: Any) -> PreTrainedTokenizerFast:
     """Make a new tokenizer. `template`: a name in TEMPLATES.
 
-    `kind`: "bytes", "trimmed" (offsets without white space), "bos" (adds one) or "metaspace" (like SentencePiece).
+    `kind`: "bytes" (byte-level BPE), "trimmed" (offsets leave out white space), "bos" (puts the token `<s>` before each
+    text) or "metaspace" (like SentencePiece).
     """
     make: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerFast = make(

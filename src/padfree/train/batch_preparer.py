@@ -72,7 +72,7 @@ class BatchPreparer:
         return self.sampled or self.task.waits_for_updates(self._loss, asks=asks)
 
     def no_signal_note(self) -> str | None:
-        """Return a note for the user if nothing was learned since this process started; otherwise None.
+        """Return a note for the user if this process has learned nothing since it started; None if it has.
 
         Nothing is learned if every advantage is 0 and no other loss term changes the weights.
         """

@@ -2,16 +2,16 @@
 
     collector                                   reference       scorer           engine
     |weight_sync|waiting|sampling|rewards|  |reference|     |old_logprobs|  |update| |logging| |update| ...
-    '------------- one call -------------'
-    '------------- a batch: the time outside of these phases is preparing -------'
+    '---- one call of the collector -----'
+    '---- one batch: its time outside of these phases is `seconds/preparing` ----'
 
 `seconds/update` is in the metrics of every update. The phases of a batch are in the metrics of its first update.
 Logging, evaluations and checkpoints follow an update, so they are in the metrics of the next update. The phases in one
 line of metrics add up to the time from the end of the previous update to the end of this update, unless phases run at
 the same time.
 
-The collector measures the phases of its last call itself and returns them as `timings`, in seconds by name; the rest of
-the call counts as sampling.
+The collector measures the phases of its last call itself and returns them as `timings`, in seconds by name. The
+remaining time of the call counts as sampling.
 """
 
 from __future__ import annotations

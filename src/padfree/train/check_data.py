@@ -101,7 +101,10 @@ def check_lengths(
 
 
 def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Raise a `UserError` if samples from one entry of `starts` to the next have over cap × context tokens in all."""
+    """Raise a `UserError` if a unit of samples has more than cap × context tokens in all.
+
+    `starts`: the index of the first sample of each unit (a sample, pair or data row), and last the number of samples.
+    """
     lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)
     if not len(over):

@@ -5,7 +5,10 @@
     every update     critic   ½ (v - return)², clipped around V  own optimizer, `critic.lr`
                      policy   as with any other advantage        skipped in the first `critic.warmup` updates
 
-Values, returns and advantages are stored in the samples. Every update of a batch therefore uses the same numbers, for
+v is the value that the critic computes during the update. The loss is the larger of two squared errors: that of v, and
+that of v clipped to V ± `critic.clip`.
+
+Values V, returns and advantages are stored in the samples. Every update of a batch therefore uses the same numbers, for
 any packing and any number of ranks, also after a resume.
 """
 

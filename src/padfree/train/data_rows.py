@@ -1,8 +1,8 @@
 """Data rows, which are the units of a batch, and the number of rows of each source in one epoch of a data mixture.
 
 samples       0 | 1 2 3 | 4 5 | 6         row_starts  0 1 4 6 7
-rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (for pairs: answers)
-sources       a . . . . | b . . .         parts       4 3: samples of each source; row_counts 2 2: rows of each source
+rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (with pairs, answers)
+sources       a   a a a | b b   b         parts       4 3: samples of each source; row_counts 2 2: rows of each source
 """
 
 from __future__ import annotations

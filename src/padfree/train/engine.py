@@ -289,8 +289,8 @@ class Engine:
         """Set the gradients of a batch whose samples are all skipped to 0, without a pass over the model.
 
         The optimizer decays the moments and the weights only of parameters that have a gradient. Therefore exactly the
-        parameters that get a gradient in a pass are set to 0 here. If no pass has shown yet which ones these are, a
-        pass over a single unscored token shows it.
+        parameters that get a gradient in a pass are set to 0 here. If there has
+        been no pass yet, a pass over a single unscored token shows which parameters these are.
         """
         assert prepared.skipped is not None
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)

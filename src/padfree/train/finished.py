@@ -7,8 +7,8 @@
     events.jsonl         the model was exported after the last step
     settings             the settings of evaluation and export are unchanged; other settings no longer have an effect
 
-If any condition fails, the run resumes from the checkpoint as usual and does what is missing. Without a checkpoint it
-is refused (`padfree.train.end_record`).
+If any condition fails, the run resumes from the checkpoint as usual and does what is missing. A run with `end.json`
+has no such checkpoint, so it is refused if training would have to continue (`padfree.train.end_record`).
 """
 
 from __future__ import annotations

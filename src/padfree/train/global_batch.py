@@ -111,7 +111,10 @@ class GlobalBatch:
 
     @staticmethod
     def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> GlobalBatch:
-        """Restore the batch that `state` stored in `extra`. `epochs` and `mini_batches` must be those of that batch."""
+        """Restore the batch that `state` stored in `extra`.
+
+        `epochs` and `mini_batches` must equal those of the stored batch.
+        """
         about = extra[KEY]
         records = about["samples"]
         parts = update_parts(len(records), epochs=epochs, mini_batches=mini_batches, seed=seed, number=number)

@@ -2,7 +2,7 @@
 
     plan       slot [5 9 12] of data rank 1           a slot is one micro-batch of one data rank
     collate    [T]       5 5 5 9 9 12 12 12           the tokens of samples 5, 9 and 12, padded to a multiple of cp
-    shard      [T/cp]    the tokens, labels, weights and AttnContext of one of cp context ranks
+    shard      [T/cp]    the tokens, labels, weights and AttnContext of one context rank (cp: number of context ranks)
 
 A slot without tokens (fewer samples than slots) becomes a filler: a pack with one unscored token. Its rank must take
 part in every collective of the step, and the filler adds exactly 0 to the loss and to the gradients.

@@ -3,7 +3,7 @@
     preflight(config)  settings   trackers, process layout, run folder, names of the models and of the reward
                        model      its modules on the meta device, without weights: attention, leakage between samples,
                                   vocabulary, positions
-                       data       tokenised: lengths against the caps, token ids, columns that the loss needs
+                       data       tokenised: lengths, token ids, columns that the loss needs
       -> Preflight     tokenizer, data and meta-device model, which the run then uses, and notes: unusual facts that
                        are not errors
 
@@ -95,7 +95,7 @@ def preflight(
     """Raise a `UserError` if the run cannot work. Collective: if one process refuses, all raise.
 
     `dry`: do not import user code, and allow a device that this machine does not have. `planned`: skip the checks of
-    the run folder and of lengths, because `padfree plan` writes nothing and itself counts the samples over the cap.
+    the run folder and of lengths, because `padfree plan` writes nothing and itself counts the overlong samples.
     """
     day = data_day(config)
     if not dist.is_initialized():

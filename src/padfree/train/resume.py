@@ -6,8 +6,9 @@
     reference fields    ==   fields         and a fingerprint of its weights; of a teacher, only the fingerprint
     settings  by name   ->   by name        some may change, which is reported and logged; other changes are refused
 
-A run resumes on any number of processes. The order of the samples and the shapes of saved tensors must not change.
-Settings that affect only future steps (learning rate, betas, schedule, loss coefficients) may change.
+`==` marks values that must be equal. A run resumes on any number of processes. The order of the samples and the shapes
+of saved tensors must not change. Settings that affect only future steps (learning rate, betas, schedule, loss
+coefficients) may change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Balance the load of experts: with a loss over the whole global batch, or a bias that moves once per step.
 
     f_e   choices of expert e / N              N: sample tokens of the global batch × layers with experts
-    p_e   sum of the probabilities of e / N    padding and fillers do not count
+    p_e   sum of e's router probabilities / N  padding and fillers do not count
     L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts; as transformers defines it for one batch
 
 L is not a sum over micro-batches, but a product of two means over the whole batch. f has no gradient. Once f of the
@@ -131,7 +131,7 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, with p_e of its own tokens."""
+        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, with p_e of this rank's tokens."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]

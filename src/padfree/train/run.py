@@ -264,7 +264,7 @@ def evaluate(
 
 
 def _pair_reference(config: Config, reference: ReferenceModel | None) -> ReferenceModel | None:
-    """Return the reference if the task's loss, and so its evaluation, needs log-probabilities of it; otherwise None."""
+    """Return the reference if the loss and the evaluation of the task need its log-probabilities, else None."""
     return reference if config.loss.task.has_reference else None
 
 
@@ -331,8 +331,8 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
     """Return arguments for `resolve_auto_on` that describe the data.
 
-    If the run generates rollouts, the only argument is the number of tokens of the longest prompt. Otherwise, there are
-    two: the tokens per device in the micro-batch with the longest sample, and the keys that attention copies per token.
+    If the run generates rollouts, the only argument is the number of tokens of the longest prompt. If it does not,
+    there are two: the tokens of the longest sample that one device holds, and the keys that attention copies per token.
     """
     samples = preflight_result.source.samples
     longest = longest_of(samples)

@@ -5,7 +5,8 @@
     result                        [9] summed over ranks      every rank gets all scores, because later steps assign the
                                                              samples to other ranks
 
-Entry j of a sample's array belongs to its token j; it is 0 if token j is not scored.
+T is the number of tokens of a pack, and cp the number of context ranks. Entry j of a sample's array belongs to its
+token j; the entry is 0 if token j is not scored.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Scorer:
         with compute_copies(self.model):
             for batch, indices in self.packer.packs(samples, self.packer.plan(samples)):
                 if batch.local.entries is not None:
-                    # Each context rank has scores of its own entries only; the sum over ranks combines them.
+                    # A context rank has scores only of its own entries, and 0 elsewhere; the all-reduce adds them up.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
                     found[tokens] = inside(self.model, scores, batch.local).float()
                     continue

@@ -104,7 +104,10 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
 
 
 def build_critic(config: Config, mesh: Mesh) -> Critic | None:
-    """Build the critic, a value model that is trained with the policy, if `loss.advantage` is "gae"; otherwise None."""
+    """Build the critic, a value model that is trained with the policy.
+
+    Return None if `loss.advantage` is not "gae".
+    """
     if config.loss.advantage != "gae":
         return None
     config = resolve_auto_on(config, mesh).config
@@ -177,7 +180,7 @@ def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
 
 
 def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
-    """Return a scorer of the teacher if `loss.advantage` is "teacher"; otherwise None."""
+    """Return a scorer of the teacher, or None if `loss.advantage` is not "teacher"."""
     if config.loss.advantage != "teacher":
         return None
     config = resolve_auto_on(config, mesh).config

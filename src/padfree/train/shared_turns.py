@@ -4,8 +4,9 @@
     turn 2   system user-1 | answer-1 user-2 | thought-2 answer-2
     turn 3   system user-1 | answer-1 user-2 | answer-2 user-3 | thought-3 answer-3
 
-Each answer is computed once in the turn that trains it, and once more, without its thought, as context of later turns.
-Without sharing, the context would be computed once for each turn.
+Each turn is a sample; `|` marks the points at which turns can branch. Each answer is computed once in the turn
+that trains it, and once more, without its thought, as context that all later turns share. Without sharing, the context
+would be computed once for each turn.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def copied_keys(
 ) -> float:
     """Return the number of keys that attention copies per computed token: the maximum over up to `MOST_ROWS` data rows.
 
-    These rows probably copy the most keys: they have the most tokens in all samples per token of the longest sample.
+    The number is computed for the rows that probably copy the most keys: those with the highest ratio of the tokens of
+    all samples to the tokens of the longest sample.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:

@@ -9,7 +9,7 @@
             -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: stop if a signal asks for it, save a checkpoint if one is due
 
-On a GPU, an update begins before the previous one is finished if its samples are already known
+On a GPU, an update begins before the previous one is finished if the samples of the new update are already known
 (`padfree.train.step_pipeline`). Saving a checkpoint first waits for all updates that were begun.
 
 A checkpoint lies between two optimizer steps. It holds the weights, the optimizer state, the position in the data, the
@@ -206,7 +206,7 @@ class Trainer:
                         self.batches.after_updates()
                 if self.config.eval.every is not None and self.step % self.config.eval.every == 0:
                     self._run_evaluation()
-                # While the device runs an update, use the stop votes collected when the previous one began.
+                # While an update is unfinished, use the votes that ranks cast when the last finished update began.
                 stopped = (
                     self.updates.stop_votes > 0 if self.updates.pending else any_rank_wants(signals.received, self.mesh)
                 )

@@ -115,7 +115,8 @@ def _load(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> Trainin
 def _of_data_source(error: UserError, number: int) -> UserError:
     """Return the error for source `number` of a mixture.
 
-    The error names a setting that every source has as that of this source, e.g. `data.sources.1.path`.
+    A setting that each source has, such as `data.path`, gets the name that it has in this source:
+    `data.sources.1.path`.
     """
     own, table = "data.(path|columns|split|subset)", f"data.sources.{number}"
     at = f"{table}.path" if error.setting == "data" else re.sub(rf"^{own}$", rf"{table}.\1", error.setting)
@@ -199,7 +200,7 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
 
 
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
-    """Return the batcher, which makes global batches of whole groups in RL, and of whole data rows otherwise.
+    """Return the batcher, which makes global batches of whole data rows or, in RL, of whole groups.
 
     A prompt is a group of its own (`RolloutGroup`). `parts`: the number of samples of each source of a mixture.
     """

@@ -3,8 +3,8 @@
     ValueMicroBatchLoss   rollouts in a pack   value of every prediction -> clipped squared error
     ScalarScorer          scores without gradients: rewards [B] of samples, values [n] of their tokens
 
-The value of a token is read at the position that predicts it, before the token is generated: entry j of a sample's
-`values` is the reward that the critic expects after it has seen the tokens before j.
+The value of a token is read at the position that predicts the token: entry j of a sample's `values` is the reward that
+the critic expects after it has seen only the tokens before token j.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     other model  the tokenizer in the model's folder                 "cat" -> 17; any other id is refused
 
 The policy, the reference, the teacher and the critic all receive ids of the run's tokenizer. Therefore every token of
-this tokenizer must have the same id in each model's own tokenizer, which may have more tokens. The check compares the
-vocabularies, including added tokens, and not the files, because one vocabulary can be stored in several ways. A reward
-model receives text and tokenises it itself, so it may have any tokenizer.
+this tokenizer must have the same id in each model's own tokenizer. A model's own tokenizer may have further tokens. The
+check compares the vocabularies, including added tokens, and not the files, because one vocabulary can be stored in
+several ways. A reward model receives text and tokenises it itself, so it may have any tokenizer.
 
 If `model.tokenizer` names another tokenizer than the trained model's own, the model's own tokenizer may lack some of
 the run's tokens. The run then trains the embeddings of these tokens.
@@ -56,8 +56,8 @@ def compare_vocabularies(
     """Raise an error if a token of `own` has another id in `other` or is missing there.
 
     `own` is the vocabulary of the run's tokenizer `own_name`, and `other` that of the model `name`, which `setting`
-    names. With `may_lack`, a missing token raises an error only if its id belongs to another token of `other`.
-    Otherwise, a note about the missing tokens is returned.
+    names. With `may_lack`, a missing token raises an error only if its id belongs to another token of `other`. If no
+    missing token raises an error, a note about the missing tokens is returned.
     """
     if own.items() <= other.items():
         return None

@@ -5,10 +5,10 @@
 
 model_source    the model to load, or its first layers
 samples         a few of the user's samples, or random tokens
-one_at_a_time   plain transformers code: one sample at a time, and in padded pairs
+one_at_a_time   plain transformers code: one sample at a time, or two in a padded batch
 exact           plain transformers code in float64
 padded          padded batches and their loss
-plain_losses    the losses of pairs, teachers, reward models and critics, by plain transformers code
+plain_losses    the losses of preference pairs, KTO, distillation, reward models and critics, by plain code
 packed          the code path of training: plan, packs, prepared model, fused loss, FSDP2
 compare         the largest differences, and the tolerances
 check_report    the results and the verdict

@@ -127,7 +127,7 @@ class CheckReport:
     def shown_rows(self) -> list[CheckResult]:
         """Return the results that the table shows: all results of the main check, and some of each variation.
 
-        Of a variation, the table shows all failures or, if there are none, the result nearest to its limit.
+        For each variation, the table shows the failed results or, if none failed, the result nearest to its limit.
         """
         shown: list[CheckResult] = []
         for check, group in groupby(self.rows, key=lambda row: row.check):

@@ -5,12 +5,12 @@
     loss                difference, in nats                                               1.2e-07
     normaliser          relative difference between the loss and minus the mean           4.0e-08
                         of padfree's own log-probabilities
-    gradients           per parameter: largest difference / largest entry; of these,      3.0e-07 in layers.0.mlp...
-                        the maximum per part (a layer, the embeddings, the head, a norm)
+    gradients           for each part (a layer, the embeddings, the head, a norm): the    3.0e-07 in layers.0.mlp...
+                        largest relative difference of a parameter's gradient
 
-Some gradients are zero except for rounding, e.g. the gradient of a key projection's bias. Their largest difference /
-largest entry would be a large quotient of two rounding errors. The divisor is therefore at least a hundredth of the
-largest gradient entry in the parameter's part of the model.
+The relative difference of a gradient is its largest difference / its largest entry. Some gradients are zero except for
+rounding, e.g. the gradient of a key projection's bias. Their relative difference would be a large quotient of two
+rounding errors. The divisor is therefore at least a hundredth of the largest gradient entry in the same part.
 
 A non-finite number counts as an infinite difference.
 """

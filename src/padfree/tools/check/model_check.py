@@ -4,14 +4,15 @@
     1  reference     plain HF code, one sample at a time, in float64            nothing; rank 0 computes, others wait
     2  noise         plain HF code in the dtype, padded pairs, eager attention  reference; rank 0 computes, others wait
     3  packed        log-probabilities, loss, gradients of every part           reference, with the noise as limit
-    4  leak          different tokens in every second sample                    unchanged samples: same results as in 3
-    5  pad           random tokens after every pack                             reference; also a run with other tokens
+    4  leak          step 3 with other tokens in every second sample            step 3: no change in the other samples
+    5  pad           step 3 with random tokens after every pack                 reference; also zeros after every pack
     6  layouts       other micro-batches, another order, other context methods  reference
 
-HF code is plain Hugging Face code. The dtype is that of the check, float32 or bfloat16.
+HF code is plain Hugging Face code. The dtype is that of the check, float32 or bfloat16. Padded pairs are padded batches
+of two samples.
 
-The losses of pairs, teachers, reward models and critics (`plain_losses`) have no log-probabilities to compare. For them
-only steps 1, 2, 3 and 6 run; the check of "nll" on the same model covers leaks and padding.
+Losses other than "nll" (`plain_losses`) have no log-probabilities to compare. For them only steps 1, 2, 3 and 6 run;
+the check of "nll" on the same model covers leaks and padding.
 
 Models are in evaluation mode, without dropout. The reference runs on a single device. If there is not enough memory for
 float64, or the model does not run in float64, the reference has the dtype of the check, and the report says so.
@@ -104,10 +105,10 @@ def check_model(
     """Compare packed training of a model with plain Hugging Face code that runs one sample at a time.
 
     `source`: a folder, Hub id or config, as for `load_model`. `samples`: samples, or a number of random samples; for
-    the losses "dpo" and "reward" consecutive samples form pairs. `origin`: where the samples come from, for the report.
+    the losses "dpo" and "reward", two consecutive samples form a pair. `origin`: the samples' origin, for the report.
     `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU. `layers`: number of layers to
-    check, from the first; by default a few. `full` checks all layers. Under torchrun the processes are data x `context`
-    ranks; the call is collective and returns the same report on every rank.
+    check, from the first; by default a few. `full` checks all layers. Under torchrun, each data rank has `context`
+    processes; the call is collective and returns the same report on every rank.
     """
     say = on_progress or (lambda _: None)
     if dtype is not None and dtype not in TOLERANCES:
@@ -221,7 +222,7 @@ def _reference(
     ) -> tuple[list[Sample], CheckOutcome]:
         """Return the samples with the extra inputs of the loss, and the results of plain Hugging Face code for them.
 
-        `given`: samples that already have the extra inputs. `padded`: whether to run padded pairs.
+        `given`: samples that already have the extra inputs. `padded`: whether to run padded batches of two.
         """
         if model.dtype == torch.float64:
             for teacher in teachers:
@@ -365,8 +366,8 @@ class _Check:
     def _add_exact(self, check: str, gap: Gap) -> None:
         """Add a result whose difference must be exactly 0 if two identical runs give the same bits.
 
-        The rows of a matmul do not depend on each other, so other tokens cannot change a sample's bits. Experts are an
-        exception: the shapes of their matmuls depend on all tokens, so that rounding can differ.
+        A matmul computes each token's result independently, so other tokens cannot change a sample's bits. Experts are
+        an exception: the shapes of their matmuls depend on all tokens, so that rounding can differ.
         """
         if not self.first:
             return

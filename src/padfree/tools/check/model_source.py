@@ -1,4 +1,4 @@
-"""The model to check: a Hugging Face folder, Hub id or config, or the first layers of one.
+"""The model to check: a Hugging Face folder, Hub id or config, with all layers or only the first few.
 
     folder of 36 layers      config.json, model-00001-of-00004.safetensors, ...
     its first 4 layers       config.json (4 layers), an index of their tensors, links to the same files

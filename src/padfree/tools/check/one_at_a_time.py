@@ -2,7 +2,7 @@
 
     method          input      computation
     one at a time   [1, n]     HF's own attention, logits [n, V], cross entropy, backward; gradients summed in float32
-    padded pairs    [2, L]     the same mathematics with an attention mask and HF's eager attention
+    padded pairs    [2, L]     the same for two samples padded to L tokens: attention mask, HF's eager attention
 
 HF is Hugging Face transformers. The first method runs in float64 if possible (`exact.py`), the second in the dtype of
 the check. Their results differ by rounding. This difference is the noise that any correct implementation can show in
@@ -31,7 +31,7 @@ from padfree.tools.check.padded import padded_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CheckOutcome:
-    """The results of one implementation (one sample at a time, padded pairs or packed): loss and gradients."""
+    """The loss and the gradients that one implementation computed: one sample at a time, padded pairs or packed."""
 
     logprobs: list[NDArray[np.float32]]  # [n] per sample; 0 for the first token
     loss: float  # mean over the trained tokens

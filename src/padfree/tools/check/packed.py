@@ -7,7 +7,7 @@ variation                      what differs
 one sample per pack            micro-batches of one sample
 a few packs                    micro-batches of about a third of the tokens
 reversed                       the order of the samples
-pad                            random tokens after every pack
+pad                            packs are padded with random tokens
 shared prefixes                prefixes that samples share are computed once (if samples share any)
 ring, headtail, ...            how context ranks divide a pack and attend to it (needs several context ranks)
 """

@@ -1,17 +1,17 @@
-"""The losses of training by plain transformers code, one pair or sample at a time.
+"""The losses of training by plain transformers code, one sample or preference pair at a time.
 
     kind      loss                                                           further inputs
     nll       cross entropy, mean over trained tokens (`one_at_a_time`)
-    dpo       sigmoid loss of pairs, mean over pairs                         log-probabilities of a reference model
+    dpo       sigmoid loss of preference pairs, mean over pairs              log-probabilities of a reference model
     kto       loss of single answers with labels, mean over answers          as for dpo, and the reference point z₀
     distill   forward KL from a teacher, mean over trained tokens            a teacher: the model with changed norms
-    reward    Bradley-Terry loss of pairs, mean over pairs                   a scalar head
+    reward    Bradley-Terry loss of preference pairs, mean over pairs        a scalar head
     value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
 
 Inputs that a run would compute before the loss (log-probabilities of a reference, returns, old values) are random
-numbers in this check, seeded with the index of the sample. The log-probabilities are near the model's own. The
-reference result calls the model once per sample. The noise result calls it with padded batches of two samples (a pair,
-or consecutive samples) and eager attention.
+numbers in this check, seeded with the index of the sample. The log-probabilities are near the model's own. To
+compute the reference, the model is called once per sample. To measure the noise, it is called with padded batches of
+two samples (a preference pair, or consecutive samples) and eager attention.
 """
 
 from __future__ import annotations

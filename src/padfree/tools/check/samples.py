@@ -1,6 +1,6 @@
 """A few samples for a check: random, or from the user's data with lengths spread from the shortest to the longest.
 
-lengths of the data   12 500 80 40 7 90 300 60        4 samples: lengths 7 40 80 500, in the order of the file
+lengths of the data   12 500 80 40 7 90 300 60        4 samples: 500 40 7 90, in the order of the file
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def spread(lengths: Any, count: int) -> list[int]:
-    """Choose `count` lengths, evenly spread from the shortest to the longest; return their indices, ascending."""
+    """Sort the lengths and choose `count` at even distances, including the shortest and the longest.
+
+    Return the indices of the chosen lengths in `lengths`, ascending.
+    """
     order = np.argsort(lengths, kind="stable")
     chosen = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64))
     return sorted(order[chosen].tolist())

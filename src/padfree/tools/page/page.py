@@ -8,7 +8,7 @@
 The HTML template is `templates/page.html`, which includes `page.css` and `page.js`. The file contains everything,
 including plotly's script, and its content security policy forbids all network requests. All text is escaped. Plotly
 interprets some HTML in the texts of a figure (`<br>`, `<b>`), so pass names that come from users through `plain`.
-Consecutive figures are shown two side by side on a wide screen; a `wide` figure takes the full width.
+On a wide screen, consecutive figures are shown in pairs, side by side; a `wide` figure takes the full width.
 """
 
 from __future__ import annotations

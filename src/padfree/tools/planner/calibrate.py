@@ -1,6 +1,7 @@
 """Measure the cost model on this device.
 
     1  micro-batches    1 sample of T, T/2 or T/4 tokens, 2 samples of T/2 tokens, 4 of T/4, 16 of T/16, ...
+                        (T: the maximum number of tokens of a micro-batch)
     2  seconds          forward and backward of a model with random weights, run by the training engine with the
                         compile, checkpointing and dtype settings of the run; the minimum of a few repeats
     3  CostModel.fit    seconds of a micro-batch = linear · Σn + quadratic · Σn² + constant, with n the lengths of its
@@ -167,9 +168,9 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
     """Return the numbers of layers to measure: all layers, or two smaller numbers from which to extrapolate.
 
-    All layers are measured if a token uses at most `whole` weights, or if the model has too few layers. Otherwise, with
-    layer types that repeat every p layers, the first number covers the layers before the repeating part and p layers of
-    it. The second number is larger by a multiple of p.
+    All layers are measured if a token uses at most `whole` weights, or if the model has too few layers to extrapolate.
+    In a deeper model, layer types repeat every p layers. The first number then covers the layers before the repetition
+    begins and the first p layers of the repetition. The second number is larger by a multiple of p.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers

@@ -5,8 +5,8 @@
                                      headtail     0.9  1.1  1.0  1.0
                                      balanced     1.0  1.0  1.0  1.0
 
-The cost is the modelled time. Ranks that share a pack wait for each other in every layer, so a pack takes as long as
-its slowest rank.
+The cost of a rank is the time that its part of the pack takes in the cost model. Ranks that share a pack wait for each
+other in every layer, so a pack takes as long as its slowest rank.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def write_page(
 def efficiency_figure(scaling: Scaling) -> Figure:
     """Plot efficiency against the number of devices.
 
-    One line is for weights that are sharded over all ranks, the other for a replica of the weights on each host.
+    The figure has two lines: with weights sharded over all ranks, and with one replica of the weights per host.
     """
     ways = (("weights sharded over all ranks", scaling.sharded), ("weights replicated per host", scaling.replicated))
     traces = [

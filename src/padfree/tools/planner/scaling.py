@@ -1,10 +1,11 @@
 """Estimate how the time of a step changes with the number of devices.
 
     part of a micro-batch    seconds
-    compute   ##########     of the slowest rank, from the cost model
-    weights   ============   of all-gather and reduce-scatter, which overlap with compute. The step takes longer only by
-                             the first gather, the last reduce, and any time by which they exceed compute
-    context   ++++           of sending keys and values, which add to the step unless ring attention overlaps them
+    compute                  of the slowest rank, from the cost model
+    weights                  of all-gather and reduce-scatter, which overlap with compute. They make the step longer
+                             only by the first gather, the last reduce, and any time that they take beyond compute
+    context                  of sending keys and values; added to the step unless ring attention overlaps the sending
+                             with compute
 
     seconds of a collective  bytes on the busiest link / link bandwidth, plus a latency for every device in the ring
                              (the busiest link is inside a host or between hosts, whichever takes longer)
@@ -128,7 +129,8 @@ class StepTime:
 class Scaling:
     """Estimated step times for growing numbers of devices.
 
-    Each is estimated with weights sharded over all ranks, and with a replica of the weights on each host.
+    Every step time is estimated twice: with weights sharded over all ranks, and with one replica of the weights per
+    host.
     """
 
     links: Links
@@ -234,7 +236,7 @@ def plan_scaling(
 ) -> Scaling:
     """Estimate the step times on 8 devices, 16, 32 and so on, up to `shape.ranks` devices on `hosts` hosts.
 
-    `steps`: sample lengths of each step. `need` estimates the bytes that a device needs; it has `memory` bytes.
+    `steps`: sample lengths of each step. `need` estimates the memory that a device needs; each has `memory` bytes.
     """
     if shape.ranks % hosts:
         raise UserError(

@@ -1,7 +1,7 @@
 """The optimizer steps of the first epoch as sample lengths, because a plan does not need the tokens themselves.
 
-    lengths    7 3 9 4 5 ...            of the samples of a tokenised data set or of rollouts, or from a file of numbers
-    steps      [9 3 4] [5 7 2] ...      each step with the same samples, in the same order, as in training
+    lengths    7 3 9 4 5 2 ...          of the samples of a tokenised data set or of rollouts, or from a file of numbers
+    steps      [9 3 4] [5 7 2] ...      each step has the same samples, in the same order, as in training
 
 In a mixture, the epoch repeats each row of a source according to the weight of the source. If rows have several samples
 with shared prefixes, a step also knows the prefix tree of its samples.
@@ -164,7 +164,7 @@ def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple
 
 
 def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrainedModel) -> StepLengths:
-    """Return the steps of the first epoch over text. A data row can have several samples, which stay in one step.
+    """Return the steps of the first epoch of text data. All samples of a data row are in the same step.
 
     `parts`: number of samples of each source of a mixture. `model`: the model without weights, to compute what sharing
     prefixes costs.
@@ -218,8 +218,8 @@ def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> St
 def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> list[Lengths]:
     """Return the sample lengths of each optimizer step of one pass over rollouts.
 
-    Each batch, which consists of whole groups, gives `loss.epochs` x `loss.mini_batches` steps. `parts`: number of
-    samples of each source.
+    A batch consists of whole groups. Training on a batch takes `loss.epochs` × `loss.mini_batches` steps. `parts`:
+    number of samples of each source.
     """
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))

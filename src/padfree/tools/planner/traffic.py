@@ -3,7 +3,7 @@
 Example with 8 ranks on two hosts, ranks 0 to 3 and ranks 4 to 7 (launchers give a host consecutive ranks). `>` is a
 message inside a host, `>>` a message between hosts:
 
-    setting         rings or groups of ranks                                                what is sent
+    setting         rings or pairs of ranks                                                 what is sent
     (default)       one ring of 8:    0 > 1 > 2 > 3 >> 4 > 5 > 6 > 7 >> 0                   shards of the weights
     replicate 2     two rings of 4:   0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4                 shards of the weights
                     four rings of 2:  0 >> 4 >> 0   1 >> 5 >> 1   2 >> 6 >> 2   3 >> 7 >> 3  a fourth of the gradients
@@ -22,9 +22,9 @@ FSDP gathers every unit once per micro-batch. A unit is a layer, or the root: em
 `parallel.reshard`, layers are gathered again for backward. Gradients are reduced after every micro-batch. For context
 parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank.
 
-Experts that ranks divide among them are a unit of their own. Each time a token chooses an expert, one row of
-activations is sent to the expert's rank and one row back, in forward and in backward, and again if activations are
-recomputed. The choices are not known before the run, so all experts are assumed to be chosen equally often.
+Experts that ranks divide among them are a unit of their own. Each time a token chooses an expert, one vector
+of activations is sent to the expert's rank and one is sent back, in forward and in backward, and again if activations
+are recomputed. The choices are not known before the run, so all experts are assumed to be chosen equally often.
 
 Packet headers, rollouts, scoring without gradients, evaluations and checkpoints are not counted.
 """
@@ -89,26 +89,29 @@ class Placement:
 
     @property
     def context_groups(self) -> Ranks:
-        """[data ranks, context]: all ranks, in groups (rows) that share a pack."""
+        """All ranks, in an array of shape [data ranks, context ranks]. The ranks of one row share a pack."""
         return rank_groups(self.ranks, self.context, self.replicate).context
 
     @property
     def shard_groups(self) -> Ranks:
-        """[replicate, shards]: all ranks, in groups (rows) that divide the weights among them."""
+        """All ranks, in an array of shape [replicas, shards]. The ranks of one row divide the weights among them."""
         return rank_groups(self.ranks, self.context, self.replicate).shards
 
     @property
     def replica_groups(self) -> Ranks:
-        """[shards, replicate]: all ranks, in groups (rows) that hold the same shard of the weights."""
+        """All ranks, in an array of shape [shards, replicas]. The ranks of one row hold the same shard of weights."""
         return self.shard_groups.T
 
     @property
     def expert_mesh(self) -> Ranks:
-        """[replicate, fsdp, expert]: all ranks, as `padfree.distributed.mesh` arranges them for experts' weights."""
+        """All ranks, in an array of shape [replicate, fsdp, expert], as in `padfree.distributed.mesh`.
+
+        Ranks along the last axis divide the experts of a layer. Ranks along the second axis shard the same experts.
+        """
         return np.arange(self.ranks).reshape(self.replicate, -1, self.expert)
 
     def hosts_of(self, groups: Ranks) -> int:
-        """Return the largest number of hosts that one of these groups (rows of ranks) spans."""
+        """Return the largest number of hosts that one group of ranks spans. A group is a row of the array `groups`."""
         return max(len(np.unique(group)) for group in self.host(groups))
 
     def lines(self) -> Iterator[str]:
@@ -148,7 +151,10 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Add a collective over `size` bytes in each ring of `groups` [rings, P]; a link carries (P - 1)/P `size`."""
+        """Add a collective over `size` bytes in each ring. `groups` [rings, P]: the P ranks of each ring.
+
+        Each rank sends (P - 1)/P · `size` bytes to the next rank.
+        """
         world = groups.shape[1]
         if world > 1:
             self.send(kind, groups, np.roll(groups, -1, axis=1), size * (world - 1) / world)
@@ -167,7 +173,7 @@ class Traffic:
         return inside, between
 
     def table(self) -> dict[str, tuple[float, float]]:
-        """Return, for each kind, the most bytes that any host sends inside itself, and the most to other hosts."""
+        """Return, for each kind, the most bytes that a host sends among its own ranks, and the most to other hosts."""
         hosts = self.placement.host(np.arange(self.placement.ranks))
 
         def busiest(sent: Floats) -> float:

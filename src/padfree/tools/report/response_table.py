@@ -1,7 +1,7 @@
 """A table of responses of an RL run.
 
     lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a block of 4 lines per batch
-    lines in the table         0 1 2 3           | 8 9 10 11 | ...     evenly spread blocks, with the first and the last
+    lines in the table         0 1 2 3           | 8 9 10 11 | ...     evenly spread blocks, including first and last
 
 A page shows at most `MOST_ROWS` responses with `MOST_LETTERS` characters in all; the middle of long texts is cut out.
 The page says how many responses it omits. The file is read line by line, because it can be larger than memory.

@@ -1,7 +1,7 @@
 """Reduce a long series to few points for a plot.
 
     values    3 1 4 1 5 9 2 6 5 3 5 8        12 points, 3 buckets of 4
-    kept      . 1 4 . . 9 2 . . 3 . 8        the minimum and the maximum of each bucket, and the two ends
+    kept      3 1 4 . . 9 2 . . 3 . 8        the minimum and maximum of each bucket, and the first and last point
 
 A spike of a single step stays visible. A bucket without any finite value keeps one NaN, which is a gap in the line.
 """
@@ -54,7 +54,10 @@ def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int
 
 
 def stretch_means(values: NDArray[Any], stretch: int) -> NDArray[np.float64]:
-    """Return [ceil(N / stretch)]: the mean of each `stretch` consecutive values. The last may have fewer values."""
+    """Return [ceil(N / stretch)]: the mean of each `stretch` consecutive values.
+
+    The last mean is over the values that remain, which can be fewer than `stretch`.
+    """
     starts = np.arange(0, len(values), stretch)
     counts = np.diff(starts, append=len(values))
     return np.add.reduceat(values.astype(np.float64), starts) / counts

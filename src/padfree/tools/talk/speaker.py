@@ -279,10 +279,10 @@ def open_speaker(
 def load_language_model(
     files: ModelFiles, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> tuple[PreTrainedModel, torch.dtype]:
-    """Load a model, with merged adapters if it has any. Return the model and the dtype to convert it to for use.
+    """Load a model, with merged adapters if it has any. Return the model and the dtype in which it should run.
 
-    `dtype`: the dtype for use; None: that of the weight files. A model with adapters is returned in float32 on the CPU,
-    where its adapters are merged; any other model is returned in the dtype for use, on `device`.
+    `dtype`: the dtype in which it should run; None: that of the weight files. A model with adapters is returned in
+    float32 on the CPU, where its adapters are merged. Any other model is returned in this dtype, on `device`.
     """
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):

@@ -8,7 +8,7 @@
     reference       r   r   p2  p2  p4         r: initial reference; p2: the policy after batch 2
 
 A refreshed reference is an earlier state of the policy that no file holds. After the first refresh, checkpoints
-therefore store the reference (`tensors_to_save`) and the number of batches (`state_dict`).
+therefore store the reference (`tensors_to_save`) and the number of finished rollout batches (`state_dict`).
 
 With `reference.offload` the weights of a `ModelReference` stay on the CPU (FSDP2's offloading) and are on the device
 only while they are used. The setting has no effect in a run on the CPU.
