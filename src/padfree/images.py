@@ -1,11 +1,11 @@
 """The images of a sample: which tokens stand for an image, and what its vision tower reads.
 
     tokens        7 8 * * * * 9 * * 5        * is the model's placeholder token
-    images        digest a: 2 3 4 5          digest b: 7 8
+    images        a: 2 3 4 5, b: 7 8         the digest of each image, and the indices of its placeholder tokens
     tower         a, b                       the distinct images of a pack, each encoded once
 
 Two images with the same digest have the same tower inputs. Samples that show the same image share its features. Token
-ids do not tell images apart, so `prefix_keys` replaces the placeholders of each image by a number of its own.
+ids do not tell images apart, so `prefix_keys` replaces the placeholder ids by a number that stands for the image.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from padfree.errors import UserError
 class Image:
     """One image of a sample. `load` is called when a pack needs the image; its arrays are not kept.
 
-    `load()` returns the tower's inputs by name. The first axis of each array is the one along which the arrays of
-    several images are concatenated: patches, tiles or images.
+    `load()` returns the tower's inputs by name. The first axis of each array counts patches, tiles or images. A pack
+    concatenates the arrays of its images along this axis.
     """
 
     digest: str  # identifies the tower's inputs
@@ -46,9 +46,9 @@ class Image:
 
 
 def check_images(images: Sequence[Image], tokens: NDArray[Any], name: str) -> tuple[Image, ...]:
-    """Raise `UserError` unless all placeholders [m] of the images are the same token, and no other token [n] is.
+    """Return the images as a tuple. Raises `UserError` unless they cover every placeholder of the sample, in order.
 
-    `name` names the sample in error messages.
+    The placeholder is the token id at the first index of the first image. `name` names the sample in error messages.
     """
     images = tuple(images)
     if not images:
@@ -63,7 +63,7 @@ def check_images(images: Sequence[Image], tokens: NDArray[Any], name: str) -> tu
         raise UserError(
             "images",
             f"of {name} have a placeholder at token {positions[-1]} of {len(tokens)}",
-            "truncate before images",
+            "remove images whose placeholders were cut off",
         )
     placeholder = tokens[positions[0]]
     if not np.array_equal(np.flatnonzero(tokens == placeholder), positions):
@@ -84,9 +84,9 @@ def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:
 
 
 def prefix_keys(tokens: Sequence[NDArray[Any]], images: Sequence[Sequence[Image]]) -> list[NDArray[Any]]:
-    """For each sample, the numbers [n] by which its prefixes are compared with those of the other samples.
+    """Replace the placeholder ids [n] of each sample by negative numbers, one number for each distinct image.
 
-    These are its token ids, except that each distinct image has its own negative number at its placeholders.
+    Two samples have a common prefix as far as their keys are equal.
     """
     numbers: dict[str, int] = {}
     keys: list[NDArray[Any]] = []
