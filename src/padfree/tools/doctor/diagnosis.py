@@ -36,7 +36,7 @@ FACTOR = 4.0
 SIGNIFICANT = 3.0
 HALF = 0.5
 DTYPE_GAIN = 0.9
-"""A dtype explains the evidence if `after` is at most this share of `before`. It cannot be small, because the server
+"""A dtype explains the evidence if `after` is at most this share of `before`. `after` stays large, because the server
 rounds in another order."""
 COARSE_GAIN = 0.25  # with the limit of bfloat16, the largest `after` as a share of `before`
 NUM_CLOSEST, CLOSE = 3, 0.8

@@ -263,7 +263,7 @@ def examine_server(
 class _TextReader:
     """Finds out whether the server turns texts and messages into the token ids that the patient's tokenizer gives.
 
-    `model` computes the same as the server. It is None if the server's responses do not agree with any model.
+    `model` computes the same as the server. It is None unless the stage of responses was healthy.
     """
 
     def __init__(
