@@ -26,8 +26,8 @@ from padfree.errors import UserError
 class Image:
     """One image of a sample. `load` is called when a pack needs the image; its arrays are not kept.
 
-    `load()` returns the tower's inputs by name. The first axis of each array is the one along which the arrays of
-    several images are concatenated: patches, tiles or images.
+    `load()` returns the tower's inputs by name. The first axis of each array counts patches, tiles or images. A pack
+    concatenates the arrays of its images along this axis.
     """
 
     digest: str  # identifies the tower's inputs
@@ -47,9 +47,9 @@ class Image:
 
 
 def check_images(images: Sequence[Image], tokens: NDArray[Any], name: str) -> tuple[Image, ...]:
-    """Check that all placeholders of the images have the same token id, and that no other token has this id.
+    """Return the images as a tuple. Raises `UserError` unless they cover every placeholder of the sample, in order.
 
-    Raises `UserError` if not. `name` names the sample in error messages.
+    The placeholder is the token id at the first index of the first image. `name` names the sample in error messages.
     """
     images = tuple(images)
     if not images:
@@ -64,7 +64,7 @@ def check_images(images: Sequence[Image], tokens: NDArray[Any], name: str) -> tu
         raise UserError(
             "images",
             f"of {name} have a placeholder at token {positions[-1]} of {len(tokens)}",
-            "truncate before images",
+            "remove images whose placeholders were cut off",
         )
     placeholder = tokens[positions[0]]
     if not np.array_equal(np.flatnonzero(tokens == placeholder), positions):
@@ -85,9 +85,9 @@ def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:
 
 
 def prefix_keys(tokens: Sequence[NDArray[Any]], images: Sequence[Sequence[Image]]) -> list[NDArray[Any]]:
-    """For each sample of n tokens, the numbers [n] that are compared to find prefixes that samples share.
+    """Replace the placeholder ids [n] of each sample by negative numbers, one number for each distinct image.
 
-    These are the token ids. At the placeholders of an image, a negative number that identifies the image replaces them.
+    Two samples have a common prefix as far as their keys are equal.
     """
     numbers: dict[str, int] = {}
     keys: list[NDArray[Any]] = []

@@ -3,7 +3,7 @@
     with serving_openai(OpenAiService(model, tokenizer)) as url: ...
 
 It answers /v1/models, /v1/completions, /v1/chat/completions and /tokenize, with the fields that vLLM adds for token ids
-and for log-probabilities of prompts. `Abilities` removes them, as in servers that have only OpenAI's own fields.
+and for log-probabilities of prompts. `Abilities` can switch these off, to imitate a server with only OpenAI's fields.
 
 Tokens are sampled with a KV cache, one request at a time. `processors` are transformers' logits processors, which the
 server applies whatever a request asks for.
@@ -26,7 +26,7 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """The optional features of the server: `echo`, and fields and routes that are not part of OpenAI's API."""
+    """Which optional parts the server supports: `echo`, and what vLLM adds to OpenAI's fields."""
 
     prompt_logprobs: bool = True
     echo: bool = True
@@ -51,9 +51,9 @@ class OpenAiService:
         generation_prompt: bool = True,
         make_cache: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`temperature` replaces that of requests. `bos_twice`: texts and messages get a second bos token.
+        """`temperature` replaces the one of requests. `bos_twice`: texts and messages get a second bos token.
 
-        `make_cache(config)` makes the KV cache of a request; keys and values of the prompt pass through it as well.
+        `make_cache(config)` makes the KV cache of a request, which also holds the keys and values of the prompt.
         """
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
         self.abilities = abilities or Abilities()

@@ -1,8 +1,8 @@
 """Tiny vision-language models with random weights, and samples with random images.
 
 model = build_vision("qwen3_vl")              float32, on the CPU
-image = picture(model, 0, rows=2, columns=3)  6 features; equal numbers and sizes give equal images
-sample = shown(model, [5, image, 4, image])   text tokens and images in turn
+image = picture(model, 0, rows=2, columns=3)  image number 0 with 6 features, the same at each call
+sample = shown(model, [5, image, 4, image])   5 text tokens, the image, 4 text tokens, the same image
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_vision(name: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny model with weights so large that a wrong image changes the first digits of every logit behind it."""
+    """A tiny model with weights so large that a wrong image changes the first digits of the logits of later tokens."""
     prefix, values = VISION_MODELS[name]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{prefix}Config")(**values)
@@ -179,7 +179,7 @@ class Picture:
 
 
 def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int = 2) -> Picture:
-    """Image `number` with `rows` x `columns` features, or for models that read tiles with `rows` tiles."""
+    """Image `number`. It has `rows` x `columns` features or, if the model reads tiles, `rows` tiles."""
     generator = np.random.default_rng([number, rows, columns])
     vision: Any = model.config.vision_config
     digest = f"{number}-{rows}-{columns}"
@@ -204,7 +204,7 @@ def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int 
 def shown(
     model: PreTrainedModel, parts: Sequence[int | Picture], *, seed: int = 0, uid: str | None = None, group: Any = None
 ) -> Sample:
-    """A sample of random text (a number of tokens) and images. All text is trained on."""
+    """A sample of text and images in the order of `parts`. A number n is n random text tokens, which are trained on."""
     generator = np.random.default_rng(seed)
     tokens: list[int] = []
     images: list[Image] = []

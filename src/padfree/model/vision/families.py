@@ -1,16 +1,16 @@
 """The vision-language models that can be trained on packs, and what differs between them.
 
     model (...ForConditionalGeneration)      lm_head
-      base                                   get_image_features(inputs) -> features [F, D], also deep-stacked ones
+      base                                   get_image_features(inputs) -> features [F, D] of F placeholder tokens
         tower, projector                     `encoders`
         language model                       `language`, packed with padfree's attention
 
-All of them place given features with their own forward (`mm_encoder_outputs`), so that a family only says where its
-parts are, what its tower reads, and whether its positions depend on images. A tower reads the images of a pack in one
-call: patches of all images with cumulative lengths, or tiles of equal size along the batch axis. Images never see each
-other in it.
+The forward of each supported model accepts computed features (`mm_encoder_outputs`) and puts them in the places of the
+placeholder tokens. A `VisionFamily` therefore says only where the parts of the model are, what its tower reads, and
+whether positions depend on images. A tower reads the images of a pack in one call: patches of all images with
+cumulative lengths, or tiles of equal size along the batch axis. In the tower, no image attends to another.
 
-A model that is not listed is refused. `REFUSED` holds the reasons of models that have been examined.
+A model that is not listed is refused. `REFUSED` says why, for models whose attention cannot be packed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VisionFamily:
     encoders: tuple[str, ...]  # attributes of the base model: all modules and parameters that only images use
     inputs: tuple[str, ...]  # the tower's inputs, as the model's processor names them
     encode: Callable[[Any, Inputs], Any]  # the base model and the inputs -> the output of its get_image_features
-    filler: Callable[[PreTrainedConfig], dict[str, Tensor]]  # the inputs of a smallest image
+    filler: Callable[[PreTrainedConfig], dict[str, Tensor]]  # the inputs of the smallest image
     rotary: bool = False  # the base model has get_rope_index: positions in three dimensions
     one_image: str | None = None  # why a sample cannot have several images
 
@@ -47,12 +47,12 @@ def _encode(base: Any, inputs: Inputs) -> Any:
 
 
 def _encode_tiles(base: Any, inputs: Inputs) -> Any:
-    """Idefics3 and SmolVLM expect the tiles [B, tiles, ...] of B samples. A pack is one sample."""
+    """Idefics3 and SmolVLM expect the tiles [B, tiles, ...] of B samples. They read a pack as one sample."""
     return base.get_image_features(**{name: tensor[None] for name, tensor in inputs.items()}, return_dict=True)
 
 
 def _encode_sized(base: Any, inputs: Inputs) -> Any:
-    """LLaVA-OneVision divides an image into tiles if it is the only one of its sample, as all images are here."""
+    """Tell LLaVA-OneVision that each image is alone in its sample. Only such images are divided into tiles."""
     images = torch.ones(len(inputs["image_sizes"]), dtype=torch.int64)
     return base.get_image_features(**inputs, batch_num_images=images, return_dict=True)
 
@@ -65,7 +65,7 @@ def _patch_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def _tile(config: PreTrainedConfig) -> Tensor:
-    """One tile of ones: Idefics3 and SmolVLM drop tiles that are all 0."""
+    """One tile of ones, because Idefics3 and SmolVLM drop tiles of zeros."""
     size = config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return torch.ones(1, 3, height, width)
@@ -76,7 +76,7 @@ def _tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def _sized_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """An image of the size of a tile has two tiles: the whole image and its only part."""
+    """An image that is as large as one tile. The tower gets two: the whole image, and the only part of the image."""
     tile = _tile(config)
     return {"pixel_values": torch.cat([tile, tile]), "image_sizes": torch.tensor([tile.shape[2:]])}
 
@@ -124,7 +124,7 @@ FAMILIES: dict[str, VisionFamily] = {
     "Idefics3ForConditionalGeneration": _IDEFICS,
     "SmolVLMForConditionalGeneration": _IDEFICS,
 }
-"""By class of the model. padfree's tests compare each with transformers, one sample at a time."""
+"""The family of each supported class. padfree's tests compare it with transformers, one sample at a time."""
 
 REFUSED = {
     "gemma3": "the tokens of an image attend to each other, and padfree's attention is causal",
@@ -132,13 +132,14 @@ REFUSED = {
     "paligemma": "the tokens of a prompt attend to each other, and padfree's attention is causal",
     "mllama": "its language model attends to images by cross-attention, and not at placeholder tokens",
 }
-"""By model type of the config."""
+"""Why images cannot be trained, by `model_type` of the config."""
 
 
 def family_of(model: nn.Module) -> VisionFamily | None:
     """The family of a model or of its base model. None if it is not a supported vision-language model.
 
-    Only transformers' own classes count, because a subclass may compute something else. FSDP2 makes a subclass.
+    The class must be one of transformers, because a subclass may compute something else. The subclass that FSDP2 makes
+    of a sharded model counts as the class of the model.
     """
     own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     name = own.__name__
@@ -150,7 +151,7 @@ def family_of(model: nn.Module) -> VisionFamily | None:
 
 
 def language_part(model: PreTrainedModel) -> PreTrainedModel:
-    """The language model of a vision-language model. Any other model is returned."""
+    """The language model of a vision-language model. Any other model is returned as it is."""
     family = family_of(model)
     part = model if family is None else getattr(model.base_model, family.language)
     assert isinstance(part, PreTrainedModel)
@@ -158,7 +159,7 @@ def language_part(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def unsupported_vision(config: PreTrainedConfig) -> str | None:
-    """Describe a feature of a vision config with which images cannot be trained. None if there is none."""
+    """Say which value of the vision config prevents training on images. None if no value does."""
     vision = config.vision_config
     for name, value in vision.to_dict().items():
         if ("dropout" in name or "drop_path" in name) and isinstance(value, float) and value > 0:

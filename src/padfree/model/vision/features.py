@@ -2,13 +2,14 @@
 
     pixel_values   patches or tiles of the distinct images      -> features [F, D]     the model's own tower
     features       gathered for the M placeholders of the pack  -> [M, D]              gradients of shared images add up
-    input_ids      embedded, features in their places           -> hidden [1, T, D]    the model's own forward
+    input_ids      embedded, features at the placeholders       -> hidden [1, T, D]    the model's own forward
 
-Deep-stacked features, which the model adds to the hidden states of its first layers, are gathered in the same way.
+Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. These are gathered
+for the placeholders in the same way.
 
-A pack without images encodes the smallest possible image and adds 0 times its features. Under FSDP2 all ranks must
-gather the tower's weights the same number of times, although their packs have different images; and the parameters of
-the tower then have a gradient, 0, whatever the division of the samples into packs.
+A pack without images encodes the smallest possible image and adds 0 times its features to the hidden states. This has
+two purposes. Under FSDP2, all ranks must gather the tower's weights the same number of times, although only some of
+their packs may have images. And the parameters of the tower get a gradient of 0, not None, from every such pack.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def _check_images(base: PreTrainedModel, family: VisionFamily, batch: LocalBatch
 
 
 def _joined(features: Any) -> Tensor:
-    """Features [F, D] in one tensor. Models return a list with one tensor per image or sample, or [tiles, n, D]."""
+    """Features [F, D] in one tensor, from a list with one tensor per image or sample, or from [tiles, n, D]."""
     return cat(tuple(features)) if isinstance(features, (list, tuple)) else features.flatten(0, -2)
 
 
 def _place(output: Any, images: LocalImages) -> None:
-    """Replace the features in a tower's output by those of the placeholders of the pack, in the model's own form."""
+    """Replace the features [F, D] in a tower's output by [M, D], one for each placeholder of the pack."""
     packed, found = images.packed, output.pooler_output
     joined = _joined(found)
     if isinstance(found, (list, tuple)) and len(found) == len(packed.counts):

@@ -5,8 +5,9 @@
                 0 1 1 2 2 3 4         height
                 0 1 2 1 2 3 4         width
 
-A pack then has the positions [P, T] of its samples side by side, P = 3. The model's function is called with one sample,
-so that it cannot mix samples. It needs no weights: the model may be on the meta device.
+A pack has the positions [P, T] of its samples side by side, P = 3. The model's function (`get_rope_index`) is called
+with one sample at a time, so that it cannot mix samples. The function reads no weights: the model may be on the meta
+device.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
     for one, other in zip(sample.images, sample.images[1:], strict=False):
         if one.positions[-1] + 1 == other.positions[0]:
             raise UserError(
-                "images", "follow each other without a token between them", "separate them as the processor"
+                "images", "follow each other without a token between them", "tokenise with the model's processor"
             )
     with torch.device("cpu"):
         positions, _ = base.get_rope_index(

@@ -1,15 +1,16 @@
 """Decide which hypothesis explains the evidence.
 
-    before   mean |observed - expected|                  at most the limit: healthy, nothing is proposed
-    after    mean |observed - predicted|                 of each proposal
-    limit    FACTOR times the rounding noise             measured: two correct implementations against float64
+    before   mean |observed - expected|     expected by the model; the server is healthy if this is within the limit
+    after    mean |observed - predicted|    predicted by a proposal
+    limit    FACTOR times the noise         the noise of rounding: two correct implementations against float64
 
-A proposal explains the evidence if `after` is within the limit and at most half of `before`. Of several, the one with
-the smallest `after` is the best. Proposals are tied with it if the paired differences of their residuals have a mean of
-less than `SIGNIFICANT` standard errors, or less than the noise of float32; among these, fewer fitted numbers win.
+A proposal explains the evidence if `after` is within the limit and at most half of `before`. The proposal with the
+smallest `after` is the best one. Another proposal is tied with the best one if its |observed - predicted| exceeds that
+of the best one by at most `SIGNIFICANT` standard errors, or by at most the noise of float32, as a mean over the tokens.
+Among tied proposals, the one with the fewest fitted numbers is reported first.
 
-If the model is meant to be float32 and nothing explains the evidence, the search is repeated with the limit of
-bfloat16, for a server with a fault that also computes in bfloat16.
+If the server is meant to compute in float32 and no proposal explains the evidence, the proposals are judged once more
+with the limit of bfloat16, because the server may have a fault and also compute in bfloat16.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ FACTOR = 4.0
 SIGNIFICANT = 3.0
 HALF = 0.5
 DTYPE_GAIN = 0.9
-"""A dtype explains the evidence if it leaves at most this share: servers round the same values, in another order."""
-COARSE_GAIN = 0.25
+"""A dtype explains the evidence if `after` is at most this share of `before`. `after` stays large, because the server
+rounds in another order."""
+COARSE_GAIN = 0.25  # with the limit of bfloat16, the largest `after` as a share of `before`
 NUM_CLOSEST, CLOSE = 3, 0.8
-"""Number of proposals that are listed if none explains the evidence, and the share that they may leave."""
+"""If no proposal explains the evidence: how many are listed, and their largest `after` as a share of `before`."""
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
     *SAMPLING_HYPOTHESES,
@@ -57,7 +59,7 @@ class Noise:
     float32: float
     bfloat16: float
     float16: float
-    between: dict[torch.dtype, float]  # of two implementations in the same dtype
+    between: dict[torch.dtype, float]  # mean difference between packs and plain code in the same dtype
 
     def of(self, dtype: torch.dtype) -> float:
         """The noise of a healthy server that is meant to compute in `dtype`."""
@@ -99,7 +101,10 @@ class Finding:
 
 
 def measure_noise(model: PreTrainedModel, evidence: Evidence) -> Noise:
-    """Compare packs and plain transformers code, in each dtype, with plain code in float64 if there is memory."""
+    """Compare packs and plain transformers code in each dtype with plain code in float64.
+
+    If there is not enough memory for float64, float32 in packs takes its place.
+    """
     packed = rescored(model, evidence)
     plain = logprobs_of(plain_logits(variant(model, attached=False), evidence), evidence)
     exact = exact_scores(model, evidence)

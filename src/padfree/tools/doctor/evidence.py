@@ -2,10 +2,10 @@
 
     sequence     7 8 9 | 4 5          a prompt of 3 tokens, a response of 2
     positions            3  4         the scored tokens, by their index in the sequence
-    observed            -.2 -.9       what the server says
+    observed            -.2 -.9       their log-probabilities, as the server reports them
 
-E scored tokens over all sequences. Log-probabilities of prompts belong to the plain softmax; those of responses to the
-temperature at which the server was asked to sample.
+E is the number of scored tokens of all sequences. The log-probabilities of prompts are those at temperature 1. The
+log-probabilities of responses are those at the temperature at which the server was asked to sample.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Evidence:
     ) -> Evidence:
         """Make evidence of rows (ids, start of the response, positions, log-probabilities).
 
-        If the logits [E, V] would be too large, positions are left out evenly.
+        If the logits [E, V] would take more than `MOST_BYTES`, only as many evenly spaced positions are kept as fit.
         """
         sequence = np.concatenate([np.full(len(row[2]), number) for number, row in enumerate(rows)])
         positions = np.concatenate([np.asarray(row[2], np.int64) for row in rows])
@@ -83,7 +83,7 @@ class Evidence:
 
     @property
     def resolution(self) -> float:
-        """The mean error of rounding to the decimals in which the log-probabilities were written; 0 if they are not."""
+        """The mean error of log-probabilities that were rounded to 1 to 4 decimals; 0 if they were not rounded."""
         for decimals in range(1, 5):
             if np.abs(self.observed - self.observed.round(decimals)).max() < FLOAT32_ERROR:
                 return float(10.0**-decimals / 4)

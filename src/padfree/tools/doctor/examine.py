@@ -2,11 +2,11 @@
 
     prompts      log-probabilities of prompts given as ids       the weights and the arithmetic of the server
     responses    log-probabilities of the tokens it samples      temperature, truncation, penalties
-    plain text   the ids of a text                               the tokenizer, special tokens
-    messages     the ids of a conversation                       the chat template
+    plain text   the token ids of a text                         the tokenizer, special tokens
+    messages     the token ids of a conversation                 the chat template
 
-Each stage assumes what the stage before has found: responses are compared with the model that explains the prompts. A
-rollout file has responses only, for which all hypotheses compete.
+A fault that one stage finds is assumed in the next. If prompts show a stale layer, responses are compared with those of
+a model with the same stale layer. A rollout file has responses only, for which all hypotheses are tried.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Patient:
     tokenizer: Any
     chat: ChatRenderer | None
     template: str | None  # the text of the chat template
-    dtype: torch.dtype  # that the server is meant to compute in
+    dtype: torch.dtype  # what the server is meant to compute in
     older: tuple[OlderWeights, ...]
     stored: dict[str, Tensor]
 
@@ -97,7 +97,10 @@ def open_patient(
     chat_template: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Patient:
-    """Load the model in float32, and the weights of the folders `previous`. `dtype`: None is that of the files."""
+    """Load the model and the weights of the folders `previous` in float32.
+
+    `dtype` is what the server is meant to compute in; None stands for the dtype of the weight files.
+    """
     config, stored = open_model(files.weights, init_setting=None)
     model, _ = load_language_model(files, torch.float32, device)
     model.train(False)
@@ -140,7 +143,7 @@ def _older(folder: str, model: PreTrainedModel, *, setting: str) -> OlderWeights
 
 
 class Examination:
-    """The stages of an examination. `noise` is measured on the first evidence."""
+    """The stages of an examination, and their findings. `noise` is measured in the first stage, for all stages."""
 
     def __init__(self, patient: Patient, say: Say) -> None:
         self.patient, self.say = patient, say
@@ -148,7 +151,7 @@ class Examination:
         self.findings: list[Finding] = []
 
     def stage(self, evidence: Evidence, model: PreTrainedModel, *, sampling: bool) -> tuple[Case, Finding]:
-        """Examine one piece of evidence. `sampling`: only how responses are sampled is in question."""
+        """Compare the evidence with `model`. `sampling`: try only hypotheses about how the server samples."""
         patient = self.patient
         if self.noise is None:
             self.say("measuring the noise of rounding")
@@ -226,7 +229,7 @@ def examine_server(
     timeout: float = 120.0,
     say: Say = lambda _: None,
 ) -> DoctorReport:
-    """Explain the log-probabilities of a server. `name`: the served model; None: the first."""
+    """Explain the log-probabilities of a server. `name`: the model to ask for; None: the first that it lists."""
     say(f"asking {url}")
     probe = ServerProbe.at(url, unique_texts(patient.tokenizer, patient.vocabulary), name, timeout)
     examination = Examination(patient, say)
@@ -258,7 +261,10 @@ def examine_server(
 
 
 class _TextReader:
-    """Compares the ids of texts and messages. `model`: what the server computes; None: unknown."""
+    """Finds out whether the server turns texts and messages into the token ids that the patient's tokenizer gives.
+
+    `model` computes the same as the server. It is None unless the stage of responses was healthy.
+    """
 
     def __init__(
         self,
@@ -327,7 +333,7 @@ class _TextReader:
         return self._by_scores(what, scored, self.model)
 
     def _by_scores(self, what: str, answers: Sequence[TextAnswer], model: PreTrainedModel) -> TextFinding:
-        """Score the responses after the expected prompts and after each candidate."""
+        """Find the prompts that the server read: score its responses after the expected ids and after candidates."""
 
         def evidence_of(prompts: Sequence[Sequence[int]]) -> Evidence:
             rows = []

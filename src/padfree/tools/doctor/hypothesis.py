@@ -1,11 +1,11 @@
 """A hypothesis: one cause of different log-probabilities, and how to compute what it predicts.
 
-    Case        the model, the evidence, the logits of the model for it
+    Case        the model, the evidence, and the model's logits for the evidence
     Hypothesis  cause, propose(case) -> Proposal ...    each with the log-probabilities [E] that it predicts
-                                     -> Untested        and why the evidence cannot show this cause
+                                     -> Untested        the reason why the evidence cannot show this cause
 
-`fitted` counts the numbers that a proposal has chosen to fit the evidence. Of two proposals that explain the evidence
-equally well, the one with fewer fitted numbers is preferred.
+`fitted` counts the values, such as a temperature, that a proposal has fitted to the evidence. Of two proposals that
+explain the evidence equally well, the one with fewer fitted values is preferred.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Proposal:
-    """A possible explanation. NaN in `logprobs`: the proposal says nothing about this token."""
+    """A possible explanation. `logprobs` is NaN for tokens about which the proposal predicts nothing."""
 
     cause: str
     says: str
     fix: str
     logprobs: Floats  # [E]
     fitted: int = 0
-    dtype: torch.dtype | None = None  # set if the proposal is a dtype, whose own rounding limits how well it can fit
+    dtype: torch.dtype | None = None  # set if the cause is the dtype, which fits only up to its own rounding
     model: Callable[[], PreTrainedModel] | None = None  # the model that the server seems to have
 
 
@@ -83,11 +83,11 @@ class Hypothesis:
     cause: str
     propose: Callable[[Case], Proposals]
     parts: tuple[Part, ...] = ("prompts", "responses")
-    sampling: bool = False  # it concerns responses only, and can be found after prompts were explained
+    sampling: bool = False  # about sampling: after a stage with prompts, responses are tested for these only
 
 
 def difference(observed: Floats, predicted: Floats) -> Floats:
-    """|observed - predicted| of each token that the prediction covers; infinite where a token is impossible."""
+    """|observed - predicted| of each token that has a prediction; infinite if its predicted probability is 0."""
     covered = ~np.isnan(predicted)
     with np.errstate(invalid="ignore"):
         gaps: Floats = np.abs(observed[covered] - predicted[covered])
@@ -95,6 +95,6 @@ def difference(observed: Floats, predicted: Floats) -> Floats:
 
 
 def residual(observed: Floats, predicted: Floats) -> float:
-    """The mean difference, infinite if less than half of the tokens are covered."""
+    """The mean of `difference`; infinite if less than half of the tokens have a prediction."""
     gaps = difference(observed, predicted)
     return float(gaps.mean()) if 2 * len(gaps) >= len(observed) else float("inf")

@@ -1,7 +1,7 @@
 """What a server can compute differently from the same files: config values that it ignores, dtypes, quantisation.
 
-Each value of the config that changes the arithmetic gives a few proposals: the value ignored, the default, and the
-values that other loaders use. The model is built again with the changed config and the same tensors.
+For each config value that changes the arithmetic there are a few proposals: the server ignores it, or uses the default
+or a value that is common elsewhere. A proposal is scored by a model with the changed config and the same tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAME_CONFIG = "start the server with the config.json of the model, without overr
 
 
 class Change(NamedTuple):
-    """A changed config: the values, and what a server with them does."""
+    """A changed config: the changed values, and what a server does that uses them."""
 
     values: dict[str, Any]
     says: str
@@ -71,7 +71,7 @@ def of_config(cause: str, changes: Any, *, fix: str = SAME_CONFIG) -> Hypothesis
 
 
 def rope_sets(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """The parameters of the rotary embeddings by layer type; one entry "" if all layers have the same."""
+    """The parameters of the rotary embeddings by layer type. The only key is "" if all layers have the same."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or not parameters:
         return {}
@@ -201,7 +201,7 @@ def attention_scale(case: Case) -> Iterator[Change]:
 
 
 def ignored_value(name: str, neutral: Any, what: str) -> Any:
-    """Changes in which the config value `name` has the neutral value."""
+    """Make a `changes(case)` that sets the config value `name` to `neutral`, with which it has no effect."""
 
     def changes(case: Case) -> Iterator[Change]:
         own = getattr(case.model.config, name, None)

@@ -3,7 +3,7 @@
     /v1/completions        prompt = token ids    log-probabilities of the prompt: `prompt_logprobs` (vLLM) or `echo`;
                                                  ids and log-probabilities of the response
                            prompt = text         ids of the prompt, if the server returns them
-    /v1/chat/completions   messages              the same
+    /v1/chat/completions   messages              ids of the prompt, if the server returns them
     /tokenize              text or messages      ids, if the server has this route
 
 Every field beyond OpenAI's own may be missing from an answer. `ServerProbe.missing` lists what could not be read.
@@ -62,7 +62,7 @@ class ServerProbe:
     """An OpenAI-compatible server, and what it is known not to support."""
 
     url: str
-    token_ids: Mapping[str, int]  # the token of each text, for servers that name tokens by their text
+    token_ids: Mapping[str, int]  # the id of each token's text, for servers that return texts and not ids
     timeout: float = 120.0
     name: str = ""
     missing: set[str] = field(default_factory=set)
@@ -130,7 +130,7 @@ class ServerProbe:
         return answer
 
     def _echoed(self, body: dict[str, Any], length: int) -> ServerAnswer | None:
-        """The same with OpenAI's `echo`, whose answer begins with the prompt. None if the server does not echo it."""
+        """Ask with OpenAI's `echo`, with which the answer begins with the prompt. None if the server does not echo."""
         try:
             found = self._asked("/v1/completions", {**body, "echo": True, "prompt_logprobs": None})
         except RejectedError:
@@ -159,7 +159,7 @@ class ServerProbe:
         return _read(self._asked("/v1/chat/completions", body), self.token_ids)
 
     def tokenize(self, body: dict[str, Any]) -> list[int] | None:
-        """The ids of a text or of messages. None if the server has no such route."""
+        """Ask /tokenize for the ids of a text or of messages. None if the server does not have this route."""
         try:
             answer = self.call("/tokenize", {"model": self.name, **body})
         except UserError:
@@ -222,7 +222,7 @@ def _all(values: Any, kind: Any) -> bool:
 
 
 def _prompt_logprobs(entries: Any, prompt_ids: Any) -> list[float] | None:
-    """Read vLLM's entries {id: {"logprob": ...}}. An entry can hold more likely tokens besides that of the prompt."""
+    """Read vLLM's entries {id: {"logprob": ...}}, one per prompt token. An entry may also hold a more likely token."""
     if not isinstance(entries, list) or len(entries) < 2:
         return None
     found = []
@@ -238,7 +238,7 @@ def _prompt_logprobs(entries: Any, prompt_ids: Any) -> list[float] | None:
 
 
 def unique_texts(tokenizer: Any, vocabulary: int) -> dict[str, int]:
-    """The id of each text that only one token has."""
+    """Map the text of each token to its id. Texts that several tokens have are left out."""
     found: dict[str, int] = {}
     repeated = set()
     for token in range(min(vocabulary, len(tokenizer))):

@@ -18,7 +18,7 @@ LENGTH, NUM_SAMPLED = 64, 16
 """Number of tokens of a prompt, and of its response."""
 NUM_RANDOM = 2
 LONG, LONGEST = 192, 4096
-"""Tokens of the long prompt, and its most if the model has a sliding window."""
+"""Number of tokens of the long prompt, and its maximum for models with a sliding window."""
 MESSAGES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "How many bottles are in 17 crates of 24?"}],
     [
@@ -37,11 +37,11 @@ class TextAnswer:
     asked: str | list[dict[str, str]]
     expected: list[int]
     answer: ServerAnswer
-    server_ids: list[int] | None  # None if the server does not tell
+    server_ids: list[int] | None  # None if the server does not return them
 
 
 def probe_prompts(model: PreTrainedModel, tokenizer: Any, seed: int = 0) -> list[list[int]]:
-    """Prompts of text, of random tokens, and a long one that exceeds a sliding window if possible."""
+    """Prompts of text and of random tokens, and a long prompt: if possible, longer than the model's sliding window."""
     limits = ModelLimits.of(model)
     most = limits.positions or limits.trained_positions or LONGEST
     length = max(2, min(LENGTH, most - NUM_SAMPLED))
@@ -61,7 +61,7 @@ def probe_prompts(model: PreTrainedModel, tokenizer: Any, seed: int = 0) -> list
 def probe_ids(
     probe: ServerProbe, prompts: Sequence[Sequence[int]], *, vocabulary: int, temperature: float
 ) -> tuple[Evidence | None, Evidence | None]:
-    """Score prompts given as ids. Returns the evidence of the prompts and that of the responses."""
+    """Send prompts as ids. Returns the evidence of the prompts and the evidence of the responses, if there is any."""
     prompt_rows, response_rows = [], []
     for number, prompt in enumerate(prompts):
         answer = probe.complete(prompt, max_tokens=NUM_SAMPLED, temperature=temperature, seed=number)
@@ -85,7 +85,7 @@ def probe_ids(
 
 
 def probe_text(probe: ServerProbe, tokenizer: Any, text: str, temperature: float) -> TextAnswer:
-    """Ask for the ids of a text or, if the server does not tell them, for a response to it."""
+    """Ask for the ids of a text or, if the server does not return ids, for a response to the text."""
     answer = probe.complete(text, max_tokens=1, temperature=temperature)
     ids = answer.prompt_ids or probe.tokenize({"prompt": text, "add_special_tokens": True})
     if ids is None:
@@ -97,7 +97,7 @@ def probe_text(probe: ServerProbe, tokenizer: Any, text: str, temperature: float
 def probe_chat(
     probe: ServerProbe, messages: list[dict[str, str]], expected: list[int], temperature: float
 ) -> TextAnswer:
-    """The same for messages. `expected`: their ids."""
+    """Ask for the ids of messages, as `probe_text` does for a text. `expected`: the ids that the tokenizer gives."""
     answer = probe.chat(messages, max_tokens=1, temperature=temperature)
     ids = answer.prompt_ids or probe.tokenize({"messages": messages, "add_generation_prompt": True})
     if ids is None:

@@ -1,12 +1,12 @@
 """What a server can do to a prompt before the model sees it: special tokens, the chat template, another tokenizer.
 
-    text or messages     the ids that the tokenizer of the model gives        s 7 8 9
+    expected             the ids that the model's tokenizer gives             s 7 8 9
     candidates           special tokens twice                               s s 7 8 9
                          special tokens missing                               7 8 9
                          no generation prompt, no template, ...
 
-If the server returns the ids of a prompt, they are compared with the candidates. Otherwise the response is scored after
-each candidate.
+If the server returns the ids of a prompt, they are compared with the expected ids and with the candidates. Otherwise
+the response of the server is scored after each of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHATML = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """The ids that a server with this fault would give the model."""
+    """One fault of a server, and the ids of the prompt that its model then reads."""
 
     cause: str
     says: str
@@ -47,7 +47,7 @@ class Candidate:
 
 
 def special_token_candidates(tokenizer: Any, ids: Sequence[int]) -> Iterator[Candidate]:
-    """Candidates in which special tokens at the beginning are repeated or missing."""
+    """Candidates that begin with a second bos token, without the expected one, or with an unexpected one."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
         return
@@ -97,11 +97,11 @@ def chat_candidates(
         yield Candidate(cause=TEMPLATE, says="the server uses no chat template", ids=(*map(int, ids),))
 
 
-# For responses after prompts whose ids the server does not return, and for rollout files
+# Hypotheses for responses: the model may have read other prompts than those in the evidence
 
 
 def other_prompts(case: Case) -> Proposals:
-    """The same change in all prompts: special tokens, or the generation prompt."""
+    """Proposals that the server changes all prompts in one way: the special tokens, or the generation prompt."""
     if case.tokenizer is None:
         return
     prompts = case.evidence.prompts
@@ -127,7 +127,7 @@ def _scored(case: Case, cause: str, says: str, prompts: Sequence[Sequence[int]])
 
 
 def generation_prompt_of(tokenizer: Any) -> list[int]:
-    """The ids that the chat template adds for the answer; [] without a template."""
+    """The ids that the chat template adds at the end, where the answer begins; [] without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return []
     messages = [{"role": "user", "content": "?"}]

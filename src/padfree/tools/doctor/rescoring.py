@@ -1,6 +1,6 @@
 """Score the same ids again: under the model, and under variations of it that share its weights.
 
-sequences -> packs -> attached model -> hidden states -> logits [E, V]      the path of training
+sequences -> packs -> attached model -> hidden states -> logits [E, V]      as in training
 variant(model, {"sliding_window": None})                                    another config, the same tensors
 variant(model, tensors={"lm_head.weight": w})                               other tensors, the same config
 """
@@ -53,7 +53,7 @@ def logits_of(model: PreTrainedModel, evidence: Evidence) -> Tensor:
 
 
 def _packs(sequences: Sequence[Ids]) -> Iterator[list[int]]:
-    """Yield the numbers of consecutive sequences that fit into one pack."""
+    """Yield the indices of consecutive sequences that fit into one pack, until all sequences are in a pack."""
     pack: list[int] = []
     for number, sequence in enumerate(sequences):
         if pack and sum(len(sequences[each]) for each in pack) + len(sequence) > PACK_TOKENS:
@@ -71,7 +71,7 @@ def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """The same as `logits_of`, by the model's own forward, one sequence at a time."""
+    """The logits [E, V] as in `logits_of`, but by the model's own forward, one sequence at a time."""
     found = []
     for number, sequence in enumerate(evidence.sequences):
         rows = torch.from_numpy(evidence.positions[evidence.sequence == number] - 1).to(model.device)
@@ -81,13 +81,13 @@ def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
 
 
 def chosen(log_p: Tensor, evidence: Evidence) -> Floats:
-    """The entries [E] of log-probabilities [E, V] that belong to the scored tokens."""
+    """Pick the log-probability of each scored token: [E, V] -> [E]."""
     found: Floats = log_p.gather(1, torch.from_numpy(evidence.tokens)[:, None])[:, 0].double().numpy()
     return found
 
 
 def logprobs_of(logits: Tensor, evidence: Evidence, temperature: float | None = None) -> Floats:
-    """Log-probabilities [E] of the scored tokens at the temperature of the evidence, or at another."""
+    """Log-probabilities [E] of the scored tokens at `temperature`, or at that of the evidence if it is None."""
     return chosen((logits / (temperature or evidence.temperature)).log_softmax(-1), evidence)
 
 
@@ -155,7 +155,7 @@ def exact_scores(model: PreTrainedModel, evidence: Evidence) -> Floats | None:
 
 
 def layer_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices of the decoder layers, by name: those that servers quantise."""
+    """Yield name and tensor of each matrix in the decoder layers. Servers quantise these."""
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     for name, parameter in model.named_parameters():
@@ -170,7 +170,7 @@ def fp8(weight: Tensor) -> Tensor:
 
 
 def int8(weight: Tensor) -> Tensor:
-    """Round a weight to int8 with one scale per output."""
+    """Round a weight to int8 with one scale per output feature."""
     scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127.0
     return (weight / scale).round() * scale
 
@@ -226,7 +226,7 @@ class NarrowRouters(TorchFunctionMode):
 
 
 def routes_of(model: PreTrainedModel, evidence: Evidence) -> tuple[Floats, Tensor]:
-    """The log-probabilities [E], and the experts [calls, k] that every token chose in every layer, in order."""
+    """The log-probabilities [E], and the chosen experts [tokens x layers, k], sorted within each row."""
     recorder = RouterRecorder(routers_of(model))
     recorder.record(True)
     scores = rescored(model, evidence)

@@ -3,8 +3,8 @@
 These need no new forward pass: each is a function of the logits [E, V] of the model.
 
     temperature   log p(logits / t)                      the t that fits best, or the one that the server ignored
-    truncation    log p + d, d = -log(kept mass)         the kept mass of each token tells how many tokens were kept;
-                                                         the k, p or min_p that agrees with most tokens is taken
+    truncation    log p + d, d = -log(kept mass)         d = observed - log p; the mass tells how many tokens were kept,
+                                                         and the k, p or min_p is taken that most positions agree with
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def smallest(loss: Callable[[float], float], low: float, high: float, *, points: int = 25, steps: int = 36) -> float:
-    """The argument at which `loss` is smallest, searched on a logarithmic grid and refined by golden section."""
+    """The argument at which `loss` is smallest, searched on a logarithmic grid and refined by golden section.
+
+    The argument is rounded to 1 to 3 decimals if this fits as well.
+    """
     grid = np.geomspace(low, high, points)
     best = int(np.argmin([loss(value) for value in grid]))
     a, b = math.log(grid[max(best - 1, 0)]), math.log(grid[min(best + 1, points - 1)])
@@ -71,7 +74,7 @@ def temperature(case: Case) -> Proposals:
 
 
 def truncated(scaled: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Log-probabilities [E, V] of the kept tokens, -inf for the others; `scaled`: logits at the temperature."""
+    """Log-probabilities [E, V] of the kept tokens, -inf for the others; `scaled`: logits / temperature."""
     log_p, order = scaled.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     p = log_p.exp()
     number = torch.arange(p.shape[1])
@@ -87,7 +90,7 @@ def truncated(scaled: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: floa
 
 
 def agreeing(low: Floats, high: Floats) -> float | None:
-    """The middle of the range that lies in most of the intervals (low, high]; None without intervals."""
+    """The middle of the range in which the largest number of intervals (low, high] overlap; None without intervals."""
     ends = sorted([(value, 1) for value in low.tolist()] + [(value, -1) for value in high.tolist()])
     count = most = 0
     found = None
@@ -184,7 +187,7 @@ def repetition_penalty(case: Case) -> Proposals:
 
 
 def _penalised(case: Case, value: float) -> Tensor:
-    """The logits [E, V] with a repetition penalty on all tokens before the scored one."""
+    """The logits [E, V] with a repetition penalty on the token ids that occur before the scored token."""
     evidence, logits = case.evidence, case.logits
     if value == 1.0:
         return logits
@@ -195,7 +198,7 @@ def _penalised(case: Case, value: float) -> Tensor:
 
 
 def shifted(case: Case) -> Proposals:
-    """Log-probabilities that are assigned to the next or to the previous token."""
+    """Proposals that the server reports, for each token, the log-probability of the next or previous token."""
     for step, side in ((1, "next"), (-1, "previous")):
         predicted = []
         for values in case.evidence.by_sequence(case.expected):

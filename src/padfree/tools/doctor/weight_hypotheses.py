@@ -1,10 +1,12 @@
 """Which tensors are stale: the server has those of another folder, or of an adapter's base model.
 
-    observed - expected ≈ Σ x_g (scores with group g replaced - expected)        x_g = 1 if group g is stale
+    observed - expected ≈ Σ x_u (scores with unit u replaced - expected)        x_u = 1 if unit u is stale
 
-Each group of tensors (the embeddings, the head, a layer, one kind of tensor in all layers) is replaced by itself and
-scored. If one group explains the evidence, it is the answer. Otherwise a least-squares fit of the equation above gives
-a first set of stale tensors, and tensors are added or removed while this reduces the difference.
+First, one group of tensors at a time is replaced by older tensors and scored: all tensors, a layer, one kind of tensor
+in all layers, the head, the embeddings. If no group explains the evidence, all tensors but one group are replaced. If
+this does not explain the evidence, the equation above is fitted by least squares. Its units are single tensors or, in a
+large model, whole layers. The units with x_u > 0.5 are the first set of stale tensors. Units are then added to the set,
+or removed, as long as this reduces the difference.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from padfree.tools.doctor.rescoring import rescored, variant
 from padfree.tools.doctor.sampling_hypotheses import smallest
 
 MOST_UNITS = 64
-"""The largest number of tensors that are tried one by one; a deeper model is divided into whole layers."""
+"""Models with more tensors than this are searched layer by layer, and not tensor by tensor."""
 ROUNDS, GAIN = 3, 0.7
-"""Number of passes over the tensors in a search, and the share of the difference that a promising start leaves."""
+"""A search makes up to ROUNDS passes over the units, if the set leaves at most the share GAIN of the difference."""
 STALE = "sync the weights again, and restart the server if that does not help"
 ADAPTER = "load the adapter in the server, and name it in the requests"
 
@@ -46,7 +48,7 @@ class Replacements:
         self.score = cache(self._score)
 
     def model(self, names: Collection[str]) -> PreTrainedModel:
-        """The model with these tensors replaced. A tied head is a tensor of its own."""
+        """The model with these tensors replaced. Its head is not tied, so that the head can be stale alone."""
         changes = {"tie_word_embeddings": False} if self.tied else None
         return variant(self.case.model, changes, tensors={name: self.older.tensors[name] for name in names})
 
@@ -58,7 +60,7 @@ class Replacements:
 
 
 def groups_of(names: Collection[str]) -> dict[str, Names]:
-    """Groups of tensors by what they are: layers, kinds of tensors in all layers, and the rest one by one."""
+    """Label groups of tensors: each layer, each kind of tensor in all layers, and each tensor outside the layers."""
     found: dict[str, set[str]] = {}
     for name in names:
         match = re.search(r"(?:^|\.)(\d+)\.(.+)$", name)
@@ -102,14 +104,14 @@ def stale(case: Case) -> Proposals:
 
 
 def units_of(names: Collection[str], groups: Mapping[str, Names]) -> list[Names]:
-    """The tensors one by one or, if they are many, the layers and the tensors outside layers."""
+    """Single tensors or, if there are more than `MOST_UNITS`, layers and the tensors outside the layers."""
     if len(names) <= MOST_UNITS:
         return [frozenset([name]) for name in names]
     return [members for label, members in groups.items() if not label.endswith(" of all layers")]
 
 
 def search(tried: Replacements, units: list[Names]) -> Names:
-    """The set of stale tensors that explains the evidence best, as a union of units."""
+    """Find the stale tensors by least squares and local search. The result is a union of units."""
     expected = tried.score(frozenset())
     effects = np.stack([tried.score(unit) - expected for unit in units], axis=1)  # [E, units]
     shares = np.linalg.lstsq(effects, tried.case.observed - expected, rcond=None)[0]
@@ -154,7 +156,7 @@ def _proposal(tried: Replacements, names: Names, label: str | None, everything: 
 
 
 def _scaled_adapter(tried: Replacements) -> Iterator[Proposal]:
-    """An adapter with another scale: weights on the line from the base model through the model."""
+    """An adapter with another scale: base + factor * (model - base), with the factor that fits best."""
     own = tried.case.model.state_dict()
 
     def scaled(factor: float) -> dict[str, Tensor]:
