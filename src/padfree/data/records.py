@@ -82,7 +82,7 @@ class DataReport:
 
     @staticmethod
     def merged(reports: Mapping[str, DataReport]) -> DataReport:
-        """Merge the reports of several named sources. The name of its source is put in front of each file name."""
+        """Merge the reports of several named sources. Each file name is prefixed with the name of its source."""
         each = list(reports.items())
 
         def rows(field: str) -> tuple[SkippedRow, ...]:

@@ -172,7 +172,7 @@ def tiled_softmax(task: ScoringTask) -> Softmax:
     """The softmax of each labelled token. Each tile of logits is computed, reduced and discarded."""
     num_rows = task.num_rows
     matmuls = task.matmuls(num_rows)
-    # The sums of the tokens that are processed at once take at most half of the budget. Usually all tokens fit.
+    # The running sums of the tokens that are processed at once fit into half of the memory budget: usually all do.
     at_once = max(1, task.budget // 2 // task.row_bytes)
     softmaxes = []
     for start, end in list(parts_of(num_rows, at_once)) or [(0, 0)]:

@@ -174,7 +174,10 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
 
 
 def attach_variant(model: PreTrainedModel, attached: PreTrainedModel) -> PreTrainedModel:
-    """Attach a model like `attached` (same class, other numbers in the config) without testing it again."""
+    """Attach a model without the tests of `attach`, which `attached` has passed.
+
+    `attached` has the same class, and its config differs only in numbers.
+    """
     assert type(model) is type(attached)
     if mixers := probe(_probed(attached)).mixers:
         install(model, mixers, fast=True)

@@ -20,7 +20,7 @@ from padfree.model.wrapper import language_config
 def skeleton(
     path: str, *, trust_remote_code: bool = False, setting: str = "model.path", head: ModelHead = "tokens"
 ) -> PreTrainedModel:
-    """The model of a folder, a Hub id or a config file on the meta device, without weights.
+    """Build the model that a folder, a Hub id or a config file describes, on the meta device and without weights.
 
     `setting` is the name of the setting that holds the path, for error messages.
     """

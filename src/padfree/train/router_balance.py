@@ -1,14 +1,15 @@
 """Balance the load of experts: with a loss over the whole global batch, or a bias that moves once per step.
 
-    f_e   choices of expert e / N              N: sample tokens of the global batch × layers with experts
-    p_e   sum of e's router probabilities / N  padding and fillers do not count
+    N     number of sample tokens in the global batch (without padding) × number of layers with experts
+    f_e   how many times expert e is chosen, divided by N
+    p_e   the sum of the router probabilities of expert e, divided by N
     L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts; as transformers defines it for one batch
 
 L is not a sum over micro-batches, but a product of two means over the whole batch. f has no gradient. Once f of the
 whole batch is known, L is linear in p, and the gradients of micro-batches and ranks add up to the gradient of L.
 
-    one micro-batch per rank   f is summed over the ranks between forward and backward
-    several                    an extra forward pass over all micro-batches counts the choices first
+    one micro-batch per rank        f is summed over the ranks between forward and backward
+    several micro-batches per rank  an extra forward pass over all micro-batches counts the choices first
 
 `loss.router_bias` instead changes the bias with which a router selects experts. After each update, its value is added
 to the bias of each expert that was chosen less often than the mean over this step and all ranks, and subtracted from

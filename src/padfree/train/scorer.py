@@ -84,9 +84,9 @@ class Scorer:
         return self._score_tokens(samples, scores, "log-probability")
 
     def _score_tokens(self, samples: Sequence[Sample], scores: PackScores, what: str) -> list[NDArray[np.float32]]:
-        """Apply `scores` to each pack, and return the results [n] of each sample on every rank.
+        """Apply `scores` to each pack. Return on every rank the results of all samples, one array [n] per sample.
 
-        `what`: what a score is, for error messages.
+        `what` names the score in error messages.
         """
         training = self.model.training
         self.model.train(False)  # dropout would add noise to the probability ratio

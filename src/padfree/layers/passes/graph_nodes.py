@@ -72,7 +72,7 @@ def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
 
 
 def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Like `replace`, for a graph before autograd. There, `new` also needs the metadata of `old`."""
+    """Like `replace`, for a graph before autograd: also copy the metadata of `old` to `new`."""
     new.meta = dict(old.meta)
     replace(graph, old, new)
 

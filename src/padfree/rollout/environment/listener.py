@@ -39,7 +39,8 @@ class ListenerLimits:
     head_seconds: float = 10.0
     unauthenticated: int = 256  # connections without a known key
     connections: int = 768  # maximum number of connections; opening one more closes an idle one
-    # Maximum bytes of a rejected body that are read and dropped. Without this, the client might not get the answer.
+    # The body of a rejected request is read and dropped, up to this many bytes. If it stayed unread, the client might
+    # not receive the error response.
     dropped: int = 64 << 10
     dropped_seconds: float = 1.0
     idle_seconds: float = 300.0  # time after which an authenticated connection without a request is closed

@@ -83,7 +83,7 @@ class Evidence:
 
     @property
     def resolution(self) -> float:
-        """The mean error of log-probabilities that were rounded to 1 to 4 decimals; 0 if they were not rounded."""
+        """The mean rounding error if the log-probabilities have at most four decimals; otherwise 0."""
         for decimals in range(1, 5):
             if np.abs(self.observed - self.observed.round(decimals)).max() < FLOAT32_ERROR:
                 return float(10.0**-decimals / 4)

@@ -61,7 +61,10 @@ def probe_prompts(model: PreTrainedModel, tokenizer: Any, seed: int = 0) -> list
 def probe_ids(
     probe: ServerProbe, prompts: Sequence[Sequence[int]], *, vocabulary: int, temperature: float
 ) -> tuple[Evidence | None, Evidence | None]:
-    """Send prompts as ids. Returns the evidence of the prompts and the evidence of the responses, if there is any."""
+    """Send prompts as token ids. Return the log-probabilities of the prompts and of the server's responses.
+
+    Each is None if the server returns none.
+    """
     prompt_rows, response_rows = [], []
     for number, prompt in enumerate(prompts):
         answer = probe.complete(prompt, max_tokens=NUM_SAMPLED, temperature=temperature, seed=number)
