@@ -88,7 +88,7 @@ def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="torch sees no GPU; choose cpu"):
+    with pytest.raises(ValueError, match="torch sees no GPU; choose 'cpu'"):
         init_distributed(device="cuda")
 
 

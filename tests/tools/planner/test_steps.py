@@ -65,7 +65,7 @@ def test_files_that_hold_no_lengths(tmp_path: Path) -> None:
         ("nowhere.npy", "--lengths: .*nowhere.npy cannot be read"),
         ("float.npy", "float64 array of shape"),
         ("zero.npy", "the length 0; give lengths of 1 or more"),
-        ("empty.npy", "give a flat list of integers"),
+        ("empty.npy", "give a one-dimensional array of integers"),
         ("broken.npy", "does not hold integers"),
         ("words.txt", "does not hold integers"),
     ):

@@ -125,8 +125,8 @@ def test_what_the_page_of_a_resumed_run_says(tmp_path: Path) -> None:
     assert "<h1>Run first</h1>" in html
     assert "running means (5 steps" in html
     assert "show only the minimum" not in html
-    assert "Dotted vertical lines" in html
-    assert "Solid vertical lines" in html
+    assert "A dotted vertical line is a step at which the run was resumed." in html
+    assert "A solid vertical line is a step whose loss or gradient was not finite." in html
     assert "150 skipped; the first 100 are shown, all are in rows.jsonl" in html
     assert html.count("skipped a.jsonl line ") == 100
     for step in (20, 30, 40):

@@ -60,7 +60,7 @@ def test_a_folder_of_adapters_answers_as_the_model_with_adapters(tmp_path: Path)
     with pytest.raises(ValueError, match=r"do not fit .*; give the base model that they were trained on with --base"):
         open_speaker(find_model(str(folder), base=str(other)), device="cpu")
     deeper = save_model(tmp_path / "deeper", num_hidden_layers=3)
-    with pytest.raises(ValueError, match=r"do not fit .*: only one of them has"):
+    with pytest.raises(ValueError, match=r"do not fit .*: only one of the two has"):
         open_speaker(find_model(str(folder), base=str(deeper)), device="cpu")
 
 
