@@ -31,7 +31,7 @@ from tests.tools.doctor.fault_cases import save, tokenizer_of
 VENV = Path(os.environ.get("PADFREE_VLLM", "without-vllm"))
 PYTHON = VENV / "bin" / "python"
 PATIENCE = 300.0
-SEEDS = 5
+SEEDS = int(os.environ.get("PADFREE_SEEDS", "1"))  # repetitions of each fault, with other weights and rollouts
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 ENVIRONMENT = {
