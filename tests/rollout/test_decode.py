@@ -143,7 +143,10 @@ def test_nothing_to_sample_and_one_token_that_ends() -> None:
 def test_what_cannot_be_decoded_or_captured() -> None:
     assert unsupported_reason(build("qwen3")) is None
     assert can_be_captured(build("qwen3"))
-    assert not can_be_captured(build("qwen3_moe"))
+    assert can_be_captured(build("qwen3_moe")), "its experts are stacked weights"
+    unstacked = build("qwen3")
+    unstacked.config.num_experts = 4
+    assert not can_be_captured(unstacked), "its experts are not stacked weights"
     dynamic = build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert unsupported_reason(dynamic) == "its rotary frequencies depend on the longest response in the batch"
 

@@ -46,16 +46,33 @@ def test_graphs_sample_what_the_definition_samples(name: str, compiled: bool) ->
     assert decoder.statistics.captures == 0, "the second call reuses all graphs"
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("gpt_oss", {}), ("qwen3_moe", {}), ("deepseek_v3", {"v_head_dim": 16})], ids=str
+    ("name", "sizes"),
+    [("gpt_oss", {}), ("qwen3_moe", {}), ("deepseek_v3", {"v_head_dim": 16}), ("mixtral", {}), ("glm4_moe", {})],
+    ids=str,
 )
-def test_experts_are_decoded_without_a_graph(name: str, sizes: dict[str, int]) -> None:
-    requests = group_requests()
+def test_graphs_decode_experts(name: str, sizes: dict[str, int], compiled: bool) -> None:
+    requests = group_requests((6, 1, 3, 14, 2, 9), group=5, max_new_tokens_each=(30, 12, 1, 20))
     definition = build(name, **sizes).eval()
     expected = [by_definition(definition, request) for request in requests]
-    decoder = make_decoder(on_gpu(name, **sizes))
-    assert not decoder.captured
+    decoder = make_decoder(on_gpu(name, **sizes), compiled=compiled)
+    assert decoder.captured
     assert_responses(decoder.sample(requests), expected)
+    assert decoder.statistics.captures > 0
+
+
+def test_steps_with_experts_do_not_wait_for_the_host() -> None:
+    requests = group_requests((6, 3), group=10, max_new_tokens_each=(200,))
+    decoder = make_decoder(on_gpu("qwen3_moe"), stops=(VOCABULARY,), captured=False)
+    decoder.prepare(requests)
+    decoder.sample(requests[:1])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decoder.run_steps(5, 20)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_weights_that_change_in_place_are_seen_by_the_graphs() -> None:

@@ -24,6 +24,7 @@ from padfree.batch import AttnContext, LmHead
 from padfree.model.interface import NAME, attention, position_limit
 from padfree.model.outputs import base_of, described_head
 from padfree.rollout.engines.in_process.decode_attention import decode_attention
+from padfree.rollout.engines.in_process.decode_experts import all_stacked, use_decode_experts
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
 from padfree.segments import Segments
 
@@ -78,9 +79,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 def can_be_captured(model: PreTrainedModel) -> bool:
     """Whether a CUDA graph can capture a decode step, i.e. whether a step runs the same kernels for any tokens.
 
-    This is false for mixtures of experts, because they skip unused experts.
+    This is false for mixtures whose experts are not stacked weights, because they skip unused experts.
     """
-    return not any(getattr(model.config, name, None) for name in EXPERTS)
+    return not any(getattr(model.config, name, None) for name in EXPERTS) or all_stacked(model)
 
 
 class CachedModel:
@@ -94,6 +95,7 @@ class CachedModel:
         name = f"{NAME}_rollout_{backend}"
         AttentionInterface.register(name, partial(_cached_attention, backend=backend))
         model.set_attn_implementation(name)
+        use_decode_experts(model)
         run = torch.compile(_run_layer) if compiled else _run_layer
         for index, layer in enumerate(layers):
             # `layer(...)` calls this attribute, but `layer.forward(...)` does not. `nn.Module.compile` sets it too.

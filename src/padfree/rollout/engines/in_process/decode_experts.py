@@ -1,0 +1,126 @@
+"""Experts of a sampling model with kernels whose shapes do not depend on the routes, for CUDA graphs.
+
+    hidden [T, D], choices [T, k], weights [T, k]                     T tokens, k of E experts each, R = T k rows
+    sort the rows by expert     order [R], starts [E + 1]             sorted row r is row order[r] of the choices
+    up      [T, D] -> [R, U]    each row with its expert's weight     gathers token order[r] // k
+    gate    [R, U] -> [R, I]    the module's own activation
+    down    [R, I] -> [R, D]    writes row order[r]
+    sum over the k experts of a token, times weights                  [T, D]
+
+4 tokens with 2 experts each, E = 3 and blocks of 2 rows:
+
+    choices    0 1 | 1 2 | 1 0 | 1 2        order   0 5 | 1 2 4 6 | 3 7        starts   0 2 6 8
+    blocks     [0 5] of expert 0, [1 2] [4 6] of expert 1, [3 7] of expert 2, and two programs without rows
+
+R rows need at most R // block + min(E, R) blocks, however they are divided over the experts. The grid has this many
+programs, and the host does not read the routes. The grouped matmul `grouped_linear` is a custom operator. On CUDA it
+runs a Triton kernel (`triton_grouped_linear`). On other devices, and in float64, it runs the reference below.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from padfree.model.stacked_experts import stacked_experts
+
+
+def all_stacked(model: PreTrainedModel) -> bool:
+    """Whether the model has experts, and all of them are stacked weights."""
+    stacked = set(stacked_experts(model))
+    named = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    return bool(stacked) and all(module in stacked for module in named)
+
+
+def use_decode_experts(model: PreTrainedModel) -> None:
+    """Compute the stacked experts of a model that is never trained with `experts_forward`, in place."""
+    for module in stacked_experts(model):
+        object.__setattr__(module, "forward", partial(experts_forward, module))
+
+
+def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    """The forward of a module of stacked experts: hidden [T, D], choices [T, k] and weights [T, k] give [T, D]."""
+    own: Any = module
+    top = choices.shape[1]
+    order, starts = sorted_rows(choices, own.num_experts)
+    first, bias = ("gate_up_proj", "gate_up_proj_bias") if own.has_gate else ("up_proj", "up_proj_bias")
+    linear = partial(grouped_linear, order=order, starts=starts, transposed=own.is_transposed)
+    rows = linear(hidden, getattr(own, first), getattr(own, bias) if own.has_bias else None, gather=top, scatter=False)
+    rows = own._apply_gate(rows) if own.has_gate else own.act_fn(rows)
+    rows = linear(rows, own.down_proj, own.down_proj_bias if own.has_bias else None, gather=0, scatter=True)
+    if getattr(own, "has_post_expert_norm", False):
+        rows = own.post_expert_norm(rows)
+    return (rows.view(*choices.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def sorted_rows(choices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort the rows of choices [T, k] by expert. Return `order` [R], and `starts` [E + 1] int32 of each expert."""
+    experts, order = torch.sort(choices.reshape(-1), stable=True)
+    bounds = torch.arange(num_experts + 1, device=choices.device, dtype=experts.dtype)
+    return order, torch.searchsorted(experts, bounds, out_int32=True)
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    starts: Tensor,
+    gather: int,
+    scatter: bool,
+    transposed: bool,
+) -> Tensor:
+    """`grouped_linear` as a loop over the experts. The host reads `starts`."""
+    rows = x[order // gather] if gather else x
+    out = rows.new_empty(len(order), weight.shape[2 if transposed else 1])
+    ends = starts.tolist()
+    for expert, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        if start < end:
+            matrix = weight[expert] if transposed else weight[expert].T
+            out[start:end] = rows[start:end] @ matrix
+            if bias is not None:
+                out[start:end] += bias[expert]
+    return torch.empty_like(out).index_copy_(0, order, out) if scatter else out
+
+
+@torch.library.custom_op("padfree::grouped_linear", mutates_args=())
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    starts: Tensor,
+    gather: int,
+    scatter: bool,
+    transposed: bool,
+) -> Tensor:
+    """Multiply each of R rows with the weight of its expert; return [R, N]. Rows are sorted by expert.
+
+    `weight` [E, N, K], or [E, K, N] if `transposed`; `bias` [E, N]. `order` [R] and `starts` [E + 1]: see `sorted_rows`.
+    With `gather` = k, x is [T, K] and sorted row r reads x[order[r] // k]; with 0, x is [R, K], sorted. With `scatter`,
+    sorted row r is written to row order[r].
+    """
+    if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+        from padfree.rollout.engines.in_process.triton_grouped_linear import multiply
+
+        return multiply(x, weight, bias, order, starts, gather, scatter, transposed)
+    return reference(x, weight, bias, order, starts, gather, scatter, transposed)
+
+
+@grouped_linear.register_fake
+def _shapes(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    starts: Tensor,
+    gather: int,
+    scatter: bool,
+    transposed: bool,
+) -> Tensor:
+    return x.new_empty(order.shape[0], weight.shape[2 if transposed else 1])

@@ -1,0 +1,136 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
+"""`grouped_linear` as a Triton kernel: each expert's weight is read once per block of its rows.
+
+    grid (block of rows, tile of columns)      R // ROWS + min(E, R) blocks: enough for any division of the R rows
+
+A program finds its expert on the device: it reads the first row of every expert, divides the rows of each expert into
+blocks, and takes the expert that contains its block. A program without rows ends at once. The blocks of one expert are
+neighbours in the grid, so that they find the tile of the weight in the L2 cache.
+
+    starts    0 2 6 8      ROWS = 2      blocks of each expert  1 2 1      block 2 -> expert 1, sorted rows 4 5
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tiles(NamedTuple):
+    """Sizes of the part of the product that one program computes."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+def tiles_for(num_rows: int, num_experts: int, element_size: int) -> Tiles:
+    """Choose the tiles. A block has space for twice the mean number of rows of an expert, from 16 to 128 rows.
+
+    A step with few rows is limited by reading the weights, so its blocks are narrow in rows and deep in stages.
+    """
+    rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(2 * num_rows, num_experts))))
+    inner = 128 // element_size
+    return Tiles(rows, 128, inner, 8, 3) if rows == 128 else Tiles(rows, 128, inner, 4, 4)
+
+
+@triton.jit
+def _multiply_kernel(
+    x, weight, bias, order, starts, out, num_columns, inner_size, num_experts, gather,
+    expert_stride, column_stride, inner_stride,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr,
+    GATHERS: tl.constexpr, SCATTERS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, tile = tl.program_id(0), tl.program_id(1)
+    experts = tl.arange(0, EXPERTS)
+    real = experts < num_experts
+    first = tl.load(starts + experts, mask=real, other=0)
+    last = tl.load(starts + experts + 1, mask=real, other=0)
+    blocks = (last - first + ROWS - 1) // ROWS
+    ends = tl.cumsum(blocks, 0)
+    expert = tl.sum((ends <= block).to(tl.int32), axis=0)  # number of experts whose blocks are all before this one
+    if expert >= num_experts:
+        return
+    own = experts == expert
+    start = tl.sum(tl.where(own, first + (block - ends + blocks) * ROWS, 0), axis=0)
+    end = tl.sum(tl.where(own, last, 0), axis=0)
+
+    row = start + tl.arange(0, ROWS)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    has_row, has_column = row < end, column < num_columns
+    source = row.to(tl.int64)
+    if GATHERS or SCATTERS:
+        place = tl.load(order + row, mask=has_row, other=0)
+        if GATHERS:
+            source = place // gather
+    inner = tl.arange(0, INNER)
+    x_block = x + source[:, None] * inner_size + inner[None, :]
+    weight_block = (
+        weight + expert.to(tl.int64) * expert_stride + inner[:, None] * inner_stride + column[None, :] * column_stride
+    )
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for at in range(0, inner_size, INNER):
+        if EVEN:
+            left = tl.load(x_block, mask=has_row[:, None], other=0.0)
+            right = tl.load(weight_block, mask=has_column[None, :], other=0.0)
+        else:
+            has_inner = at + inner < inner_size
+            left = tl.load(x_block, mask=has_row[:, None] & has_inner[None, :], other=0.0)
+            right = tl.load(weight_block, mask=has_inner[:, None] & has_column[None, :], other=0.0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        x_block += INNER
+        weight_block += INNER * inner_stride
+    if HAS_BIAS:
+        total += tl.load(bias + expert * num_columns + column, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    target = place if SCATTERS else row.to(tl.int64)
+    tl.store(
+        out + target[:, None] * num_columns + column[None, :],
+        total.to(out.dtype.element_ty),
+        mask=has_row[:, None] & has_column[None, :],
+    )
+
+
+def is_interpreted() -> bool:
+    """Whether this kernel runs in Triton's interpreter. This is fixed when the module is imported."""
+    return not isinstance(_multiply_kernel, triton.JITFunction)
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    starts: Tensor,
+    gather: int,
+    scatter: bool,
+    transposed: bool,
+    *,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Return the products [R, N]. Arguments: see `grouped_linear`. `tiles` replaces the choice of `tiles_for`."""
+    num_experts, num_rows, inner_size = len(weight), len(order), x.shape[1]
+    expert_stride, column_stride, inner_stride = weight.stride()
+    if transposed:
+        column_stride, inner_stride = inner_stride, column_stride
+    num_columns = weight.shape[2 if transposed else 1]
+    x = x.contiguous().to(weight.dtype)
+    out = x.new_empty(num_rows, num_columns)
+    tiles = tiles or tiles_for(num_rows, num_experts, x.element_size())
+    num_blocks = num_rows // tiles.rows + min(num_experts, num_rows)
+    if num_rows == 0:
+        return out
+    _multiply_kernel[(num_blocks, triton.cdiv(num_columns, tiles.columns))](
+        x, weight, None if bias is None else bias.contiguous(), order, starts, out,
+        num_columns, inner_size, num_experts, gather, expert_stride, column_stride, inner_stride,
+        EXPERTS=triton.next_power_of_2(num_experts), ROWS=tiles.rows, COLUMNS=tiles.columns, INNER=tiles.inner,
+        EVEN=inner_size % tiles.inner == 0, GATHERS=gather > 0, SCATTERS=scatter, HAS_BIAS=bias is not None,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
