@@ -175,6 +175,7 @@ class PackedBatch:
     entries: Entries | None = None
     images: PackedImages | None = None
     rotary_positions: Tensor | None = None  # [P, T] int64, if they are not `position_ids`
+    routes: Tensor | None = None  # [T, R, k] uint8 or int16, experts that the sampler chose: `padfree.routes`
 
     PACK_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids")
     LABEL_FIELDS: ClassVar[tuple[str, ...]] = ("labels", "weights", "sample_index")
@@ -229,7 +230,10 @@ class PackedBatch:
         rollout = None if self.rollout is None else self.rollout.map(function)
         images = None if self.images is None else self.images.map(function)
         rotary = None if self.rotary_positions is None else function(self.rotary_positions)
-        return replace(self, **moved, segments=segments, rollout=rollout, images=images, rotary_positions=rotary)
+        routes = None if self.routes is None else function(self.routes)
+        return replace(
+            self, **moved, segments=segments, rollout=rollout, images=images, rotary_positions=rotary, routes=routes
+        )
 
     def with_weights(self, weights: Tensor) -> PackedBatch:
         """The same batch with other token weights [T]."""
@@ -263,6 +267,11 @@ class PackedBatch:
         if self.rotary_positions is not None:
             of_pad = positions.expand(len(self.rotary_positions), pad)
             padded["rotary_positions"] = torch.cat([self.rotary_positions[:, :real], of_pad], dim=1)
+        if self.routes is not None:
+            of_pad = self.routes.new_full(
+                (pad, *self.routes.shape[1:]), 255 if self.routes.dtype == torch.uint8 else -1
+            )
+            padded["routes"] = torch.cat([self.routes[:real], of_pad])
         rollout = self.rollout
         if rollout is not None and self.entries is None:
             rollout = rollout.map(lengthened)
@@ -370,6 +379,7 @@ class AttnContext:
     group: Any = None  # torch.distributed.ProcessGroup
     plan: Any = None  # what padfree.cp has prepared for this layout and rank
     prefix_keys: PrefixKeys | None = None
+    routes: Tensor | None = None  # [T/world, R, k] experts that the sampler chose for this shard: `padfree.routes`
 
     @property
     def world(self) -> int:

@@ -53,6 +53,7 @@ module:function.
 """
 WeightTransfer = Literal["group", "files"]
 RolloutFilter = Literal["none", "equal"]
+Routing = Literal["recompute", "replay"]
 OnFailure = Literal["error", "skip"]
 
 # parallel

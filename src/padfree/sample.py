@@ -20,6 +20,7 @@ from padfree.arrays import float_array, mask_array, need_whole, single_number, t
 from padfree.choices import ROLLOUT_ARRAYS
 from padfree.errors import UserError
 from padfree.images import Image, check_images, truncated_images
+from padfree.routes import Routes, checked_routes
 
 TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
 """All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and `old_logprobs`, which the trainer computes before an
@@ -54,6 +55,7 @@ class Sample:
     terms: Mapping[str, float] | None = None  # named numbers that the task's loss reads, such as a margin
     images: tuple[Image, ...] = ()  # in the order of their placeholder tokens
     rotary_positions: NDArray[np.int64] | None = None  # [P, n] if they are not 0, 1, 2, ...: `padfree.model.vision`
+    routes: Routes | None = None  # [n, R, k] experts that the sampler chose for each token: `padfree.routes`
 
     def __post_init__(self) -> None:
         name = _name(self.uid)
@@ -76,6 +78,8 @@ class Sample:
                     "give whole numbers of shape [P, n]",
                 )
             object.__setattr__(self, "rotary_positions", positions.astype(np.int64, copy=False))
+        if self.routes is not None:
+            object.__setattr__(self, "routes", checked_routes(self.routes, len(tokens), name))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -111,7 +115,7 @@ class Sample:
         need_whole("length", length, 0, "give the number of tokens to keep, 0 or more")
         cut: dict[str, Any] = {
             field: array[:length]
-            for field in ("tokens", "loss_mask", *TOKEN_ARRAYS)
+            for field in ("tokens", "loss_mask", *TOKEN_ARRAYS, "routes")
             if (array := getattr(self, field)) is not None
         }
         if self.images:

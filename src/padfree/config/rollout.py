@@ -11,6 +11,7 @@ from padfree.choices import (
     SAMPLING_ENGINES,
     OnFailure,
     RolloutFilter,
+    Routing,
     WeightTransfer,
 )
 from padfree.config.functions import is_path
@@ -21,6 +22,9 @@ from padfree.errors import closest, need
 
 MOST_PROCESSES = 1024
 """Maximum number of reward processes per rank."""
+
+SERVER_ENGINES = ("vllm",)
+"""Values of `engine` whose servers sample without recording routes."""
 
 SERVED_FIX = "set rollout.engine=vllm, or leave it out"
 FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
@@ -115,6 +119,11 @@ class RolloutConfig:
         least=0,
         about="Number of batches that are sampled ahead of training; in_process supports 0 only.",
         fix="give 0 or more batches",
+    )
+    routing: Routing = setting(
+        "recompute",
+        about="The experts of a mixture of experts in training: recompute lets the routers choose them again; replay "
+        "uses the experts that the sampler chose for each token.",
     )
     filter: RolloutFilter = setting(
         "none", about="equal replaces groups whose rewards are all equal by groups of other prompts."
@@ -222,6 +231,13 @@ class RolloutConfig:
 
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"
+        replays = self.routing == "recompute" or self.engine not in SERVER_ENGINES
+        need(
+            replays,
+            "rollout.routing",
+            self.routing,
+            f"set rollout.routing=recompute: {self.engine} servers do not return the routes of all tokens",
+        )
         fix = "set it to 0, or set rollout.engine=vllm: in_process samples with the weights that are being trained"
         need(not ahead, "rollout.staleness", self.staleness, fix)
         compared = self.filter == "none" or self.samples_per_prompt > 1

@@ -11,6 +11,7 @@ are divided in the same way as the tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -105,6 +106,8 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
         **{field: chosen(getattr(batch, field), own) for field in PackedBatch.PACK_FIELDS},
         **{field: chosen(getattr(batch, field), labelled) for field in PackedBatch.LABEL_FIELDS},
     }
+    if batch.routes is not None:
+        context = replace(context, routes=chosen(batch.routes, own))
     images, rotary = None, batch.rotary_positions
     if batch.images is not None:
         features = copies_of(batch.images.index, batch.images.num_features, batch.input_ids.device)

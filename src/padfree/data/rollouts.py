@@ -17,6 +17,9 @@ A row must also have a number in `reward`. These columns are optional:
 
 - `loss_mask`: 0 or 1 for each token. In multi-turn rollouts, the output of tools has 0.
 - `logprobs`, `ref_logprobs`, `advantages`, `returns`, `values`: a number for each token, or null for untrained tokens.
+- `routes`: the experts that the sampler chose for each token of the sample, with `rollout.routing = "replay"`. Nested
+  lists [tokens, layers with experts, experts per token] with -1 for unknown routes, or as padfree writes them:
+  {"dtype": "uint8", "shape": [...], "base64": "..."}.
 - `group`: a string or an integer, in every row or in none. Without it, rows with the same prompt form a group.
 - `uid`, `raw_reward`
 
@@ -62,6 +65,7 @@ from padfree.data.records import (
 from padfree.data.rows import RowReader
 from padfree.data.sources import Chunk, open_sources, record_of
 from padfree.errors import UserError
+from padfree.routes import Routes, checked_routes, decoded_routes
 from padfree.sample import Sample
 
 if TYPE_CHECKING:
@@ -197,6 +201,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
         uid=_name(row, fields["uid"], f"{source}:{line}"),
         group=_name(row, fields["group"], f"prompt:{hashlib.sha256(prompt.tobytes()).hexdigest()[:16]}"),
         source=source,
+        routes=_routes(row, fields["routes"], len(tokens)),
         **arrays,
     )
     return _RolloutRead(sample, row.get(fields["group"]) is not None)
@@ -241,6 +246,15 @@ def _token_array(
             raise RowError(f"{column}[{index}] is {shown(value)}; expected {what}")
         array[start + index] = value
     return array
+
+
+def _routes(row: dict[str, Any], column: str, length: int) -> Routes | None:
+    if row.get(column) is None:
+        return None
+    try:
+        return checked_routes(decoded_routes(row[column]), length, "the row")
+    except ValueError as error:
+        raise RowError(f"{column!r} cannot be read: {error}") from None
 
 
 def _aligned(entries: int, column: str, length: int, response_start: int) -> int:

@@ -70,10 +70,13 @@ def _router(module: nn.Module, block: nn.Module, num_experts: int) -> Router:
 
 
 class RouterRecorder:
-    """Records calls of a model's routers while `on` is True. `clear` deletes the recorded calls."""
+    """Records calls of a model's routers while `on` is True. `clear` deletes the recorded calls.
 
-    def __init__(self, routers: list[Router]) -> None:
-        self.on = False
+    With `own`, it records the choices that the routers would make, even if routes are replayed.
+    """
+
+    def __init__(self, routers: list[Router], *, own: bool = False) -> None:
+        self.on, self._own = False, own
         # (index of the router, logits [T, E], choices [T, k]) of each call
         self.calls: list[tuple[int, Tensor, Tensor]] = []
         for number, router in enumerate(routers):
@@ -89,13 +92,13 @@ class RouterRecorder:
     def _hook(self, number: int, num_experts: int) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             if self.on:
-                logits, choices = _parts(module, output, num_experts)
+                logits, choices = _parts(module, output, num_experts, own=self._own)
                 self.calls.append((number, logits, choices))
 
         return keep
 
 
-def _parts(module: nn.Module, output: Any, num_experts: int) -> tuple[Tensor, Tensor]:
+def _parts(module: nn.Module, output: Any, num_experts: int, *, own: bool) -> tuple[Tensor, Tensor]:
     """Find the logits [T, E] and the choices [T, k] among the outputs of a router."""
     tensors = [each for each in output if isinstance(each, Tensor)] if isinstance(output, tuple) else []
     choices = [each for each in tensors if not each.dtype.is_floating_point and each.dtype != torch.bool]
@@ -106,4 +109,5 @@ def _parts(module: nn.Module, output: Any, num_experts: int) -> tuple[Tensor, Te
             f"is not supported for {type(module).__name__}, which does not return its logits and choices",
             "remove loss.load_balancing and loss.router_bias",
         )
-    return logits[0].reshape(-1, num_experts), choices[0].reshape(-1, choices[0].shape[-1])
+    chosen: Tensor = getattr(choices[0], "own_choices", choices[0]) if own else choices[0]
+    return logits[0].reshape(-1, num_experts), chosen.reshape(-1, chosen.shape[-1])

@@ -33,6 +33,7 @@ from padfree.packing.balance import balance
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
 from padfree.packing.prefixes import FREE, PrefixTree, find_prefixes
+from padfree.routes import joined_routes, route_keys
 from padfree.sample import Sample, common_fields
 from padfree.segments import Segments
 
@@ -122,12 +123,17 @@ def collate(
 
 
 def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
-    """Build the prefix tree of the samples. If `share_prefixes` is False, every sample is a root of its own."""
+    """Build the prefix tree of the samples. If `share_prefixes` is False, every sample is a root of its own.
+
+    Samples share tokens only as far as their routes are equal: a shared token has one hidden state, with one route.
+    """
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
     tokens = [sample.tokens for sample in samples]
     if any(sample.images for sample in samples):
         tokens = prefix_keys(tokens, [sample.images for sample in samples])
+    if any(sample.routes is not None for sample in samples):
+        tokens = route_keys(tokens, [sample.routes for sample in samples])
     if share_prefixes is False:
         return find_prefixes(tokens, [None] * len(samples))
     always = share_prefixes is True
@@ -153,6 +159,7 @@ def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: Pr
         batch,
         images=_packed_images(nodes),
         rotary_positions=_rotary_positions(nodes),
+        routes=_packed_routes(nodes),
         input_ids=torch.from_numpy(pack_tokens),
         position_ids=torch.from_numpy(concatenated_ranges(tree.begin, tree.lengths)),
         **{field: getattr(batch, field)[chosen] for field in PackedBatch.LABEL_FIELDS},
@@ -268,6 +275,7 @@ def _collate(
     return PackedBatch(
         images=_packed_images(ranges),
         rotary_positions=_rotary_positions(ranges),
+        routes=_packed_routes(ranges),
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         labels=torch.from_numpy(labels),
@@ -293,6 +301,13 @@ def _collate(
 
 Range = tuple[Sample, int, int]
 """A sample and the range of its tokens that a segment of the pack holds."""
+
+
+def _packed_routes(ranges: Sequence[Range]) -> Tensor | None:
+    """The routes [T, R, k] of a pack; None if no sample has routes. They belong to tokens, not to predictions."""
+    parts = [None if sample.routes is None else sample.routes[begin:end] for sample, begin, end in ranges]
+    routes = joined_routes(parts, [end - begin for _, begin, end in ranges])
+    return None if routes is None else torch.from_numpy(routes)
 
 
 def _rotary_positions(ranges: Sequence[Range]) -> Tensor | None:

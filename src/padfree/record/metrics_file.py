@@ -15,6 +15,7 @@ from typing import Any
 from padfree.choices import ROLLOUT_ARRAYS
 from padfree.errors import UserError
 from padfree.record.file_names import METRICS
+from padfree.routes import encoded_routes
 from padfree.sample import Sample
 
 
@@ -86,4 +87,6 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
                 "loss_mask": sample.mask.astype(int).tolist(),
                 **arrays,
             }
+            if sample.routes is not None:
+                row["routes"] = encoded_routes(sample.routes)
             file.write(json.dumps(row) + "\n")

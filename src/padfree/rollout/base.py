@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.routes import Routes, merged_routes
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -71,6 +73,7 @@ class Response:
     ended: bool
     version: int  # policy version (number of optimizer steps) of the oldest weights that sampled one of its tokens
     versions: NDArray[np.int64] | None = None  # [m] policy version of each token; None: all have `version`
+    routes: Routes | None = None  # [n + m, R, k] of the n prompt tokens and the m tokens; None: not recorded
 
     @property
     def token_versions(self) -> NDArray[np.int64]:
@@ -88,7 +91,14 @@ class Response:
             ended=rest.ended,
             version=self.version if len(self.tokens) else rest.version,
             versions=np.concatenate([self.token_versions, rest.token_versions]),
+            routes=self._routes_followed_by(rest),
         )
+
+    def _routes_followed_by(self, rest: Response) -> Routes | None:
+        """The routes of the prompt, this response and `rest`, whose routes begin with those of the same prompt."""
+        if self.routes is None:
+            return None
+        return merged_routes(self.routes, rest.routes, len(self.routes) + len(rest.tokens))
 
 
 class Sampler(Protocol):

@@ -347,8 +347,8 @@ def _encoded(response: Response) -> dict[str, Any]:
     for item in fields(response):
         value = getattr(response, item.name)
         if isinstance(value, np.ndarray):
-            assert value.ndim == 1
-            value = {"dtype": value.dtype.str, "bytes": b64encode(value.tobytes()).decode()}
+            shape = {} if value.ndim == 1 else {"shape": value.shape}
+            value = {"dtype": value.dtype.str, "bytes": b64encode(value.tobytes()).decode(), **shape}
         entry[item.name] = value
     return entry
 
@@ -356,8 +356,9 @@ def _encoded(response: Response) -> dict[str, Any]:
 def _decoded(entry: dict[str, Any]) -> Response:
     values: dict[str, Any] = {}
     for item in fields(Response):
-        value = entry[item.name]
+        value = entry.get(item.name)
         if isinstance(value, dict):
-            value = np.frombuffer(b64decode(value["bytes"]), np.dtype(value["dtype"])).copy()
+            shape = value.get("shape", [-1])
+            value = np.frombuffer(b64decode(value["bytes"]), np.dtype(value["dtype"])).reshape(shape).copy()
         values[item.name] = value
     return Response(**values)

@@ -24,6 +24,7 @@ import numpy as np
 from padfree.data.records import shown
 from padfree.errors import UserError
 from padfree.rollout.base import Response, SamplingRequest
+from padfree.routes import checked_routes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,6 +92,8 @@ def checked_response(response: Any, request: SamplingRequest, vocabulary: int, w
         need(False, f"{logprobs[wrong][0]} as a log-probability", "return finite numbers of 0 or less")
     if response.versions is not None:
         _need_array(what, "versions", response.versions, "iu", len(tokens))
+    if response.routes is not None:
+        checked_routes(response.routes, len(request.tokens) + len(tokens), f"a response that {what} returned")
     need(isinstance(response.ended, (bool, np.bool_)), f"ended={shown(response.ended)}", "return true or false")
     fix = f"return 1 to {request.max_new_tokens} tokens"
     need(

@@ -3,6 +3,7 @@
     attach          attention within each sample                         padfree.model.attach
     freeze          no gradients: reference models, teachers
     adapters        trained instead of the weights                       lora.rank
+    replay          routers choose the sampler's experts                 rollout.routing
     compile         each layer separately                                parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: one unit per layer, and the root unit         more than one process; parallel.expert
@@ -39,6 +40,7 @@ from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
 from padfree.model.lora import add_adapters
+from padfree.model.route_replay import RouteReplay, need_replay
 from padfree.model.structure import layers_of
 from padfree.optim.master_weights import compute_copies, keep_master_weights
 from padfree.sharding.fsdp import shard_model
@@ -64,16 +66,20 @@ def transformations(
     frozen: bool = False,
     lora: LoraConfig | None = None,
     rules: Sequence[Rule] = (),
+    replay: bool = False,
 ) -> list[Transformation]:
     """The transformations of a model, in the order in which they are applied.
 
-    `rules` select the parameters that are sharded over a mesh other than that of all ranks.
+    `rules` select the parameters that are sharded over a mesh other than that of all ranks. With `replay`, routers
+    replay the routes of samples.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
         steps.append(_freeze)
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora))
+    if replay:
+        steps.append(_replay)
     assert checkpointing != "host" or compile != "none", "host checkpointing needs compiled layers"
     # In compiled layers, the compiler implements the modes "selective" and "host". All other cases use PyTorch's
     # activation checkpointing.
@@ -108,6 +114,11 @@ def parallelize(model: PreTrainedModel, steps: list[Transformation]) -> None:
 
 def _attach(model: PreTrainedModel, attention: str, fast_mixers: bool) -> None:
     attach(model, attention, fast_mixers=fast_mixers)
+
+
+def _replay(model: PreTrainedModel) -> None:
+    need_replay(model)
+    RouteReplay(model)
 
 
 def _freeze(model: PreTrainedModel) -> None:

@@ -28,6 +28,8 @@ from padfree.rollout.collect.sample_exchange import whole
 from padfree.sample import TOKEN_ARRAYS, Sample
 
 KEY = "rollouts"
+ARRAYS = (*TOKEN_ARRAYS, "routes")
+"""The optional arrays of a sample with one entry, or one row, for each token."""
 
 
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
@@ -85,7 +87,7 @@ class GlobalBatch:
                 "group": _plain_id(sample.group),
                 "source": sample.source,
                 "reward": None if sample.reward is None else float(sample.reward),
-                "arrays": [name for name in TOKEN_ARRAYS if getattr(sample, name) is not None],
+                "arrays": [name for name in ARRAYS if getattr(sample, name) is not None],
             }
             for sample in samples
         ]
@@ -93,8 +95,7 @@ class GlobalBatch:
             "tokens": [sample.tokens.astype(np.int64) for sample in samples],
             "mask": [sample.mask for sample in samples],
             **{
-                name: [values for sample in samples if (values := getattr(sample, name)) is not None]
-                for name in TOKEN_ARRAYS
+                name: [values for sample in samples if (values := getattr(sample, name)) is not None] for name in ARRAYS
             },
         }
         about = {
@@ -127,7 +128,7 @@ class GlobalBatch:
             )
         pieces = {
             name: _split(extra[f"{KEY}/{name}"], [record["length"] for record in records if _has_array(record, name)])
-            for name in ("tokens", "mask", *TOKEN_ARRAYS)
+            for name in ("tokens", "mask", *ARRAYS)
             if f"{KEY}/{name}" in extra
         }
         if f"{KEY}/old" in extra:  # earlier versions stored old log-probabilities separately
@@ -153,7 +154,7 @@ class GlobalBatch:
 
 
 def _has_array(record: Mapping[str, Any], name: str) -> bool:
-    return name not in TOKEN_ARRAYS or name in record["arrays"]
+    return name not in ARRAYS or name in record["arrays"]
 
 
 def _split(values: Tensor, lengths: Sequence[int]) -> list[Any]:

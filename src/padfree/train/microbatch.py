@@ -43,6 +43,7 @@ class PackSettings:
     method: str = "allgather"
     share_prefixes: SharePrefixes = False
     ends: bool = False  # score only the end of each sample, not every token (`at_ends`)
+    routes: bool = False  # packs have the routes of their samples, which the model replays
     pad_token: int | None = None  # padding token id, which does not count as the end of a sample
 
 
@@ -226,6 +227,8 @@ def make_micro_batch(
             packed = at_ends(packed, settings.pad_token)
         if prefixes is not None:
             packed = with_shared_prefixes(packed, chosen, prefixes.restricted(indices))
+    if is_filler or not settings.routes:
+        packed = replace(packed, routes=None)
     packed = packed.padded_to_multiple(context.size)
     on_cuda = mesh.device.type == "cuda"  # copies from pinned memory are asynchronous
     local = shard(

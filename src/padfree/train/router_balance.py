@@ -54,7 +54,7 @@ class RouterBalance:
                 f"{bias_rate}, but the routers of {name} have no bias",
                 "set loss.load_balancing=0.001 instead",
             )
-        self.recorder = RouterRecorder(self.routers)
+        self.recorder = RouterRecorder(self.routers, own=True)
         self._counts: Tensor | None = None  # [R, E] choices in the global batch
         self._own = self._zeros()
 

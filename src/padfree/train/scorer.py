@@ -12,6 +12,7 @@ token j; the entry is 0 if token j is not scored.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -75,25 +76,31 @@ class Scorer:
         lm_head_of(model)
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
+    def logprobs(
+        self, samples: Sequence[Sample], temperature: float | None = None, *, replay: bool = True
+    ) -> list[NDArray[np.float32]]:
         """Return log-probabilities [n] of each sample, the same on every rank.
 
-        `temperature` replaces the scorer's own temperature if it is given.
+        `temperature` replaces the scorer's own temperature if it is given. Without `replay`, routers choose the experts
+        even if the packer's settings say that the routes of samples are replayed.
         """
         scores = partial(self._scores, self.temperature if temperature is None else temperature)
-        return self._score_tokens(samples, scores, "log-probability")
+        return self._score_tokens(samples, scores, "log-probability", replay=replay)
 
-    def _score_tokens(self, samples: Sequence[Sample], scores: PackScores, what: str) -> list[NDArray[np.float32]]:
+    def _score_tokens(
+        self, samples: Sequence[Sample], scores: PackScores, what: str, *, replay: bool = True
+    ) -> list[NDArray[np.float32]]:
         """Apply `scores` to each pack. Return on every rank the results of all samples, one array [n] per sample.
 
         `what` names the score in error messages.
         """
+        settings = self.packer.pack_settings if replay else replace(self.packer.pack_settings, routes=False)
         training = self.model.training
         self.model.train(False)  # dropout would add noise to the probability ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         with compute_copies(self.model):
-            for batch, indices in self.packer.packs(samples, self.packer.plan(samples)):
+            for batch, indices in self.packer.packs(samples, self.packer.plan(samples), settings):
                 if batch.local.entries is not None:
                     # A context rank has scores only of its own entries, and 0 elsewhere; the all-reduce adds them up.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)

@@ -76,6 +76,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         lora=config.lora,
         init=config.model.init,
         head=config.loss.head,
+        replay=config.rollout.routing == "replay",
     )
     if config.loss.head == "scalar":
         use_pad_token(model, tokenizer)
@@ -100,7 +101,8 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         memory=config.parallel.head_bytes,
         teacher=build_teacher(config, mesh) if config.loss.task.has_teacher else None,
     )
-    return Engine(_scorer(config, mesh, model, config.loss.head), optimizer, settings, micro_batch_loss)
+    scorer = _scorer(config, mesh, model, config.loss.head, routes=config.rollout.routing == "replay")
+    return Engine(scorer, optimizer, settings, micro_batch_loss)
 
 
 def build_critic(config: Config, mesh: Mesh) -> Critic | None:
@@ -290,6 +292,7 @@ def _scorer(
     head: ModelHead = "tokens",
     setting: str = "model.path",
     overlong: PackOverlong | None = None,
+    routes: bool = False,
 ) -> Scorer:
     ends = config.loss.head == "scalar"
     return (ScalarScorer if head == "scalar" else Scorer)(
@@ -301,6 +304,7 @@ def _scorer(
             method=config.parallel.method,
             share_prefixes=config.batch.share_prefixes,
             ends=ends,
+            routes=routes,
             pad_token=model.config.pad_token_id if ends else None,
         ),
         temperature=config.loss.temperature,

@@ -47,7 +47,7 @@ from padfree.errors import UserError
 from padfree.record.file_names import FAILURES, ROLLOUTS
 from padfree.rollout.base import Response
 from padfree.rollout.collect.candidates import Candidates, SparePrompts
-from padfree.rollout.collect.group import RolloutGroup, written_groups
+from padfree.rollout.collect.group import RolloutGroup, check_recorded, written_groups
 from padfree.rollout.collect.queue_state import KnownEpisodes, Stored, dropped_reason, queue_state, stored_in
 from padfree.rollout.collect.queued_batch import (
     EpisodeOutcome,
@@ -177,6 +177,7 @@ class Collector:
         waiting = self._waiting_groups() if self._async else None
         if self._async:
             self.timings["waiting"] = time.perf_counter() - begin - self.timings.get("rewards", 0.0)
+        check_recorded(queued.played.values(), self.settings)
         samples = [sample for group in groups for sample in group.samples(self.settings)]
         if self.mesh.loss.size > 1:
             samples = travelling_samples(samples, self.mesh, groups, owners, queued.played)

@@ -15,11 +15,12 @@ compare the samples of a group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from padfree.config.rollout import RolloutConfig
+from padfree.errors import UserError
 from padfree.rollout.environment.play import Played
 from padfree.rollout.prompts import Prompt
 from padfree.sample import Sample
@@ -64,6 +65,7 @@ class RolloutGroup(Sequence[Prompt]):
                         uid=f"{self.name} response {index}{leaf_name}",
                         group=self.name,
                         source=self.prompt.source,
+                        routes=leaf.routes,
                     )
                 )
         return samples
@@ -82,6 +84,17 @@ def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played])
         name = uid if times[uid] == 1 else f"{uid} (time {times[uid]})"
         written.append(replace(group, name=name, episodes=tuple(played[number] for number in group.numbers)))
     return written
+
+
+def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
+    """Raise a `UserError` if routes are to be replayed, and an episode of this rank has a leaf without routes."""
+    if settings.routing == "replay" and any(leaf.routes is None for one in played for leaf in one.leaves):
+        raise UserError(
+            "rollout.routing",
+            f"but rollout.engine={settings.engine} returned a response without routes",
+            "set rollout.routing=recompute",
+            "replay",
+        )
 
 
 def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) -> float:

@@ -5,6 +5,7 @@
     "queue/tokens"     [Σn] token ids of all leaves and partial responses, concatenated
     "queue/logprobs"   [Σn] log-probabilities of these tokens
     "queue/versions"   [Σn] policy versions of these tokens, -1 for tokens that were not sampled
+    "queue/routes"     [Σr, R, k] routes of the leaves and partial responses that have routes, concatenated
     "queue/of"         the name of the environment; the episodes of another environment are not restored
 
 Unfinished episodes of an environment are not stored, because the state of their tools cannot be saved.
@@ -12,7 +13,7 @@ Unfinished episodes of an environment are not stored, because the state of their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
 from padfree.rollout.response_log import ResponseLog
+from padfree.routes import Routes, joined_routes
 
 KEY = "queue"
 OF = f"{KEY}/of"
@@ -42,22 +44,28 @@ def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
     """
     entries: list[dict[str, Any]] = []
     pieces: list[tuple[NDArray[Any], ...]] = []
+    routes: list[Routes | None] = []
     for batch, number, one in sorted(stored, key=lambda each: each[:2]):
         entry: dict[str, Any] = {"batch": batch, "number": number}
         if isinstance(one, Response):
-            entry["begun"] = {"length": len(one.tokens), "ended": one.ended}
+            entry["begun"] = {"length": len(one.tokens), "ended": one.ended, "routes": _length(one.routes)}
+            routes.append(one.routes)
             pieces.append((one.tokens, one.logprobs, one.token_versions))
         else:
             entry |= {"failure": one.failure, "metrics": dict(one.metrics), "counts": dict(one.counts), "leaves": []}
             for leaf in one.leaves:
                 facts = {name: getattr(leaf, name) for name in ABOUT_LEAF}
-                entry["leaves"].append({"length": len(leaf.tokens), **facts})
+                entry["leaves"].append({"length": len(leaf.tokens), "routes": _length(leaf.routes), **facts})
+                routes.append(leaf.routes)
                 pieces.append((leaf.tokens, leaf.logprobs, np.where(leaf.sampled, leaf.versions, NOT_SAMPLED)))
         entries.append(entry)
     tensors = {
         f"{KEY}/{name}": torch.from_numpy(np.concatenate(column))
         for name, column in zip(ARRAYS, zip(*pieces, strict=True), strict=False)
     }
+    stored_routes = joined_routes(routes, [_length(one) for one in routes])
+    if stored_routes is not None:
+        tensors[f"{KEY}/routes"] = torch.from_numpy(stored_routes)
     return {KEY: entries, OF: environment, **tensors}
 
 
@@ -67,9 +75,9 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
     Return an empty list if the checkpoint has no queue.
     """
     entries = extra.get(KEY) or []
-    lengths = [
-        facts["length"] for entry in entries for facts in (entry["leaves"] if "leaves" in entry else [entry["begun"]])
-    ]
+    all_facts = [facts for entry in entries for facts in (entry["leaves"] if "leaves" in entry else [entry["begun"]])]
+    lengths = [facts["length"] for facts in all_facts]
+    routes = _split_routes(extra.get(f"{KEY}/routes"), [facts.get("routes", 0) for facts in all_facts])
     ends = np.cumsum(lengths)[:-1]
     columns = [np.split(extra[f"{KEY}/{name}"].numpy(), ends) if lengths else [] for name in ARRAYS]
     pieces = zip(*columns, strict=True)
@@ -83,11 +91,12 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
                 ended=entry["begun"]["ended"],
                 version=int(versions[0]),
                 versions=versions,
+                routes=next(routes),
             )
         else:
             one = Played(
                 number=entry["number"],
-                leaves=tuple(_leaf(facts, *next(pieces)) for facts in entry["leaves"]),
+                leaves=tuple(_leaf(facts, *next(pieces), next(routes)) for facts in entry["leaves"]),
                 failure=entry["failure"],
                 metrics=entry["metrics"],
                 counts=entry["counts"],
@@ -105,10 +114,23 @@ def dropped_reason(extra: Mapping[str, Any], environment: str, staleness: int) -
     return None if extra.get(OF) == environment else "they belong to another environment or version of padfree"
 
 
-def _leaf(facts: Mapping[str, Any], tokens: Any, logprobs: Any, versions: Any) -> Leaf:
+def _length(routes: Routes | None) -> int:
+    return 0 if routes is None else len(routes)
+
+
+def _split_routes(stored: torch.Tensor | None, lengths: Sequence[int]) -> Iterator[Routes | None]:
+    """Return the routes of each leaf or partial response; None for a length of 0."""
+    if stored is None:
+        return iter([None] * len(lengths))
+    parts = np.split(stored.numpy(), np.cumsum(lengths)[:-1])
+    return iter([part if length else None for part, length in zip(parts, lengths, strict=True)])
+
+
+def _leaf(facts: Mapping[str, Any], tokens: Any, logprobs: Any, versions: Any, routes: Routes | None) -> Leaf:
     sampled = versions != NOT_SAMPLED
     values = {name: facts[name] for name in ABOUT_LEAF}
-    return Leaf(tokens=tokens, sampled=sampled, logprobs=logprobs, versions=np.where(sampled, versions, 0), **values)
+    versions = np.where(sampled, versions, 0)
+    return Leaf(tokens=tokens, sampled=sampled, logprobs=logprobs, versions=versions, routes=routes, **values)
 
 
 class KnownEpisodes:

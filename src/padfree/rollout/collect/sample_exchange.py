@@ -11,13 +11,15 @@ shared prefixes of the real sample. A plan with shared prefixes therefore needs 
     their placeholders              p q A A 0 | p q A 7 | p q C C 0       A, C: larger than any token id
 
 Each rank compares the prefixes of its own samples. If two ranks sampled parts of one group, the plan assumes that
-samples of different ranks share only the prompt.
+samples of different ranks share only the prompt. Samples with different routes (`padfree.routes`) do not share tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -30,13 +32,20 @@ from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.tokens import Gather
 from padfree.rollout.environment.trajectory import Leaf
+from padfree.routes import Routes, route_keys
 from padfree.sample import Sample
 
 NO_TOKEN = 1 << 40
 """Larger than any token id; placeholder ids start here."""
 
-Arrays = tuple[NDArray[Any], NDArray[np.float32]]
-"""Token ids [n] and log-probabilities [n]."""
+ROUTED = 1 << 41
+"""The distance between the placeholder ids of the same prompt with different routes."""
+
+Arrays = tuple[NDArray[Any], NDArray[np.float32], Routes | None]
+"""Token ids [n], log-probabilities [n] and, if they are recorded, routes [n, R, k]."""
+
+
+RouteKind = tuple[tuple[int, ...], np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +72,9 @@ class LeafFacts:
     text: str  # empty unless the leaf is written to `rollouts.jsonl`
     reward: float | None
     with_prompt: int  # length of the prefix shared with the prompt
-    with_previous: int  # length of the prefix shared with the previous leaf in sorted order
+    with_previous: int  # length of the prefix shared with the previous leaf in sorted order, routes included
     order: int
+    prompt_routes: bytes = b""  # a digest of the routes of these tokens of the prompt; empty if it has no routes
 
 
 def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None) -> list[tuple[LeafFacts, ...]]:
@@ -73,12 +83,16 @@ def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | Non
     `prompt`: token ids of the group's prompt. `shown`: the number of the only episode whose text is kept.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
-    order = sorted(range(len(leaves)), key=lambda index: leaves[index][1].tokens.astype(np.int64).tobytes())
+    keys = [leaf.tokens for _, leaf in leaves]
+    if any(leaf.routes is not None for _, leaf in leaves):
+        keys = route_keys(keys, [leaf.routes for _, leaf in leaves])
+    order = sorted(range(len(leaves)), key=lambda index: keys[index].astype(np.int64).tobytes())
     facts: list[list[LeafFacts]] = [[] for _ in played]
     rank_of = {index: number for number, index in enumerate(order)}
     for index, (episode, leaf) in enumerate(leaves):
         number = rank_of[index]
-        previous = None if number == 0 else leaves[order[number - 1]][1]
+        previous = None if number == 0 else order[number - 1]
+        with_prompt = common_length(leaf.tokens, prompt)
         facts[episode].append(
             LeafFacts(
                 stretches=_stretches(leaf),
@@ -87,9 +101,10 @@ def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | Non
                 turns=leaf.turns,
                 text=leaf.text if played[episode].number == shown else "",
                 reward=leaf.reward,
-                with_prompt=common_length(leaf.tokens, prompt),
-                with_previous=0 if previous is None else common_length(previous.tokens, leaf.tokens),
+                with_prompt=with_prompt,
+                with_previous=0 if previous is None else common_length(keys[previous], keys[index]),
                 order=number,
+                prompt_routes=b"" if leaf.routes is None else sha256(leaf.routes[:with_prompt].tobytes()).digest(),
             )
         )
     return [tuple(each) for each in facts]
@@ -105,18 +120,24 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
     )
 
 
-def placeholder_leaves(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int) -> list[Leaf]:
+def placeholder_leaves(
+    facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int, routes: dict[bytes, int] | None = None
+) -> list[Leaf]:
     """Make leaves with placeholder token ids from the descriptions (`facts`) of one group on one rank.
 
-    `first`: the number of placeholder leaves made so far, so that ids are not used twice.
+    `first`: the number of placeholder leaves made so far, so that ids are not used twice. `routes`: a number for each
+    digest of a prompt's routes, to which this function adds. Leaves whose prompts have different routes get different
+    ids for the tokens of the prompt, and do not share it.
     """
+    routes = {} if routes is None else routes
     leaves: dict[int, Leaf] = {}
     previous: NDArray[np.int64] = np.zeros(0, np.int64)
     for index in sorted(range(len(facts)), key=lambda index: facts[index].order):
         one = facts[index]
         length = sum(stretch.length for stretch in one.stretches)
         tokens = np.full(length, NO_TOKEN + first + index, np.int64)
-        tokens[: one.with_prompt] = prompt[: one.with_prompt]
+        number = routes.setdefault(one.prompt_routes, len(routes))
+        tokens[: one.with_prompt] = prompt[: one.with_prompt].astype(np.int64) + ROUTED * number
         if one.with_previous >= one.with_prompt:
             tokens[: one.with_previous] = previous[: one.with_previous]
         tokens[-1] = one.last_token
@@ -151,11 +172,12 @@ def known_to_all(
     played: dict[int, Played] = {}
     owners: dict[int, int] = {}
     num_leaves = 0
+    routes: dict[bytes, int] = {}
     for rank, rank_facts in enumerate(gather(own_facts)):
         for group in groups:
             numbers = [number for number in group.numbers if number in rank_facts]
             group_facts = [leaf_facts for number in numbers for leaf_facts in rank_facts[number][0]]
-            leaves = iter(placeholder_leaves(group_facts, group.prompt.tokens, num_leaves))
+            leaves = iter(placeholder_leaves(group_facts, group.prompt.tokens, num_leaves, routes))
             num_leaves += len(group_facts)
             for number in numbers:
                 episode_facts, metrics, counts = rank_facts[number]
@@ -175,7 +197,13 @@ class SampleStore:
         """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
-        self._data_ranks: list[int] = gather_objects(mesh.data.rank, mesh.loss.group, "the exchange of samples")
+        own_routes = next((array for _, _, array in own.values() if array is not None), None)
+        kind = None if own_routes is None else (own_routes.shape[1:], own_routes.dtype)
+        facts = gather_objects((mesh.data.rank, kind), mesh.loss.group, "the exchange of samples")
+        self._data_ranks: list[int] = [data_rank for data_rank, _ in facts]
+        # The shape per token and the dtype of routes, which all samples of a run have in common; None: no routes.
+        self._kind: RouteKind | None = next((one for _, one in facts if one is not None), None)
+        self._token_bytes = 8 + (0 if self._kind is None else math.prod(self._kind[0]) * self._kind[1].itemsize)
         self.received = 0  # bytes received from other ranks
 
     def fetch(self, wanted: Sequence[Iterable[int]]) -> None:
@@ -194,14 +222,15 @@ class SampleStore:
         pieces = [_bytes_of(self._arrays[index]) for part in sending for index in part]
         sent = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *pieces]))
         send_sizes, receive_sizes = (
-            [8 * sum(self._lengths[index] for index in part) for part in side] for side in (sending, receiving)
+            [self._token_bytes * sum(self._lengths[index] for index in part) for part in side]
+            for side in (sending, receiving)
         )
         received = exchange_rows(sent, send_sizes, receive_sizes, self._mesh.loss.group).numpy()
         self.received += len(received)
         start = 0
         for index in (index for part in receiving for index in part):
-            end = start + 8 * self._lengths[index]
-            self._arrays[index] = _arrays_of(received[start:end])
+            end = start + self._token_bytes * self._lengths[index]
+            self._arrays[index] = _arrays_of(received[start:end], self._lengths[index], self._kind)
             start = end
 
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
@@ -233,7 +262,7 @@ class TravellingSample(Sample):
         if arrays is None:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(Sample)}
-        return Sample(**{**values, "tokens": arrays[0], "logprobs": arrays[1]})
+        return Sample(**{**values, "tokens": arrays[0], "logprobs": arrays[1], "routes": arrays[2]})
 
 
 def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own: Mapping[int, Arrays]) -> list[Sample]:
@@ -269,7 +298,7 @@ def travelling_samples(
     for index, (number, leaf_index) in enumerate(leaves):
         if number in own:
             leaf = own[number].leaves[leaf_index]
-            arrays[index] = leaf.tokens, leaf.logprobs
+            arrays[index] = leaf.tokens, leaf.logprobs, leaf.routes
     return travelling(samples, mesh, [owners[number] for number, _ in leaves], arrays)
 
 
@@ -295,10 +324,13 @@ def whole(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _bytes_of(arrays: Arrays) -> NDArray[np.uint8]:
-    tokens, logprobs = arrays
-    return np.concatenate([tokens.astype(np.int32).view(np.uint8), logprobs.astype(np.float32).view(np.uint8)])
+    tokens, logprobs, routes = arrays
+    numbers = [tokens.astype(np.int32), logprobs.astype(np.float32)]
+    pieces = [*numbers, np.zeros(0, np.uint8) if routes is None else np.ascontiguousarray(routes).reshape(-1)]
+    return np.concatenate([piece.view(np.uint8) for piece in pieces])
 
 
-def _arrays_of(received: NDArray[np.uint8]) -> Arrays:
-    half = len(received) // 2
-    return received[:half].copy().view(np.int32).astype(np.int64), received[half:].copy().view(np.float32)
+def _arrays_of(received: NDArray[np.uint8], length: int, kind: RouteKind | None) -> Arrays:
+    tokens, logprobs, rest = np.split(received.copy(), [4 * length, 8 * length])
+    routes = None if kind is None else rest.view(kind[1]).reshape(length, *kind[0])
+    return tokens.view(np.int32).astype(np.int64), logprobs.view(np.float32), routes

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from padfree.errors import UserError
 from padfree.rollout.base import Response
 from padfree.rollout.prompts import Prompt
+from padfree.routes import Routes, merged_routes
 
 
 class Branch:
@@ -37,6 +38,7 @@ class Branch:
         self.sampled = [False] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
         self.versions = [0] * len(self.ids)
+        self.routes: Routes | None = None  # of the first tokens of the branch, if the sampler records routes
         self.path, self.parent = path, parent
         self.fork = len(self.ids)  # number of tokens shared with its parent; for a root, the length of the prompt
         self.turns = self.num_branches = 0
@@ -52,7 +54,8 @@ class Branch:
         return self._array
 
     def write(self, response: Response) -> None:
-        """Append the tokens of a sampled response."""
+        """Append the tokens of a sampled response. A token of an earlier turn keeps its route if that is known."""
+        self.routes = merged_routes(self.routes, response.routes, len(self.ids) + len(response.tokens))
         self._append(response.tokens.tolist(), True, response.logprobs.tolist(), response.token_versions.tolist())
         self.turns += 1
         self.ended = response.ended
@@ -74,6 +77,7 @@ class Branch:
         child = Branch(tokens, path=(*self.path, self.num_branches), parent=self)
         child.sampled, child.logprobs = self.sampled[: len(tokens)], self.logprobs[: len(tokens)]
         child.versions = self.versions[: len(tokens)]
+        child.routes = None if self.routes is None else self.routes[: len(tokens)]
         child.ended = self.ended and len(tokens) == len(self.ids)
         self.num_branches += 1
         return child
@@ -140,6 +144,7 @@ class Leaf:
     text: str  # the text after the prompt
     reward: float | None = None  # None: a reward model computes it when the batch is complete
     answer: str | None = None  # the text that the reward gets instead of `text`
+    routes: Routes | None = None  # [n, R, k], see `padfree.routes`
 
 
 def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None = None) -> Leaf:
@@ -153,6 +158,7 @@ def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None 
         text=text,
         reward=reward,
         answer=answer,
+        routes=merged_routes(branch.routes, None, len(branch.ids)),
     )
 
 
@@ -167,6 +173,7 @@ def leaf_of_response(prompt: Prompt, response: Response, text: str) -> Leaf:
         ended=response.ended,
         turns=1,
         text=text,
+        routes=response.routes,
     )
 
 

@@ -138,7 +138,7 @@ class AdapterReference(ReferenceModel):
         for name, tensor in adapters.items():
             local_part(tensor).copy_(local_part(self._own[name]))
         try:
-            return self.scorer.logprobs(samples)
+            return self.scorer.logprobs(samples, replay=False)
         finally:
             for name, tensor in adapters.items():
                 local_part(tensor).copy_(trained[name])

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from padfree.batch import AttnContext, LmHead
 from padfree.model.interface import NAME, attention, position_limit
 from padfree.model.outputs import base_of, described_head
+from padfree.model.route_replay import RouteRecorder
 from padfree.rollout.engines.in_process.decode_attention import decode_attention
 from padfree.rollout.engines.in_process.decode_experts import all_stacked, use_decode_experts
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
@@ -87,11 +88,19 @@ def can_be_captured(model: PreTrainedModel) -> bool:
 class CachedModel:
     """Runs an unsharded model in evaluation mode with a KV cache."""
 
-    def __init__(self, model: PreTrainedModel, *, backend: str = "auto", compiled: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        backend: str = "auto",
+        compiled: bool = False,
+        recorder: RouteRecorder | None = None,
+    ) -> None:
+        """`recorder`: records the routes of each pass."""
         layers = _layers(model)
         assert layers is not None
         assert not model.training
-        self.model, self.device = model, model.device
+        self.model, self.device, self.recorder = model, model.device, recorder
         name = f"{NAME}_rollout_{backend}"
         AttentionInterface.register(name, partial(_cached_attention, backend=backend))
         model.set_attn_implementation(name)
@@ -145,6 +154,8 @@ class CachedModel:
         )
 
     def _forward(self, tokens: Tensor, positions: Tensor, context: _Context) -> Tensor:
+        if self.recorder is not None:
+            self.recorder.clear()
         output: Any = base_of(self.model)(
             input_ids=tokens[None],
             position_ids=positions[None],

@@ -18,6 +18,7 @@ import torch
 from padfree.rollout.base import OnProgress, OnTokens, Response, SamplingRequest
 from padfree.rollout.engines.in_process.decode_steps import DecodeStatistics, DecodeSteps
 from padfree.rollout.engines.in_process.slot_schedule import SlotSchedule
+from padfree.routes import Routes, joined_routes
 
 
 class Decoder(DecodeSteps):
@@ -42,10 +43,14 @@ class Decoder(DecodeSteps):
         buffers = self._buffers = self._fitting_buffers(requests)
         buffers.slots.zero_()
         buffers.status.zero_()
-        SlotSchedule(self, buffers, requests, on_progress, on_tokens).run()
+        schedule = SlotSchedule(self, buffers, requests, on_progress, on_tokens)
+        schedule.run()
         status, tokens, logprobs = (
             tensor.cpu().numpy() for tensor in (buffers.status, buffers.tokens, buffers.logprobs)
         )
+        routes = None if buffers.routes is None else buffers.routes.cpu().numpy()
+        of_prompts = {id(tensor): tensor for tensor in schedule.prompt_routes.values()}  # requests share prompts
+        prompt_routes = {key: tensor.cpu().numpy() for key, tensor in of_prompts.items()}
         stops = set(self.stops.tolist())
         responses = []
         for number in range(len(requests)):
@@ -57,6 +62,18 @@ class Decoder(DecodeSteps):
                     logprobs=logprobs[number, :length].copy(),
                     ended=int(own[-1]) in stops,
                     version=version,
+                    routes=None
+                    if routes is None
+                    else _joined(prompt_routes.get(id(schedule.prompt_routes.get(number))), routes[number, :length]),
                 )
             )
         return responses
+
+
+def _joined(prompt: Routes | None, steps: Routes) -> Routes | None:
+    """Return the routes of a prompt and its response. The route of the last token is unknown.
+
+    `prompt`: routes of the prompt without its last token; None if it has only one token. `steps` [m, R, k]: routes of
+    the inputs of the m steps, which are the last token of the prompt and the response without its last token.
+    """
+    return joined_routes([prompt, steps, None], [0, len(steps), 1])

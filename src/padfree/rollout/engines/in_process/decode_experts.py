@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def reference(
     rows = x[order // gather] if gather else x
     out = rows.new_empty(len(order), weight.shape[2 if transposed else 1])
     ends = starts.tolist()
-    for expert, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for expert, (start, end) in enumerate(pairwise(ends)):
         if start < end:
             matrix = weight[expert] if transposed else weight[expert].T
             out[start:end] = rows[start:end] @ matrix
@@ -101,7 +102,7 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each of R rows with the weight of its expert; return [R, N]. Rows are sorted by expert.
 
-    `weight` [E, N, K], or [E, K, N] if `transposed`; `bias` [E, N]. `order` [R] and `starts` [E + 1]: see `sorted_rows`.
+    `weight` [E, N, K], or [E, K, N] if `transposed`; `bias` [E, N]; `order` [R] and `starts` [E + 1] of `sorted_rows`.
     With `gather` = k, x is [T, K] and sorted row r reads x[order[r] // k]; with 0, x is [R, K], sorted. With `scatter`,
     sorted row r is written to row order[r].
     """

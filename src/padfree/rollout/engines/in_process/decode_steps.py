@@ -53,6 +53,7 @@ class Buffers:
     logprobs: Tensor  # [N + 1, longest] float32
     status: Tensor  # [2, N + 1] int64: number of tokens, and whether the response has ended
     max_keys: int  # maximum number of keys before the new token of a slot
+    routes: Tensor | None = None  # [N + 1, longest, R, k] of the input of each step, if routes are recorded
 
     @property
     def num_requests(self) -> int:
@@ -113,6 +114,7 @@ class DecodeSteps:
         cuda = self.device.type == "cuda"
         self.captured = cuda and can_be_captured(model.model) if captured is None else captured
         self.shapes: list[LayerShape] | None = None
+        self.route_shape: tuple[int, ...] | None = None  # (R, k) if routes are recorded
         self.statistics = DecodeStatistics()
         self._buffers: Buffers | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -146,6 +148,8 @@ class DecodeSteps:
         """Return the existing buffers if all requests fit, else new ones."""
         if self.shapes is None:
             self.shapes = self.model.layer_shapes()
+            if self.model.recorder is not None:
+                self.route_shape = tuple(self.model.recorder.take().shape[1:])
         longest = max(request.max_new_tokens for request in requests)
         prompts = {id(request.tokens): len(request.tokens) - 1 for request in requests}
         wanted = min(self.num_slots, len(requests)) * longest + sum(prompts.values())
@@ -177,7 +181,15 @@ class DecodeSteps:
             logprobs=torch.zeros(num_requests + 1, longest, dtype=torch.float32, device=self.device),
             status=torch.zeros(2, num_requests + 1, dtype=torch.int64, device=self.device),
             max_keys=max_keys,
+            routes=self._route_buffer(num_requests + 1, longest),
         )
+
+    def _route_buffer(self, num_requests: int, longest: int) -> Tensor | None:
+        if self.route_shape is None:
+            return None
+        assert self.model.recorder is not None
+        dtype = torch.uint8 if self.model.recorder.dtype == np.uint8 else torch.int16
+        return torch.zeros(num_requests, longest, *self.route_shape, dtype=dtype, device=self.device)
 
     def _max_capacity(self) -> int:
         """Maximum number of tokens in the cache."""
@@ -193,12 +205,14 @@ class DecodeSteps:
 
     # Steps
 
-    def prefill(self, prompts: Sequence[tuple[NDArray[np.integer[Any]], int]]) -> None:
+    def prefill(self, prompts: Sequence[tuple[NDArray[np.integer[Any]], int]]) -> list[Tensor | None]:
         """Store the keys and values of prompts in the cache, in passes of up to PREFILL_TOKENS tokens.
 
-        `prompts`: for each prompt, its tokens without the last one, and the cache index of its first token.
+        `prompts`: for each prompt, its tokens without the last one, and the cache index of its first token. Return the
+        routes of each prompt, on the device; None if routes are not recorded.
         """
         assert self._buffers is not None
+        routes: list[Tensor | None] = []
         while prompts:
             lengths = np.cumsum([len(tokens) for tokens, _ in prompts])
             count = max(1, int(np.searchsorted(lengths, PREFILL_TOKENS, side="right")))
@@ -212,6 +226,11 @@ class DecodeSteps:
             ids, positions, indices = self.uploaded(pack)
             self.model.prefill(ids, positions, indices, [len(tokens) for tokens, _ in chosen], self._buffers.cache)
             self.statistics.prefilled += start
+            if self.model.recorder is None:
+                routes += [None] * len(chosen)
+            else:
+                routes += self.model.recorder.take().split([len(tokens) for tokens, _ in chosen])
+        return routes
 
     def run_steps(self, steps: int, occupied: int) -> None:
         """Sample `steps` tokens in each of the first `occupied` slots."""
@@ -265,6 +284,9 @@ class DecodeSteps:
         written = torch.where(active, slots[WRITTEN], 0)
         buffers.tokens[request, written] = sampled.tokens
         buffers.logprobs[request, written] = sampled.logprobs
+        if buffers.routes is not None:
+            assert self.model.recorder is not None
+            buffers.routes[request, written] = self.model.recorder.take()
         written = written + 1
         ends = (sampled.tokens[:, None] == self.stops).any(1) | (written >= slots[MAX_NEW_TOKENS])
         buffers.status[0, request] = written

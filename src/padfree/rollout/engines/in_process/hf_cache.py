@@ -34,9 +34,11 @@ from torch import Tensor
 from padfree.errors import UserError
 from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.probe import small_copy, undisturbed
+from padfree.model.route_replay import RouteRecorder
 from padfree.model.shrink import VOCABULARY
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest
 from padfree.rollout.sampling_rng import gumbel_argmax
+from padfree.routes import Routes, merged_routes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -124,6 +126,7 @@ def write_responses(
     batch_size: int,
     use: CacheUse = "padded",
     version: int = 0,
+    recorder: RouteRecorder | None = None,
     on_progress: OnProgress | None = None,
     on_finished: OnFinished | None = None,
     on_tokens: OnTokens | None = None,
@@ -131,7 +134,7 @@ def write_responses(
     """Return one response for each request, in order, sampled `batch_size` at a time.
 
     The model must be in evaluation mode. `stops`: token ids that end a response. `use`: the result of `cache_use`.
-    `on_tokens` is called for every token as soon as it is sampled.
+    `recorder`: records the routes of the responses. `on_tokens` is called for every token as soon as it is sampled.
     """
     assert not model.training
     ends = torch.tensor(sorted(stops), device=model.device)
@@ -139,7 +142,9 @@ def write_responses(
     for chosen in _batches([len(request.tokens) for request in requests], batch_size, padded=use == "padded"):
         together = [requests[index] for index in chosen]
         on_batch = None if on_tokens is None else _with_request_index(on_tokens, chosen)
-        written = _write(model, together, temperature, ends, version, cached=use != "none", on_tokens=on_batch)
+        written = _write(
+            model, together, temperature, ends, version, cached=use != "none", recorder=recorder, on_tokens=on_batch
+        )
         responses.update(zip(chosen, written, strict=True))
         if on_finished is not None:
             on_finished(list(zip(chosen, written, strict=True)))
@@ -167,6 +172,7 @@ def _write(
     version: int,
     *,
     cached: bool,
+    recorder: RouteRecorder | None,
     on_tokens: OnTokens | None,
 ) -> list[Response]:
     device = model.device
@@ -179,7 +185,10 @@ def _write(
     known = inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache, tokens, logprobs = None, [], []
+    routes: list[Tensor] = []  # [R, new tokens, routers, k] of each step
     for position in range(max(request.max_new_tokens for request in requests)):
+        if recorder is not None:
+            recorder.clear()
         output: Any = model(
             input_ids=input_ids,
             attention_mask=mask,
@@ -189,6 +198,9 @@ def _write(
             **keep,
         )
         cache = output.past_key_values if cached else None
+        if recorder is not None:
+            found = recorder.take().unflatten(0, input_ids.shape)
+            routes.append(found if not routes else found[:, -1:])
         scores = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)  # [R, V]
         sampled = gumbel_argmax(scores, keys, position)
         tokens.append(sampled)
@@ -203,7 +215,14 @@ def _write(
             break
         input_ids, position_ids = _next(input_ids, position_ids, sampled, cached=cached)
         mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=1)
-    return _responses(requests, torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), ends.cpu(), version)
+    return _responses(
+        requests,
+        torch.stack(tokens, 1).cpu(),
+        torch.stack(logprobs, 1).cpu(),
+        ends.cpu(),
+        version,
+        torch.cat(routes, 1).cpu().numpy() if routes else None,
+    )
 
 
 def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnTokens:
@@ -237,19 +256,44 @@ def _left_padded(prompts: Sequence[NDArray[np.integer[Any]]]) -> tuple[Tensor, T
 
 
 def _responses(
-    requests: Sequence[SamplingRequest], tokens: Tensor, logprobs: Tensor, ends: Tensor, version: int
+    requests: Sequence[SamplingRequest],
+    tokens: Tensor,
+    logprobs: Tensor,
+    ends: Tensor,
+    version: int,
+    routes: Routes | None,
 ) -> list[Response]:
     """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
 
-    `ends`: whether each sampled token is a stop token. `version`: the policy version.
+    `ends`: token ids that end a response. `version`: the policy version. `routes`: those of the left-padded prompts and
+    all tokens but the last.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()
-    for request, ids, values, stops in zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True):
+    rows = enumerate(zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True))
+    for row, (request, ids, values, stops) in rows:
         allowed = stops[: request.max_new_tokens]
         ended = bool(allowed.any())
         length = int(allowed.argmax()) + 1 if ended else len(allowed)
         responses.append(
-            Response(tokens=ids[:length].copy(), logprobs=values[:length].copy(), ended=ended, version=version)
+            Response(
+                tokens=ids[:length].copy(),
+                logprobs=values[:length].copy(),
+                ended=ended,
+                version=version,
+                routes=None
+                if routes is None
+                else _routes_of(routes[row], tokens.shape[1], len(request.tokens), length),
+            )
         )
     return responses
+
+
+def _routes_of(routes: Routes, num_steps: int, prompt: int, length: int) -> Routes | None:
+    """Return the routes of a prompt and of the `length` tokens of its response. The route of the last is unknown.
+
+    `routes`: those of the left-padded prompt, and of the `num_steps` - 1 sampled tokens that were inputs. `prompt`: the
+    number of tokens of the prompt.
+    """
+    begin = len(routes) - (num_steps - 1) - prompt
+    return merged_routes(routes[begin : begin + prompt + length - 1].copy(), None, prompt + length)

@@ -24,6 +24,7 @@ from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.model.nonfinite_tensors import nonfinite_weight
+from padfree.model.route_replay import RouteRecorder
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest, Score
 from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
@@ -47,6 +48,7 @@ def make_in_process_sampler(
         cache_bytes=config.rollout.kv_cache_bytes,
         attention=config.model.attention,
         compiled=config.parallel.compile == "inductor",
+        records_routes=config.rollout.routing == "replay",
     )
 
 
@@ -64,13 +66,14 @@ class InProcessSampler:
         attention: str = "auto",
         compiled: bool = False,
         decodes: bool | None = None,
+        records_routes: bool = False,
     ) -> None:
         """`stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache.
 
         If `cache_bytes` is None, the cache takes at most half of the free device memory.
 
         `decodes`: whether to use padfree's `Decoder`. If `decodes` is None, the `Decoder` is used on a GPU, provided
-        that it supports the model.
+        that it supports the model. `records_routes`: whether responses have `routes`.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled
@@ -78,6 +81,7 @@ class InProcessSampler:
         self._cache_use: CacheUse = "padded"
         self._decoder: Decoder | None = None  # made at the first call of `sample`
         self._version = 0
+        self._recorder = RouteRecorder(policy.model) if records_routes else None
         self._metrics: dict[str, float] = {}
         if not self._decodes:
             policy.model.set_attn_implementation(_hf_attention(policy.model))
@@ -113,6 +117,7 @@ class InProcessSampler:
                 batch_size=self.batch_size,
                 use=self._cache_use,
                 version=self._version,
+                recorder=self._recorder,
                 on_progress=on_progress,
                 on_finished=on_finished,
                 on_tokens=on_tokens,
@@ -132,7 +137,7 @@ class InProcessSampler:
 
     def _made_decoder(self) -> Decoder:
         return Decoder(
-            CachedModel(self.policy.model, backend=self._attention, compiled=self._compiled),
+            CachedModel(self.policy.model, backend=self._attention, compiled=self._compiled, recorder=self._recorder),
             num_slots=self.batch_size,
             temperature=self.temperature,
             stops=self.stops,

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from padfree.rollout.base import OnProgress, OnTokens, SamplingRequest
 from padfree.rollout.engines.in_process.decode_steps import (
@@ -48,6 +49,7 @@ class CachedPrompt:
     tokens: NDArray[np.integer[Any]]  # [n]
     unfinished: int = 0  # number of its requests that have not ended
     start: int | None = None  # cache index of its first token; None if it is not in the cache
+    routes: Tensor | None = None  # [n - 1, R, k] of its tokens without the last, if routes are recorded
 
     @property
     def stored(self) -> int:
@@ -84,6 +86,7 @@ class SlotSchedule:
     waiting: deque[int] = field(default_factory=deque)
     occupied: list[DecodeSlot] = field(default_factory=list)  # slot i is occupied[i] after `_arrange`
     extents: Extents = field(default_factory=lambda: Extents(0))
+    prompt_routes: dict[int, Tensor] = field(default_factory=dict)  # by request: routes of its prompt, on the device
     num_reported: dict[int, int] = field(default_factory=dict)  # by request: number of tokens passed to `on_tokens`
 
     def run(self) -> None:
@@ -136,7 +139,12 @@ class SlotSchedule:
         self.occupied += admitted
         if missing:
             self._add_next_prompts(missing)
-            self.decoder.prefill([prompt.placed for prompt in missing])
+            routes = self.decoder.prefill([prompt.placed for prompt in missing])
+            for prompt, own in zip(missing, routes, strict=True):
+                prompt.routes = own
+        for slot in admitted:
+            if slot.prompt.routes is not None:
+                self.prompt_routes[slot.request] = slot.prompt.routes
         return bool(admitted)
 
     def _admitted(self, number: int, missing: list[CachedPrompt]) -> DecodeSlot | None:

@@ -1,0 +1,218 @@
+"""Let the routers of a model choose the experts that the sampler chose.
+
+    router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        the model's own forward
+        torch.topk(scores [T, E], k)  ->  scores.gather(routes), routes           replaced while routes are replayed
+
+A router computes scores of E experts, takes the k experts with the highest scores, and derives their weights. Replay
+replaces only the choice: `torch.topk` returns the experts in `AttnContext.routes` and their scores. Everything else is
+the router's own code, so that the weights are those that the router gives to these experts: by softmax or sigmoid, with
+its normalisation and scale, with gradients. If the routes are the router's own choices, no bit changes.
+
+Routes travel as an argument of the model's forward. A hook notes the context of a call when it enters a decoder layer,
+also if backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that all of this holds.
+
+The load-balancing loss counts a router's own choices, which `own_choices` of the returned choices holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from padfree.batch import AttnContext
+from padfree.errors import UserError
+from padfree.model.mixers.own_forward import reference_functions
+from padfree.model.outputs import base_of
+from padfree.model.probe import small_copy, undisturbed
+from padfree.model.routers import Router, RouterRecorder, routers_of
+from padfree.model.shrink import VOCABULARY
+from padfree.model.structure import layers_of
+from padfree.routes import MOST_EXPERTS, Routes, route_dtype, unknown_in
+from padfree.segments import Segments
+
+TOPK = (torch.topk, Tensor.topk)
+FIX = "set rollout.routing=recompute"
+PROBED_TOKENS = 9
+
+
+class ReplayedTopK(TorchFunctionMode):
+    """Replaces the result of `torch.topk` over E experts by given routes [T, k]; -1 marks an unknown route."""
+
+    def __init__(self, routes: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self.routes, self.num_experts = routes, num_experts
+        self.own: Tensor | None = None  # [T, k] the router's own choices
+        self.times = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in TOPK or not self._chooses(args[0], result[1]):
+            return result
+        self.times += 1
+        self.own = result[1]
+        chosen = torch.where(self.routes < 0, self.own, self.routes)
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))  # type: ignore[attr-defined]
+
+    def _chooses(self, scores: Tensor, choices: Tensor) -> bool:
+        """Whether this call chooses the experts, and not e.g. groups of experts by the best experts of each group."""
+        return scores.shape == (len(self.routes), self.num_experts) and choices.shape == self.routes.shape
+
+
+class RouteReplay:
+    """Replays `AttnContext.routes` [T, R, k] in the R routers of an attached model. It is installed in place."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Call it after adapters are added and before the first forward pass."""
+        self.routers = routers_of(model)
+        self._context: AttnContext | None = None
+        for layer in layers_of(model):
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for number, router in enumerate(self.routers):
+            forward = partial(self._forward, router.module.forward, number, router)
+            disabled = torch.compiler.disable(forward, reason="routers are replayed by a torch function mode")  # type: ignore[no-untyped-call]
+            object.__setattr__(router.module, "forward", disabled)
+
+    def _enter(self, layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._context = kwargs.get("attn_context")
+
+    def _forward(self, own: Callable[..., Any], number: int, router: Router, *args: Any, **kwargs: Any) -> Any:
+        routes = None if self._context is None else self._context.routes
+        if routes is None:
+            return own(*args, **kwargs)
+        if routes.shape[1] != len(self.routers):
+            raise UserError(
+                "routes",
+                f"are those of {routes.shape[1]} layers with experts, but the model has {len(self.routers)}",
+                f"use rollouts of this model, or {FIX}",
+            )
+        unknown = unknown_in(np.dtype(np.uint8 if routes.dtype == torch.uint8 else np.int16))
+        ours = routes[:, number].long()
+        with ReplayedTopK(ours.masked_fill(ours == unknown, -1), router.num_experts) as replayed:
+            output = own(*args, **kwargs)
+        if replayed.times != 1:
+            raise UserError(
+                "routes",
+                f"have {routes.shape[2]} experts per token, which {type(router.module).__name__} does not choose",
+                f"use rollouts of this model, or {FIX}",
+            )
+        for each in output:
+            if isinstance(each, Tensor) and not each.dtype.is_floating_point and each.shape[-1] == ours.shape[-1]:
+                each.own_choices = replayed.own  # type: ignore[attr-defined]
+        return output
+
+
+class RouteRecorder:
+    """Records the routes of each forward pass of a model. `take` returns those since the last `clear`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        routers = routers_of(model)
+        self.num_routers = len(routers)
+        self.dtype = route_dtype(max(router.num_experts for router in routers))
+        self._recorder = RouterRecorder(routers)
+        self._recorder.record(True)
+
+    def clear(self) -> None:
+        self._recorder.clear()
+
+    def take(self) -> Tensor:
+        """Return the routes [T, R, k] of the T tokens of one forward pass, on the model's device."""
+        calls = self._recorder.calls
+        assert [number for number, _, _ in calls] == list(range(self.num_routers))
+        routes = torch.stack([choices for _, _, choices in calls], dim=1)
+        self.clear()
+        return routes.to(torch.uint8 if self.dtype == np.uint8 else torch.int16)
+
+
+def need_replay(model: PreTrainedModel) -> None:
+    """Raise a `UserError` if the routes of this model cannot be recorded and replayed."""
+    reason = replay_obstacle(model)
+    if reason is not None:
+        raise UserError("rollout.routing", f"but {reason}", FIX, "replay")
+
+
+def replay_obstacle(model: PreTrainedModel) -> str | None:
+    """Return the reason why routes of this model cannot be replayed, or None if they can.
+
+    A small copy of the model runs four times: freely, with its own routes, with other routes, and with none of them
+    known. Its own routes and unknown routes must reproduce its output to the bit, and other routes must not.
+    """
+    name, routers = type(model).__name__, routers_of(model)
+    if not routers:
+        return f"{name} has no routers"
+    if max(router.num_experts for router in routers) > MOST_EXPERTS:
+        return f"{name} has more than {MOST_EXPERTS} experts"
+    with undisturbed():
+        copy = small_copy(model)
+        if copy is None:
+            return f"no small copy of {name} can be built to test it"
+        copy.set_attn_implementation("eager")
+        with reference_functions(copy):
+            try:
+                return _obstacle(copy, name)
+            except UserError:
+                return f"the routers of {name} do not choose experts with torch.topk, or do not return their choices"
+            except Exception as error:  # the code of a model may fail in any way
+                return f"the test of {name} failed with {type(error).__name__}: {error}"
+
+
+def _obstacle(copy: PreTrainedModel, name: str) -> str | None:
+    recorder = RouteRecorder(copy)
+    tokens = torch.arange(PROBED_TOKENS)[None] % VOCABULARY
+
+    def run(routes: Tensor | None) -> Tensor:
+        recorder.clear()
+        context = AttnContext(segments=Segments.from_lengths([PROBED_TOKENS]), routes=routes)
+        with torch.no_grad() if routes is None else nullcontext():
+            hidden: Tensor = base_of(copy)(input_ids=tokens, use_cache=False, attn_context=context).last_hidden_state
+        return hidden
+
+    free = run(None)
+    own = recorder.take()
+    RouteReplay(copy)
+    if not torch.equal(run(None), free):
+        return f"two passes of {name} differ"
+    if not torch.equal(run(own), free):
+        return f"{name} with its own routes differs from {name}"
+    unknown = torch.full_like(own, unknown_in(recorder.dtype))
+    if not torch.equal(run(unknown), free):
+        return f"{name} with unknown routes differs from {name}"
+    # Shift the experts of each token by one, in every layer. All experts stay distinct.
+    counts = torch.tensor([router.num_experts for router in routers_of(copy)])
+    other = ((own.long() + 1) % counts[None, :, None]).to(own.dtype)
+    if torch.equal(own.sort(-1).values, other.sort(-1).values):
+        return f"all experts of {name} are chosen for every token"
+    hidden = run(other)
+    if not torch.equal(recorder.take(), other) or torch.equal(hidden, free):
+        return f"{name} does not use the routes that it is given"
+    hidden.square().sum().backward()
+    for router in routers_of(copy):
+        weight = router.module.weight
+        assert isinstance(weight, Tensor)
+        if weight.grad is None or not weight.grad.abs().sum() > 0:
+            return f"{type(router.module).__name__} gets no gradient for other routes than its own"
+    return None
+
+
+def check_routes(routes: Iterable[Routes | None], model: PreTrainedModel) -> None:
+    """Raise a `UserError` if one of these routes names an expert or a layer that the model does not have."""
+    routers = routers_of(model)
+    for own in routes:
+        if own is None:
+            continue
+        known = own[own != unknown_in(own.dtype)]
+        fewest = min(router.num_experts for router in routers)
+        if own.shape[1] != len(routers) or known.max(initial=0) >= fewest:
+            raise UserError(
+                "routes",
+                f"name {own.shape[1]} layers with experts and expert {known.max(initial=0)}, but the model has "
+                f"{len(routers)} such layers of {fewest} experts",
+                f"use rollouts of this model, or {FIX}",
+            )

@@ -1,0 +1,144 @@
+"""Routes: the experts that the sampler's routers chose for each token, in each layer with experts.
+
+    routes  [n, R, k]     n tokens of a sample, R routers (one for each layer with experts), k chosen experts
+    uint8                 up to 255 experts; 255 marks an unknown route
+    int16                 more experts; -1 marks an unknown route
+
+Row j holds the route of token j as an input of the model, i.e. of the hidden states that predict token j + 1. The
+routes of a token are either all known or all unknown. The last token of a response was sampled but never an input, so
+its route is unknown. The trainer lets its own routers choose the experts of tokens whose routes are unknown.
+
+    prompt 7 8, response 5 6 0        tokens    7  8  5  6  0
+                                      routes    r  r  r  r  -       one input gives the route of one token
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.arrays import host_array
+from padfree.errors import UserError
+
+Routes = NDArray[np.integer[Any]]
+
+MOST_EXPERTS = 32767
+"""Maximum number of experts of a layer."""
+
+
+def route_dtype(num_experts: int) -> np.dtype[Any]:
+    """Return the dtype of routes to `num_experts` experts."""
+    assert num_experts <= MOST_EXPERTS
+    return np.dtype(np.uint8 if num_experts <= 255 else np.int16)
+
+
+def unknown_in(dtype: np.dtype[Any]) -> int:
+    """Return the number that marks an unknown route in this dtype."""
+    return 255 if dtype == np.uint8 else -1
+
+
+def unknown_routes(length: int, like: Routes) -> Routes:
+    """Return unknown routes of `length` tokens, with the dtype, R and k of `like`."""
+    return np.full((length, *like.shape[1:]), unknown_in(like.dtype), like.dtype)
+
+
+def is_unknown(routes: Routes) -> NDArray[np.bool_]:
+    """Return for each token whether its route is unknown, [n]."""
+    found: NDArray[np.bool_] = (routes == unknown_in(routes.dtype)).reshape(len(routes), -1).any(1)
+    return found
+
+
+def checked_routes(values: Any, length: int, name: str) -> Routes:
+    """Convert the routes of the sample called `name` to an array [n, R, k] of uint8 or int16.
+
+    Integers of another dtype mark unknown routes by -1.
+    """
+    array = host_array(values, f"routes of {name}")
+    if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length or not array[:1].size:
+        raise UserError(
+            f"routes of {name}",
+            f"are a {array.dtype} array of shape {array.shape} for {length} tokens",
+            "give integers of shape [tokens, layers with experts, experts per token]",
+        )
+    if array.dtype == np.uint8:
+        return array
+    if array.size and not -1 <= array.min() <= array.max() < MOST_EXPERTS:
+        raise UserError(
+            f"routes of {name}", f"contain {array.min()} to {array.max()}", f"give -1 to {MOST_EXPERTS - 1}"
+        )
+    return array.astype(np.int16, copy=False)
+
+
+def joined_routes(parts: Sequence[Routes | None], lengths: Sequence[int]) -> Routes | None:
+    """Concatenate the routes of consecutive tokens. A part without routes has `lengths[i]` unknown routes.
+
+    Return None if no part has routes.
+    """
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    shapes = {part.shape[1:] for part in given}
+    if len(shapes) > 1:
+        raise UserError("routes", f"have the shapes {sorted(shapes)} per token", "use samples of one model")
+    if len({part.dtype for part in given}) > 1:
+        given = [as_int16(part) for part in given]
+    widened = iter(given)
+    filled = [
+        unknown_routes(length, given[0]) if part is None else next(widened)
+        for part, length in zip(parts, lengths, strict=True)
+    ]
+    return np.concatenate(filled)
+
+
+def as_int16(routes: Routes) -> Routes:
+    if routes.dtype == np.int16:
+        return routes
+    return np.where(routes == unknown_in(routes.dtype), -1, routes.astype(np.int16))
+
+
+def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
+    """Return the routes of `length` tokens: those of `first` where they are known, and else those of `later`.
+
+    Both may cover fewer tokens. A token that several turns of an episode have as an input keeps its first route, with
+    which the next token was sampled.
+    """
+    known, other = (
+        None if part is None else joined_routes([part, None], [0, length - len(part)]) for part in (first, later)
+    )
+    if known is None or other is None:
+        return other if known is None else known
+    if known.dtype != other.dtype:
+        known, other = as_int16(known), as_int16(other)
+    return np.where(is_unknown(known)[:, None, None], other, known)
+
+
+def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) -> list[NDArray[Any]]:
+    """Return keys [n] of each sample: two samples have equal keys as far as their tokens and their routes are equal."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    keys: list[NDArray[Any]] = []
+    for ids, own in zip(tokens, routes, strict=True):
+        rows = [b""] * len(ids) if own is None else [row.tobytes() for row in own]
+        pairs = zip(ids.tolist(), rows, strict=True)
+        keys.append(np.fromiter((numbers.setdefault(pair, len(numbers)) for pair in pairs), np.int64, count=len(ids)))
+    return keys
+
+
+def encoded_routes(routes: Routes) -> dict[str, Any]:
+    """Return the routes as a JSON value. Inverse: `decoded_routes`."""
+    content = b64encode(np.ascontiguousarray(routes, dtype=routes.dtype.newbyteorder("<")).tobytes()).decode()
+    return {"dtype": routes.dtype.name, "shape": list(routes.shape), "base64": content}
+
+
+def decoded_routes(value: Any) -> NDArray[Any]:
+    """Return routes from nested lists, or from the result of `encoded_routes`. Raise `ValueError` if neither fits."""
+    if not isinstance(value, dict):
+        return np.array(value)
+    try:
+        dtype = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}[value["dtype"]]
+        return np.frombuffer(b64decode(value["base64"], validate=True), dtype).reshape(value["shape"]).copy()
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
