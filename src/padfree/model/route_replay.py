@@ -135,7 +135,7 @@ def need_replay(model: PreTrainedModel) -> None:
     """Raise a `UserError` if the routes of this model cannot be recorded and replayed."""
     reason = replay_obstacle(model)
     if reason is not None:
-        raise UserError("rollout.routing", f"but {reason}", FIX, "replay")
+        raise UserError("rollout.routing", f", but {reason}", FIX, "replay")
 
 
 def replay_obstacle(model: PreTrainedModel) -> str | None:

@@ -91,7 +91,7 @@ def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
     if settings.routing == "replay" and any(leaf.routes is None for one in played for leaf in one.leaves):
         raise UserError(
             "rollout.routing",
-            f"but rollout.engine={settings.engine} returned a response without routes",
+            f", but rollout.engine={settings.engine} returned a response without routes",
             "set rollout.routing=recompute",
             "replay",
         )
