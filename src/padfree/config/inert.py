@@ -119,6 +119,7 @@ READ_BY: dict[str, Reason | None] = {
     "rollout.samples_per_prompt": _sampled,
     "rollout.max_new_tokens": _sampled,
     "rollout.engine": _sampled,
+    "rollout.routing": _policy,
     "rollout.max_concurrent": _sampled,
     "rollout.kv_cache_memory": _first(
         _sampled,

@@ -414,11 +414,13 @@ def row(lengths: Sequence[int], *, pad: int = 0, seed: int = 0, vocabulary: int 
 LETTERS = "0123456789+-*/=# abcdefghijklmnopqrstuvwxyz"
 
 
-def save_with_tokenizer(folder: Path, *, writes_back: bool = False, **changes: Any) -> Path:
-    """Save a small Qwen3 with tied embeddings, and a tokenizer of single letters, in the format of transformers.
+def save_with_tokenizer(
+    folder: Path, *, writes_back: bool = False, architecture: str = "qwen3", **changes: Any
+) -> Path:
+    """Save a small model with tied embeddings, and a tokenizer of single letters, in the format of transformers.
 
-    With `writes_back`, decoded text equals the original; without it, spaces stand between the letters. `changes`:
-    values of the model's config that replace the usual ones.
+    With `writes_back`, decoded text equals the original; without it, spaces stand between the letters. `architecture`
+    is a key of `ARCHITECTURES`. `changes`: values of the model's config that replace the usual ones.
     """
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
@@ -428,5 +430,5 @@ def save_with_tokenizer(folder: Path, *, writes_back: bool = False, **changes: A
     make: Any = PreTrainedTokenizerFast
     make(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": len(vocabulary), "tie_word_embeddings": True}
-    build("qwen3", **{**sizes, **changes}).save_pretrained(folder)
+    build(architecture, **{**sizes, **changes}).save_pretrained(folder)
     return folder
