@@ -37,7 +37,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     ]
     (folder / "rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
     questions = [{"question": row["prompt"], "answer": f"#### {row['response']}"} for row in rows]
-    for name in ("rl-local", "rl-ppo", "rl-environment"):
+    for name in ("rl-local", "rl-ppo", "rl-environment", "rl-experts"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "9"} for row in rows]
     for name in ("dpo", "reward"):
@@ -46,10 +46,12 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     (folder / "kto.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
     small = [f"model.path={model}", "model.dtype=float32", "batch.samples=6", "batch.max_tokens=64", "run.steps=2"]
     teacher = save_with_tokenizer(tmp_path_factory.mktemp("teacher"), hidden_size=48)
+    experts = save_with_tokenizer(tmp_path_factory.mktemp("experts"), architecture="qwen3_moe")
     short = {
         "rl-local": ["rollout.samples_per_prompt=3", "rollout.max_new_tokens=4"],
         "rl-ppo": ["rollout.max_new_tokens=4", "critic.warmup=1"],
         "rl-environment": ["rollout.samples_per_prompt=3", "rollout.max_new_tokens=8"],
+        "rl-experts": [f"model.path={experts}", "rollout.samples_per_prompt=3", "rollout.max_new_tokens=4"],
         "distill": [f"teacher.path={teacher}"],
     }
     return {
@@ -59,7 +61,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             f"data.path={json.dumps([str(folder / f'{name}.jsonl')])}",
             "run.device=cpu",
         ]
-        for name in ("sft", "distill", "rl", "rl-local", "rl-ppo", "rl-environment", "dpo", "kto", "reward")
+        for name in ("sft", *short, "rl", "dpo", "kto", "reward")
     }
 
 

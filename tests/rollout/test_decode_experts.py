@@ -86,7 +86,7 @@ def test_the_kernel_equals_the_reference(
     from padfree.rollout.engines.in_process.triton_grouped_linear import is_interpreted, multiply
 
     assert is_interpreted() == INTERPRETED
-    tokens, experts, top, sizes = shape
+    top = shape[2]
     for transposed in (False, True):
         x, weight, bias, order, starts = case(*shape, routes, dtype, transposed=transposed)
         for gather, scatter, with_bias in ((top, False, True), (0, True, False), (top, True, True)):

@@ -36,6 +36,7 @@ from padfree.train.microbatch import PackSettings
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.rounding import largest_difference
 from tests.train.cases import MAX_TOKENS, OPTIMIZER, make_samples, small_model
 from tests.train.test_rollouts_run import first_samples, lines, make_config
@@ -269,3 +270,16 @@ def test_routes_from_files(folder: Path, tmp_path: Path) -> None:
         (line,) = lines(tmp_path / routing)
         differences[routing] = line["loss/sampler_difference"]
     assert differences["replay"] < 1e-5 < 1e-3 < differences["recompute"]
+
+
+def test_rollouts_without_routes_are_refused(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rollouts.jsonl"
+    write_samples(data, [replace(sample, loss_mask=None) for sample in make_samples()])
+    changes = {"data": {"path": [str(data)], "columns": {}, "epochs": 1}}
+    reading = config_of(tmp_path / "run", folder, **changes)
+    with refused("rollout.routing", "but rollouts.jsonl:1 has no 'routes'"):
+        train(replace(reading, rollout=replace(reading.rollout, reward=None)))
+    routed = [replace(sample, routes=np.full((len(sample), 2, TOP), 4, np.int16)) for sample in make_samples()]
+    write_samples(data, routed)
+    with refused("routes", "name 2 layers with experts and expert 4, but the model has 2 such layers of 4 experts"):
+        train(replace(reading, rollout=replace(reading.rollout, reward=None)))

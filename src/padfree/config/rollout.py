@@ -24,7 +24,7 @@ MOST_PROCESSES = 1024
 """Maximum number of reward processes per rank."""
 
 SERVER_ENGINES = ("vllm",)
-"""Values of `engine` whose servers sample without recording routes."""
+"""Values of `engine` whose servers do not return routes to padfree."""
 
 SERVED_FIX = "set rollout.engine=vllm, or leave it out"
 FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
@@ -236,7 +236,7 @@ class RolloutConfig:
             replays,
             "rollout.routing",
             self.routing,
-            f"set rollout.routing=recompute: {self.engine} servers do not return the routes of all tokens",
+            f"set rollout.routing=recompute: padfree does not read routes from {self.engine} servers",
         )
         fix = "set it to 0, or set rollout.engine=vllm: in_process samples with the weights that are being trained"
         need(not ahead, "rollout.staleness", self.staleness, fix)

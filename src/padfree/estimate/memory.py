@@ -137,9 +137,11 @@ def estimate_memory(
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
     tokens = max(config.batch.max_tokens, longest)
     # With several context ranks, attention breaks the graph of a compiled layer, so that the layer keeps more for its
-    # backward pass. Divided experts also break the graph. Such layers are counted as if they were not compiled.
+    # backward pass. Divided experts and replayed routers also break the graph. Such layers are counted as if they were
+    # not compiled.
     context = config.parallel.most_context(processes)
-    compiled = config.parallel.compile != "none" and context == 1 and expert == 1
+    whole = context == 1 and expert == 1 and config.rollout.routing == "recompute"
+    compiled = config.parallel.compile != "none" and whole
     return MemoryEstimate(
         weights=weights + critic,
         gradients=counts.trained * FLOAT32 + critic,

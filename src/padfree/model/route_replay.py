@@ -16,7 +16,7 @@ The load-balancing loss counts a router's own choices, which `own_choices` of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -201,11 +201,13 @@ def _obstacle(copy: PreTrainedModel, name: str) -> str | None:
     return None
 
 
-def check_routes(routes: Iterable[Routes | None], model: PreTrainedModel) -> None:
-    """Raise a `UserError` if one of these routes names an expert or a layer that the model does not have."""
-    routers = routers_of(model)
+def check_routes(routes: Iterable[Routes | None], routers: Sequence[Router]) -> None:
+    """Raise a `UserError` if one of these routes names an expert or a layer that the model does not have.
+
+    `routers`: those of the model, from `routers_of`.
+    """
     for own in routes:
-        if own is None:
+        if own is None or not routers:  # a model without routers ignores routes
             continue
         known = own[own != unknown_in(own.dtype)]
         fewest = min(router.num_experts for router in routers)

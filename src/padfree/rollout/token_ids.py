@@ -17,6 +17,7 @@ them, and an agent may send them back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,7 +94,8 @@ def checked_response(response: Any, request: SamplingRequest, vocabulary: int, w
     if response.versions is not None:
         _need_array(what, "versions", response.versions, "iu", len(tokens))
     if response.routes is not None:
-        checked_routes(response.routes, len(request.tokens) + len(tokens), f"a response that {what} returned")
+        routes = checked_routes(response.routes, len(request.tokens) + len(tokens), f"a response that {what} returned")
+        response = replace(response, routes=routes)
     need(isinstance(response.ended, (bool, np.bool_)), f"ended={shown(response.ended)}", "return true or false")
     fix = f"return 1 to {request.max_new_tokens} tokens"
     need(

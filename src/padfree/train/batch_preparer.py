@@ -15,6 +15,8 @@ from typing import Any
 from padfree.checkpoint.manifest import TrainedModel
 from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.errors import UserError
+from padfree.model.route_replay import check_routes
+from padfree.model.routers import routers_of
 from padfree.sample import Sample
 from padfree.tasks.task import Models, task_of
 from padfree.train.batch_times import BatchTimes
@@ -176,6 +178,8 @@ class BatchPreparer:
                 f"none of the {len(batch)} samples of batch {number} has a token to train",
                 "let the policy generate tokens, because tokens that an environment adds are not trained",
             )
+        if self._rollout.routing == "replay" and not self.sampled:
+            check_routes((sample.routes for sample in batch), routers_of(self.engine.model))
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         batch, found = self.task.prepare(batch, self._models(times), self._loss)
         metrics: dict[str, float] = {}

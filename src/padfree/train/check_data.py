@@ -49,6 +49,7 @@ def check_source(
     )
     if not loss.task.in_rows and not sampled:
         _check_columns(source, model, reference, loss)
+        _check_routes(source, rollout)
         untrained = untrained_samples(source)
         if len(untrained) == len(source.samples):
             raise UserError(
@@ -159,6 +160,18 @@ def _check_columns(source: TrainingData, model: ModelConfig, reference: Referenc
                 f"{source.place(missing[0])} has no {field!r}, but other rows have it",
                 "give that column in every row, or in none",
             )
+
+
+def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
+    """Refuse given rollouts without routes if routes are to be replayed."""
+    missing = [index for index, sample in enumerate(source.samples) if sample.routes is None]
+    if rollout.routing == "replay" and missing:
+        raise UserError(
+            "rollout.routing",
+            f", but {source.place(missing[0])} has no 'routes'",
+            "set rollout.routing=recompute, or give that column in every row",
+            "replay",
+        )
 
 
 def _check_rows(source: TrainingData, name: str | None) -> None:

@@ -42,6 +42,7 @@ from padfree.losses.objectives.custom import USER_OBJECTIVE
 from padfree.model import attach, lm_head_of
 from padfree.model.lora import adapts_experts
 from padfree.model.model_files import open_model
+from padfree.model.route_replay import need_replay
 from padfree.model.scalar_head import scalar_head_of
 from padfree.model.stacked_experts import undivided
 from padfree.model.structure import skeleton
@@ -280,8 +281,22 @@ def check_context(config: Config, model: PreTrainedModel, processes: int) -> Non
                 ) from None
 
 
+def check_replay(config: Config, model: PreTrainedModel) -> None:
+    """Refuse rollout.routing=replay if the routes of the trained model cannot be replayed."""
+    if config.parallel.checkpointing == "host":
+        raise UserError(
+            "rollout.routing",
+            ", but parallel.checkpointing=host needs one graph per compiled layer, which replayed routers break",
+            "set parallel.checkpointing=selective",
+            "replay",
+        )
+    need_replay(model)
+
+
 def check_experts(config: Config, model: PreTrainedModel, processes: int) -> None:
-    """Refuse parallel.expert if the experts of the trained model cannot be divided."""
+    """Refuse rollout.routing=replay, and parallel.expert, if the trained model does not support it."""
+    if config.rollout.routing == "replay":
+        check_replay(config, model)
     expert = config.parallel.expert
     if expert == 1:
         return

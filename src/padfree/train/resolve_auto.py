@@ -87,7 +87,8 @@ def resolve_auto(
             add_adapters(model, config.lora)  # add them once here; otherwise each estimate would add them again
         estimates: list[tuple[ParallelConfig, MemoryEstimate]] = []
         may_offload = device_type != "cpu" and ModelSizes.of(model.config).hidden >= WIDE_ROW
-        for candidate in _candidates(parallel, may_offload):
+        replays = config.rollout.routing == "replay"
+        for candidate in _candidates(parallel, may_offload, replays=replays):
             found = estimate_memory(
                 replace(config, parallel=candidate, lora=LoraConfig()),
                 model,
@@ -164,13 +165,15 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
     return "inductor", "compiled layers are faster on a GPU; the first step waits for the compiler"
 
 
-def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[ParallelConfig]:
+def _candidates(parallel: ParallelConfig, may_offload: bool, *, replays: bool) -> Iterator[ParallelConfig]:
     """Yield the settings to try for checkpointing and resharding, fastest first.
 
-    `may_offload`: whether computing a layer takes longer than copying its activations to the host.
+    `may_offload`: whether computing a layer takes longer than copying its activations to the host. `replays`: whether
+    routers replay routes.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
-    if not may_offload or parallel.compile == "none" or parallel.context != 1 or parallel.expert != 1:
+    broken = parallel.context != 1 or parallel.expert != 1 or replays
+    if not may_offload or parallel.compile == "none" or broken:
         ways = tuple(way for way in FASTEST_FIRST if way != "host")  # "host" needs whole graphs of compiled layers
     if parallel.checkpointing != "auto":
         ways = (parallel.checkpointing,)

@@ -24,6 +24,8 @@ from padfree.config import Config
 from padfree.config.functions import UserFunction, is_path
 from padfree.distributed import Mesh, PeerLostError
 from padfree.errors import UserError, shown_error
+from padfree.model.route_replay import check_routes
+from padfree.model.routers import Router, routers_of
 from padfree.rollout.base import (
     OnFinished,
     OnProgress,
@@ -96,9 +98,10 @@ class CheckedSampler:
     def __init__(self, sampler: Any, name: str) -> None:
         self.sampler, self._name, self._what = sampler, name, f"rollout.engine: {name!r}"
         self._vocabulary = 0  # set by the first weight sync
+        self._routers: list[Router] = []
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
-        self._vocabulary = vocabulary_of(trained)
+        self._vocabulary, self._routers = vocabulary_of(trained), routers_of(trained)
         with _user_code(self._name):
             self.sampler.update_weights(trained, version)
 
@@ -131,7 +134,9 @@ class CheckedSampler:
         return responses
 
     def _checked(self, response: Any, request: SamplingRequest, *, whole: bool = True) -> Response:
-        return checked_response(response, request, self._vocabulary, self._what, whole=whole)
+        checked = checked_response(response, request, self._vocabulary, self._what, whole=whole)
+        check_routes([checked.routes], self._routers)
+        return checked
 
     def metrics(self) -> Mapping[str, float]:
         metrics: Mapping[str, float] = self.sampler.metrics()
