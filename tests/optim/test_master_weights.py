@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from padfree.checkpoint import Checkpointer
+from padfree.checkpoint.optimizer_state import optimizer_tensors
 from padfree.config import LoraConfig
 from padfree.distributed import Mesh
+from padfree.model.named_tensors import local_part, named_tensors
+from padfree.model.split_weight import SplitWeight
+from padfree.optim.adamw import BLOCK
 from padfree.optim.master_weights import compute_copies
+from padfree.optim.optimizer_settings import OptimizerName
 from padfree.sharding.parallelize import inside
-from tests.train.cases import LOSSES, MAX_TOKENS, alone, make_engine, make_samples, small_model, two_steps, weights_of
+from padfree.train.engine import Engine
+from tests.train.cases import (
+    LOSSES,
+    MAX_TOKENS,
+    OPTIMIZER,
+    alone,
+    make_engine,
+    make_samples,
+    small_model,
+    two_steps,
+    weights_of,
+)
 
 BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16}
 
@@ -44,6 +63,76 @@ def test_steps_are_those_of_fsdp_to_the_bit(model: str, loss: str, checkpointing
     for name, weight in weights.items():
         assert weight.dtype == torch.float32
         assert torch.equal(weight, sharded_weights[name]), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("model", ["qwen3", "llama_tied"])
+def test_fifty_steps_are_those_of_float32_weights(
+    model: str, optimizer: OptimizerName, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Split weights, in blocks that cut parameters, against FSDP2's float32 shards. Many weights are ties at first."""
+    monkeypatch.setitem(BLOCK, "cpu", 256)
+    found = []
+    for reshard in (True, False):
+        settings = replace(OPTIMIZER, name=optimizer, lr=1e-3)
+        engine = make_engine(
+            mesh, LOSSES["sft"], small_model(model), optimizer=settings, reshard=reshard, max_tokens=64, **BFLOAT16
+        )
+        with torch.no_grad():
+            for parameter in engine.model.parameters():
+                bits = local_part(parameter).view(torch.int32)
+                bits.copy_(bits & ~0xFFFF | 0x8000)
+        reports = [engine.step(make_samples(seed=step % 4)) for step in range(50)]
+        assert any(isinstance(parameter, SplitWeight) for parameter in engine.model.parameters()) != reshard
+        tensors = {name: local_part(tensor).clone() for name, tensor in named_tensors(engine.model).items()}
+        for name, tensor in optimizer_tensors(engine.model, engine.optimizer).items():
+            tensors[name] = local_part(tensor).clone()
+        found.append(([(report.loss, report.gradient_norm) for report in reports], tensors))
+    (reports, tensors), (split_reports, split_tensors) = found
+    assert split_reports == reports
+    assert split_tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(split_tensors[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+@pytest.mark.parametrize("loads_float32", [False, True])
+def test_a_checkpoint_does_not_depend_on_how_weights_are_stored(
+    loads_float32: bool, mesh: Mesh, tmp_path: Path
+) -> None:
+    """A checkpoint of float32 weights resumes with split weights, and the other way round, to the bit."""
+
+    def engine(reshard: bool, seed: int) -> Engine:
+        torch.manual_seed(seed)
+        return make_engine(mesh, LOSSES["sft"], small_model(), reshard=reshard, **BFLOAT16)
+
+    def steps(of: Engine) -> list[tuple[float, float]]:
+        reports = [of.step(make_samples(seed=number)) for number in range(3)]
+        return [(report.loss, report.gradient_norm) for report in reports]
+
+    checkpointer = Checkpointer(tmp_path)
+    first = engine(reshard=not loads_float32, seed=0)
+    steps(first)
+    path = checkpointer.save(3, model=first.model, optimizer=first.optimizer, extra={}, rank_state={})
+    expected = steps(first)
+    second = engine(reshard=loads_float32, seed=1)
+    steps(second)
+    checkpointer.load(path, model=second.model, optimizer=second.optimizer)
+    assert steps(second) == expected
+
+
+def test_a_step_that_is_not_finite_changes_nothing(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BLOCK, "cpu", 256)
+    engine = make_engine(mesh, LOSSES["sft"], reshard=False, **BFLOAT16)
+    engine.step(make_samples())
+    state = {id(parameter): own for parameter, own in engine.optimizer.state.items()}
+    before = [parameter.detach().clone() for parameter in engine.parameters]
+    counters = [float(own["step"]) for own in state.values()]
+    for parameter in engine.parameters:
+        parameter.grad = torch.full(parameter.shape, float("nan"))
+    engine.optimizer.step(torch.zeros((), dtype=torch.bool))
+    for parameter, values in zip(engine.parameters, before, strict=True):
+        assert torch.equal(parameter, values)
+    assert [float(own["step"]) for own in state.values()] == counters
 
 
 def test_modules_hold_copies_only_while_they_compute(mesh: Mesh) -> None:

@@ -2,10 +2,12 @@
 
     weights, gradients, optimizer   the exact size of the largest shard, in float32; if a run computes in bfloat16, its
                                     frozen weights are in bfloat16. With parallel.offload, all three are in host memory.
+                                    Split weights (`padfree.model.split_weight`) take 4 1/8 bytes
                                     With parallel.expert, experts are divided evenly over all shards
     gathered                        the unsharded weights of the root unit and two layers (of all layers without
                                     parallel.reshard) and unsharded gradients, while FSDP2 computes. With
-                                    parallel.expert, only the experts of this rank
+                                    parallel.expert, only the experts of this rank. Split weights are not gathered; only
+                                    the gradients of one layer and of the embeddings exist a second time, in bfloat16
     activations                     what the forward pass of one micro-batch keeps for its backward pass
     working                         the larger of two needs: the logits and gradients of the head, or the gradients of
                                     one layer, with its activations if they are recomputed
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from operator import mul
 from typing import Any
 
 from torch import nn
@@ -33,6 +36,7 @@ from padfree.config.functions import model_of
 from padfree.estimate.activations import FLOAT32, cache_bytes, layer_bytes, offloaded_bytes, token_bytes
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.model.lora import add_adapters
+from padfree.model.split_weight import storage_bytes
 from padfree.model.stacked_experts import stacked_experts, undivided
 from padfree.model.structure import layers_of, skeleton
 from padfree.optim.optimizer import RULES, make_groups, state_bytes
@@ -107,8 +111,11 @@ def estimate_memory(
     if config.lora.rank:
         add_adapters(model, config.lora)
     sharded = processes > 1 or size < FLOAT32 or config.parallel.offload
+    # see `padfree.sharding.parallelize`: a single process without resharding keeps split weights
+    split = processes == 1 and size < FLOAT32 and not config.parallel.offload and not reshard
+    master_bytes = storage_bytes if split else partial(mul, FLOAT32)
     counts = _counts(model, shards)
-    weights = counts.trained * FLOAT32 + counts.frozen * (size if sharded else FLOAT32)
+    weights = master_bytes(counts.trained) + counts.frozen * (size if sharded else FLOAT32)
     reference = 0
     if config.reference.path is not None:
         code = config.model.trust_remote_code
@@ -127,7 +134,7 @@ def estimate_memory(
     if config.loss.advantage == "gae":
         code, path = config.model.trust_remote_code, config.critic.path or config.model.path
         other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
-        critic = _counts(other, shards).all * FLOAT32
+        critic = _counts(other, shards).all
         groups += make_groups(other, config.optimizer)
         divided |= shards.divided(other)
     sampler = cache = 0
@@ -143,12 +150,12 @@ def estimate_memory(
     whole = context == 1 and expert == 1 and config.rollout.routing == "recompute"
     compiled = config.parallel.compile != "none" and whole
     return MemoryEstimate(
-        weights=weights + critic,
-        gradients=counts.trained * FLOAT32 + critic,
+        weights=weights + master_bytes(critic),
+        gradients=(counts.trained + critic) * FLOAT32,
         optimizer=state_bytes(groups, partial(shards.share, divided=divided)),
         optimizer_state=", ".join(dict.fromkeys(RULES[group["rule"]].remembers for group in groups)),
         offloaded=config.parallel.offload,
-        gathered=_gathered(model, size, reshard, shards) if sharded else 0,
+        gathered=_gathered(model, size, reshard, shards, split=split) if sharded else 0,
         tokens=tokens,
         activations=tokens * token_bytes(model, size, checkpointing, compiled=compiled),
         offloaded_activations=tokens * offloaded_bytes(model, size) if checkpointing == "host" else 0,
@@ -235,8 +242,8 @@ def _counts(model: nn.Module, shards: Shards) -> _Counts:
     return _Counts(parameters=parameters, trained_parameters=trained_parameters, trained=trained, frozen=frozen)
 
 
-def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards) -> int:
-    """Bytes of unsharded weights and gradients while FSDP2 computes.
+def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, *, split: bool) -> int:
+    """Bytes of unsharded weights and gradients while FSDP2 computes. Split weights have only such gradients.
 
     The weights are those of the root unit and of two layers: the current one and the next. Without `reshard`, they are
     those of the root unit and of all layers. The gradients are those of the embeddings and of one layer, in float32 for
@@ -253,10 +260,12 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards) 
         sum(numbers(parameter) for parameter in layer.parameters() if parameter.requires_grad)
         for layer in layers_of(model)
     )
-    gradients = trained * (size if size == FLOAT32 else size + FLOAT32)
+    gradients = trained * (size if split or size == FLOAT32 else size + FLOAT32)
     embeddings: Any = model.get_input_embeddings()
     if embeddings.weight.requires_grad:
         gradients += embeddings.weight.numel() * size
+    if split:
+        return gradients
     return (root + (2 * max(layers) if reshard else sum(layers))) * size + gradients
 
 

@@ -7,7 +7,7 @@ adamw                the update rule of embeddings, heads and vectors, or of all
 muon                 the update rule of hidden matrices: orthogonalised momentum
 matrices             gathers each sharded matrix on one of the ranks that hold its shards
 schedule             the learning-rate factor of each step
-master_weights       float32 master weights with bfloat16 compute copies, in a single process
+master_weights       float32 master weights stored as bfloat16 compute copies and the rest, in a single process
 
 An update rule is one file: a class with `step` and `state_bytes` (`padfree.optim.rule`).
 """

@@ -1,12 +1,15 @@
-"""Float32 master weights in a single process, and compute copies of them in a lower precision.
+"""Float32 master weights in a single process, stored as bfloat16 compute copies and the bits that these lack.
 
-    between steps        layer.weight   master, float32     updated by the optimizer, saved and exported
-    during computation   layer.weight   copy, bfloat16      written from the masters once, when `compute_copies` begins
+    between steps        layer.weight   master, float32     a `SplitWeight`: 2 + 2 + 1/8 bytes per weight
+    during computation   layer.weight   copy, bfloat16      the master's own rounding, not a second tensor
     in backward          copy.grad      bfloat16            added to master.grad (float32) as soon as a layer is done
 
-FSDP2 does the same for several processes. A single process has nothing to gather or reduce, and for a small model
-FSDP2's hooks would take more time on the host than the computation takes on the device: for example, with 28 layers of
-hidden size 1024 the device would wait for the host.
+The master weights and their copies are the same memory (`padfree.model.split_weight`), so the copies are always up to
+date. Losses, gradients and updates have the bits that separate float32 weights and bfloat16 copies would give.
+
+FSDP2 keeps float32 shards and gathers bfloat16 copies. A single process has nothing to gather or reduce, and for a
+small model FSDP2's hooks would take more time on the host than the computation takes on the device: for example, with
+28 layers of hidden size 1024 the device would wait for the host.
 
 Outside of forward and backward, the modules hold the master weights, so that all other code sees a plain float32 model.
 Activation recomputation in backward reads the modules' weights again, so `compute_copies` must enclose backward as well
@@ -21,30 +24,33 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from padfree.model.split_weight import SplitStorage, SplitWeight, aligned, split_in_place
+
 ATTRIBUTE = "padfree_masters"
 """The name of the model attribute that holds its `MasterWeights`."""
 
 
 class MasterWeights:
-    """The float32 master weights of a model, and a copy of each in the compute dtype."""
+    """The float32 master weights of a model, and the copy of each in bfloat16."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module]) -> None:
-        self.dtype = dtype
+        assert dtype == torch.bfloat16, "a master weight is stored as its rounding to bfloat16 and the rest"
         self._depth = 0
         self._units: list[_Unit] = []
         # copies by the id of the master weight, so that tied parameters share one copy
         copies: dict[int, nn.Parameter] = {}
         taken: set[nn.Module] = set()
+        split_weights(parameter for parameter in model.parameters() if parameter.dtype == torch.float32)
         for unit in (*units, model):  # modules outside the layers belong to the root unit
             modules = [module for module in unit.modules() if module not in taken]
             taken.update(modules)
-            self._units.append(_Unit(modules, dtype, copies))
+            self._units.append(_Unit(modules, copies))
 
     @contextmanager
     def compute_copies(self) -> Iterator[None]:
         """Context manager: in its block the modules hold the copies instead of the master weights.
 
-        If blocks are nested, only the outermost one updates the copies from the master weights, when it begins.
+        Blocks may be nested. The outermost one exchanges the weights.
         """
         self._depth += 1
         if self._depth == 1:
@@ -67,17 +73,17 @@ class MasterWeights:
 class _Unit:
     """The parameters of one layer, or of all modules outside the layers."""
 
-    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype, copies: dict[int, nn.Parameter]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], copies: dict[int, nn.Parameter]) -> None:
         self.places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         self.master_weights: list[Tensor] = []
         self.copies: list[Tensor] = []
         for module in modules:
             for name, parameter in module._parameters.items():
-                if parameter is None or parameter.dtype == dtype or not parameter.is_floating_point():
+                if not isinstance(parameter, SplitWeight):
                     continue
                 copy = copies.get(id(parameter))
                 if copy is None:
-                    copy = nn.Parameter(torch.empty_like(parameter, dtype=dtype), parameter.requires_grad)
+                    copy = nn.Parameter(parameter.rounded, parameter.requires_grad)
                     copies[id(parameter)] = copy
                     self.master_weights.append(parameter)
                     self.copies.append(copy)
@@ -87,10 +93,7 @@ class _Unit:
         self.expected = sum(copy.requires_grad for copy in self.copies)
         self.counted = 0
 
-    @torch.no_grad()
     def enter(self) -> None:
-        if self.copies:
-            torch._foreach_copy_(self.copies, self.master_weights)
         for parameters, name, master, copy in self.places:
             assert parameters[name] is master, f"{name} was replaced since the copies were made"
             parameters[name] = copy
@@ -114,7 +117,7 @@ class _Unit:
             if copy.grad is None:
                 continue
             if master.grad is None:  # copy the first gradients, all in one call below
-                master.grad = torch.empty_like(master)
+                master.grad = torch.empty(master.shape, dtype=master.dtype, device=master.device)
                 sums.append(master.grad)
                 terms.append(copy.grad)
             else:
@@ -122,6 +125,21 @@ class _Unit:
             copy.grad = None
         if sums:
             torch._foreach_copy_(sums, terms)
+
+
+def split_weights(parameters: Iterable[Tensor]) -> None:
+    """Store float32 parameters as `SplitWeight`s in one `SplitStorage` per device. The objects keep their identity.
+
+    Matrices come before vectors, as in the groups of AdamW, so that the weights of a group are one range of memory.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in sorted(parameters, key=lambda each: each.ndim < 2):
+        by_device.setdefault(parameter.device, []).append(parameter)
+    for device, found in by_device.items():
+        storage, start = SplitStorage(sum(aligned(each.numel()) for each in found), device), 0
+        for parameter in found:
+            split_in_place(parameter, storage, start)
+            start += aligned(parameter.numel())
 
 
 def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module]) -> None:

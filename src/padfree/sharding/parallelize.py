@@ -7,14 +7,15 @@
     compile         each layer separately                                parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: one unit per layer, and the root unit         more than one process; parallel.expert
-    master weights  float32 masters with bfloat16 compute copies         one process: `padfree.optim.master_weights`
+    master weights  float32, stored as bfloat16 copies and the rest      one process: `padfree.optim.master_weights`
 
 Files keep the original parameter names. In bfloat16 training, weights and gradients are float32 between steps and
-bfloat16 in forward and backward. FSDP2 converts weights when it gathers them; in a single process `master_weights` does
-the conversion. Frozen weights are kept in bfloat16, because every use would round them to bfloat16 anyway. With
-`reshard`, only the layers in use have a bfloat16 copy, and even a single process uses FSDP2. Without `reshard`, all
-layers keep a bfloat16 copy, which costs two bytes per weight and no time. With `offload`, shards, gradients and
-optimizer state are on the CPU, and the weights of a unit are on the device only while the unit computes.
+bfloat16 in forward and backward. FSDP2 converts weights when it gathers them; in a single process `master_weights`
+stores each weight as its bfloat16 copy and the bits that the copy lacks. Frozen weights are kept in bfloat16, because
+every use would round them to bfloat16 anyway. With `reshard`, only the layers in use have a bfloat16 copy, and even a
+single process uses FSDP2. Without `reshard`, all layers keep a bfloat16 copy, which costs no time. It costs two bytes
+per weight with FSDP2, and 1/8 byte in a single process. With `offload`, shards, gradients and optimizer state are on
+the CPU, and the weights of a unit are on the device only while the unit computes.
 
 The root unit holds all parameters outside of the layers: embeddings, last norm and head. They are gathered while
 `inside(model, function)` runs, so that `function` can score hidden states with the head's weight. All gradients of this
