@@ -2,11 +2,10 @@
 
     verifiers:wordle?num_train_examples=100&mode="hard"      an environment of the verifiers package, with arguments
     verifiers:wordle#eval                                     as data: its held-out rows
-    openenv:http://127.0.0.1:8000                             a server of an OpenEnv environment
-    openenv:echo_env:EchoEnv?base_url=http://127.0.0.1:8000   with a client class of its own
+    openenv:http://127.0.0.1:8000?turns=8                    a server of an OpenEnv environment
 
-The same name selects the environment (`rollout.environment`) and its data (`data.path`). The values of arguments are
-JSON; a value that is not JSON is a text.
+A name of verifiers selects the environment (`rollout.environment`) and its data (`data.path`). The values of arguments
+are JSON; a value that is not JSON is a text.
 """
 
 from __future__ import annotations

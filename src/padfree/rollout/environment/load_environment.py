@@ -13,6 +13,7 @@ from padfree.errors import UserError
 from padfree.rollout.environment.agent import agent_episode
 from padfree.rollout.environment.command import check_command, check_row
 from padfree.rollout.environment.episode_policy import Episode
+from padfree.rollout.environment.openenv_episode import openenv_episode, openenv_server
 from padfree.rollout.environment.verifiers_episode import verifiers_episode
 from padfree.rollout.prompts import Prompt
 
@@ -66,12 +67,14 @@ def check_packaged(name: str) -> None:
     check_package(given.package, setting, name)
     if given.package == VERIFIERS:
         check_verifiers_module(given.name, name, setting)
+    else:
+        openenv_server(name)
 
 
 def packaged_episode(name: str) -> Episode:
     """Return the episode function of an environment of another package."""
     check_packaged(name)
-    return verifiers_episode(name)
+    return verifiers_episode(name) if name.startswith(f"{VERIFIERS}:") else openenv_episode(name)
 
 
 def environment_name(settings: RolloutConfig) -> str:

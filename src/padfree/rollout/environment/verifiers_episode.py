@@ -21,9 +21,10 @@ from padfree.data.verifiers_rows import TOOLS, load_verifiers
 from padfree.errors import UserError, shown_error
 from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode, Policy
 from padfree.rollout.environment.group_rewards import GroupReward
+from padfree.rollout.environment.responder import PolicyResponder
 from padfree.rollout.environment.tool_calls import ToolCallParser
 from padfree.rollout.environment.trajectory import Trajectory
-from padfree.rollout.environment.verifiers_client import MODEL, PolicyResponder, client_class
+from padfree.rollout.environment.verifiers_client import MODEL, client_class
 from padfree.rollout.prompts import Prompt
 
 
