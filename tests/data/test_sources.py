@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from padfree.data import sources
+from padfree.data.record_source import RecordSource
 from padfree.data.records import RowError
-from padfree.data.sources import RecordSource, open_sources, record_of
+from padfree.data.sources import open_sources, record_of
 from tests.refused import refused
 
 ROWS = [{"text": f"row {index}"} for index in range(5)]

@@ -64,7 +64,7 @@ class UserFunction:
                 "write the function in a module of your own, and give its import path",
                 value=path,
             )
-        with _current_folder() as folder:
+        with current_folder() as folder:
             # `find_spec` imports the parents of a module, so only the top-level package is looked up.
             found = package in sys.modules or importlib.util.find_spec(package) is not None
         if not found:
@@ -88,7 +88,7 @@ class UserFunction:
         return found
 
     def _imported(self, module: str, path: str) -> Any:
-        with _current_folder() as folder:
+        with current_folder() as folder:
             try:
                 return importlib.import_module(module)
             except KeyboardInterrupt:
@@ -139,7 +139,7 @@ class UserFunction:
 
 
 @contextmanager
-def _current_folder() -> Iterator[str]:
+def current_folder() -> Iterator[str]:
     """Context manager that adds the current folder to `sys.path`, as `python -m` does. It yields this folder."""
     folder = os.getcwd()
     sys.path.insert(0, folder)

@@ -16,6 +16,7 @@ from padfree.choices import (
 )
 from padfree.config.functions import is_path
 from padfree.config.model_sections import expand_home
+from padfree.config.packaged import is_packaged, packaged_environment
 from padfree.config.setting import STAYS, check_table, need_of, setting
 from padfree.config.units import GIB, SECONDS
 from padfree.errors import closest, need
@@ -67,7 +68,9 @@ class RolloutConfig:
         resume="may change within RL",
     )
     environment: str | None = setting(
-        None, about="An environment as module:function, a coroutine function that plays one episode."
+        None,
+        about="An environment: module:function (a coroutine function that plays one episode), verifiers:NAME or "
+        "openenv:ADDRESS.",
     )
     agent: tuple[str, ...] = setting(
         (),
@@ -253,9 +256,17 @@ class RolloutConfig:
 
     def _check_episodes(self) -> None:
         environment, agent = self.environment, list(self.agent)
-        right = environment is None or is_path(environment)
-        fix = "give 'module:function', such as padfree.rollout.environment.calculator:episode"
-        need(right, "rollout.environment", environment, fix)
+        if environment is not None and is_packaged(environment):
+            packaged = packaged_environment(environment, "rollout.environment")
+            fix = "leave the part after # out: it selects rows of data, as in eval.path"
+            need(not packaged.held_out, "rollout.environment", environment, fix)
+        else:
+            right = environment is None or is_path(environment)
+            fix = (
+                "give 'module:function', such as padfree.rollout.environment.calculator:episode, or verifiers:NAME, or "
+                "openenv:ADDRESS"
+            )
+            need(right, "rollout.environment", environment, fix)
         need(all(agent), "rollout.agent", agent, "remove the empty words")
         fix = "leave it out: the function of rollout.environment can call padfree.rollout.environment.run_agent"
         need(not agent or environment is None, "rollout.agent", agent, fix)

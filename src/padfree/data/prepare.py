@@ -27,9 +27,10 @@ from padfree.data.data_settings import SFTDataSettings
 from padfree.data.dataset import PairDataset, TokenizedDataset
 from padfree.data.fields import Fields, Schema, check_mapping, resolve
 from padfree.data.formats import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described
+from padfree.data.record_source import Chunk, RecordSource
 from padfree.data.records import bad_row
 from padfree.data.rows import is_messages
-from padfree.data.sources import Chunk, RecordSource, open_sources, optional_package
+from padfree.data.sources import open_sources, optional_package
 from padfree.data.store import (
     FORMAT,
     Writer,

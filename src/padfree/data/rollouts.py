@@ -48,6 +48,7 @@ from padfree.data.data_settings import RolloutDataSettings
 from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.fields import Fields, check_mapping, resolve
 from padfree.data.formats import ROLLOUT_SCHEMA, described, reading_notes
+from padfree.data.record_source import Chunk
 from padfree.data.records import (
     LARGEST,
     DataReport,
@@ -63,7 +64,7 @@ from padfree.data.records import (
     token_ids,
 )
 from padfree.data.rows import RowReader
-from padfree.data.sources import Chunk, open_sources, record_of
+from padfree.data.sources import open_sources, record_of
 from padfree.errors import UserError
 from padfree.routes import Routes, checked_routes, decoded_routes
 from padfree.sample import Sample

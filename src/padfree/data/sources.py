@@ -20,19 +20,19 @@ import importlib
 import json
 import os
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from padfree.config.hub import check_name, shortened
 from padfree.config.inputs import check_regular
+from padfree.config.packaged import VERIFIERS, is_packaged
+from padfree.data.record_source import CHUNK_ROWS, Chunk, Record, RecordSource
 from padfree.data.records import RowError, as_record, parse_line, shown
+from padfree.data.verifiers_rows import open_verifiers
 from padfree.errors import UserError, first_line
 
-CHUNK_ROWS = 512
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 28
 """The maximum number of bytes in a line of a JSON Lines file. If a line is longer, the file probably has no line
@@ -40,64 +40,6 @@ breaks.
 """
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-
-Record = bytes | Any
-"""One row: an unparsed line of JSON Lines, or a parsed record."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """Consecutive rows of one source. `numbers`: the row numbers. `size`: the approximate size of the rows in bytes."""
-
-    source: str
-    unit: str
-    numbers: list[int]
-    records: list[Record]
-    size: int
-
-
-class RecordSource(ABC):
-    """One data file, or one data set of the Hub. `size` is its size in bytes.
-
-    The size is used for the progress bar and for the number of tokenising processes.
-    """
-
-    name: str
-    unit: str = "row"
-    size: int
-
-    @abstractmethod
-    def digest(self) -> str:
-        """A hash of the content of the source."""
-
-    @abstractmethod
-    def check_unchanged(self) -> None:
-        """Raise `UserError` if the content has changed since the source was opened."""
-
-    @abstractmethod
-    def first_row(self) -> dict[str, Any] | None:
-        """Return the first row that can be read, or None if there is none."""
-
-    def columns(self) -> list[str] | None:
-        """Return the names of the columns, or None if no row can be read."""
-        first = self.first_row()
-        return None if first is None else list(first)
-
-    @abstractmethod
-    def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
-        """Yield all rows in order, in chunks. A source may leave out columns that are not in `columns`."""
-
-    def _chunk(self, numbers: list[int], records: list[Record], size: int) -> Chunk:
-        return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size)
-
-    def _numbered(self, parts: Iterable[list[Any]], num_rows: int) -> Iterator[Chunk]:
-        """Convert lists of rows to chunks with row numbers and sizes. `num_rows` is the number of rows in all lists."""
-        first = 0
-        for records in parts:
-            end = first + len(records)
-            size = self.size * end // num_rows - self.size * first // num_rows
-            yield self._chunk(list(range(first + 1, end + 1)), records, size)
-            first = end
 
 
 class FileSource(RecordSource):
@@ -272,6 +214,9 @@ def open_sources(
     found: list[RecordSource | Path] = []
     bases: list[Path] = []
     for entry in entries:
+        if is_packaged(str(entry)):
+            found.append(_packaged_rows(str(entry)))
+            continue
         try:
             path = Path(entry).expanduser().absolute()
             if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
@@ -300,6 +245,12 @@ def open_sources(
         if count > 1:
             raise UserError("data", f"{name} is given twice", "give each file once")
     return sources
+
+
+def _packaged_rows(name: str) -> RecordSource:
+    if name.startswith(VERIFIERS):
+        return open_verifiers(name)
+    raise UserError("data.path", "has no rows", "give a file of prompts: OpenEnv environments have none", value=name)
 
 
 def _files_below(folder: Path) -> list[Path]:

@@ -38,8 +38,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.data.record_source import RecordSource
 from padfree.data.records import SkippedRow
-from padfree.data.sources import FileSource, RecordSource
+from padfree.data.sources import FileSource
 from padfree.errors import UserError
 
 FORMAT = 2

@@ -26,9 +26,10 @@ from padfree.data.conversation import Conversation, read_conversation
 from padfree.data.data_settings import SFTDataSettings
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.fields import Fields
+from padfree.data.record_source import Chunk
 from padfree.data.records import LARGEST, RowError, SkippedRow, attempt, items, shown, string, token_ids
 from padfree.data.rows import PlainPair, RowReader
-from padfree.data.sources import Chunk, record_of
+from padfree.data.sources import record_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -30,9 +30,10 @@ from padfree.data.data_settings import RolloutDataSettings
 from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.fields import Fields, check_mapping, resolve
 from padfree.data.formats import PROMPT_SCHEMA, described, reading_notes
+from padfree.data.record_source import Chunk
 from padfree.data.records import DataReport, RowError, SkippedRow, attempt, bad_row
 from padfree.data.rows import RowReader
-from padfree.data.sources import Chunk, open_sources, record_of
+from padfree.data.sources import open_sources, record_of
 from padfree.errors import UserError
 
 if TYPE_CHECKING:

@@ -64,6 +64,7 @@ from padfree.rollout.collect.response_writer import make_writer
 from padfree.rollout.collect.rollout_metrics import batch_metrics, queue_metrics
 from padfree.rollout.collect.sample_exchange import known_to_all, travelling_samples
 from padfree.rollout.environment.episode_policy import ChatTokenizer
+from padfree.rollout.environment.group_rewards import PlayGroup
 from padfree.rollout.environment.load_environment import environment_name
 from padfree.rollout.environment.play import Play, Played, Watcher
 from padfree.rollout.environment.reward_workers import RewardWorkers
@@ -214,7 +215,13 @@ class Collector:
         candidates = Candidates(0, groups, self.settings, self._spare)
         prompts = [prompt for group in groups for prompt in group]
         own = owners_of(candidates.groups, range(len(groups)), self.mesh.loss.size)[self.mesh.loss.rank]
-        plays = [Play(number=number, prompt=prompts[number], key=int(keys[number])) for number in own]
+        by_number: dict[int, PlayGroup] = {}
+        for group in candidates.groups:
+            by_number |= dict.fromkeys(group.numbers, PlayGroup(len(group)))
+        plays = [
+            Play(number=number, prompt=prompts[number], key=int(keys[number]), group=by_number[number].join())
+            for number in own
+        ]
         queued = QueuedBatch(batch=0, candidates=candidates, version=version, plays=plays)
 
         def on_progress(done: int) -> None:
@@ -249,6 +256,10 @@ class Collector:
         numbers = owners_of(groups, requested, self.mesh.loss.size)[self.mesh.loss.rank]
         prompts = {number: groups[index].prompt for index in requested for number in groups[index].numbers}
         keys = response_keys(self._seed, queued.batch, np.array(numbers, dtype=np.int64))
+        # A checkpoint may hold some episodes of a group and not the others, so groups need rollout.staleness=0.
+        by_number: dict[int, PlayGroup] = {}
+        for index in requested if not self._async else ():
+            by_number |= dict.fromkeys(groups[index].numbers, PlayGroup(len(groups[index])))
         plays: list[Play] = []
         with self._change:
             for number, key in zip(numbers, keys, strict=True):
@@ -256,7 +267,8 @@ class Collector:
                 if isinstance(stored, Played):
                     queued.played[number] = stored
                     continue
-                plays.append(Play(number=number, prompt=prompts[number], key=int(key), partial=stored))
+                group = by_number[number].join() if by_number else None
+                plays.append(Play(number=number, prompt=prompts[number], key=int(key), partial=stored, group=group))
                 queued.missing.add(number)
                 if stored is not None:
                     queued.partial[number] = stored

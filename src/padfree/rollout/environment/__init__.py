@@ -10,6 +10,12 @@ agent              a program as the environment (`rollout.agent`)
   listener         an HTTP server on the loopback address, with limits
   call_fields      the fields that a call may have
   calls            the calls of a program as branches, token by token
+verifiers_episode  an environment of the verifiers package
+openenv_episode    a server of an OpenEnv environment
+  responder        the policy for environments that keep messages, in this process
+  tool_calls       tool calls in the text of a response
+  verifiers_client the policy as a client of the verifiers package
+group_rewards      rewards that need all episodes of a prompt
 runner             EpisodeRunner: plays many episodes concurrently
   tokens           sampling for episodes: in rounds, or as requests arrive
   reward_workers   computes rewards in threads or processes (`padfree.data.reward_worker`), or by a model

@@ -11,6 +11,11 @@ sample therefore consists of exactly the tokens that the model saw. The metrics 
 continue an earlier call but the text does not (call 2 above), and a further conversation, if the messages do not
 continue an earlier call.
 
+A program may receive a response as a parsed message, for example with tool calls, which the template does not write
+exactly as the model did. If the program returns this message unchanged, and the template writes it in the same way with
+and without the messages after it, then the call also continues from the ids: only the text after the response is
+encoded.
+
 The random key of a call depends on the ids of its context and on the number of earlier calls with the same ids. It does
 not depend on time.
 """
@@ -19,17 +24,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from padfree.data.conversation import Message, read_conversation
+from padfree.data.conversation import Conversation, Message, read_conversation
 from padfree.data.records import check_encodable
 from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
-from padfree.rollout.environment.episode_policy import Host, Turn
+from padfree.rollout.environment.episode_policy import MARK, Host, Turn
 from padfree.rollout.environment.trajectory import Branch, Tree
 from padfree.rollout.sampling_rng import turn_key
 
@@ -41,6 +46,8 @@ class _FinishedCall:
     text: str
     branch: Branch
     messages: Sequence[Message]  # the messages of the call, without the response; empty for a completion
+    answer: Message | None = None  # the response as the program received it, if it was parsed
+    end: str = ""  # the text of the stop token, if the response has one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,6 +76,9 @@ class Calls:
         context = self._of_text(self._chat_tokenizer.chat.prompt(conversation), conversation.messages, begun=True)
         expected = self._expected(conversation.messages)
         if expected is not None and (context.parent is None or len(context.parent.ids) < len(expected.branch.ids)):
+            joined = self._joined(expected, conversation, context.text)
+            if joined is not None:
+                return joined
             self._tree.count("cuts")
         elif context.parent is None and self._finished:
             self._tree.count("conversations")
@@ -92,8 +102,13 @@ class Calls:
     def max_new_tokens(self, context: Context) -> int:
         return self._tree.limit - len(context.ids)
 
-    async def respond(self, context: Context, max_new_tokens: int) -> Turn:
-        """Sample a response of at most `max_new_tokens` tokens to a context, and add it to the episode."""
+    async def respond(
+        self, context: Context, max_new_tokens: int, parse: Callable[[str], Message] | None = None
+    ) -> Turn:
+        """Sample a response of at most `max_new_tokens` tokens to a context, and add it to the episode.
+
+        `parse` returns the message that the program receives for the text of the response.
+        """
         branch = self._tree.begin(context.ids) if context.parent is None else self._tree.fork(context.parent)
         branch.add(context.new)
         digest = hashlib.sha256(np.array(context.ids, np.int64).tobytes()).digest()
@@ -106,15 +121,18 @@ class Calls:
         response = await self._host.respond(path, request)
         branch.write(response)
         self._tree.count("calls")
+        written = response.tokens[:-1] if response.ended else response.tokens
+        turn = Turn(tokens=response.tokens, text=self._chat_tokenizer.decode(written), ended=response.ended)
         self._finished.append(
             _FinishedCall(
                 text=context.text + self._chat_tokenizer.decode(response.tokens),
                 branch=branch,
                 messages=context.messages,
+                answer=None if parse is None else _as_read(parse(turn.text)),
+                end=self._chat_tokenizer.decode(response.tokens[-1:]) if response.ended else "",
             )
         )
-        written = response.tokens[:-1] if response.ended else response.tokens
-        return Turn(tokens=response.tokens, text=self._chat_tokenizer.decode(written), ended=response.ended)
+        return turn
 
     def _of_text(self, text: str, messages: Sequence[Message], *, begun: bool) -> Context:
         check_encodable(text, "messages" if begun else "prompt")
@@ -134,10 +152,47 @@ class Calls:
 
         Messages continue a call if they begin with the messages of that call, followed by a response.
         """
-        longest = None
+        longest, best = None, (0, False)
         for one in self._finished:
             number = len(one.messages)
             continues = 0 < number < len(messages) and messages[number].get("role") == "assistant"
             if continues and list(messages[:number]) == list(one.messages):
-                longest = one if longest is None or number >= len(longest.messages) else longest
+                rank = number, one.answer == messages[number]
+                if rank >= best:
+                    longest, best = one, rank
         return longest
+
+    def _joined(self, earlier: _FinishedCall, conversation: Conversation, text: str) -> Context | None:
+        """Return the context of a call that returns the parsed answer of an earlier call unchanged, or None.
+
+        `text`: the rendered conversation. It must begin with the text of the conversation up to this answer.
+
+            up to the answer    <u>2+3?<a>call(add, 2, 3)<e>\\n            the template writes the parsed answer
+            text                <u>2+3?<a>call(add, 2, 3)<e>\\n<t>5<a>
+            new                                            \\n<t>5<a>     after the ids of the answer, as sampled
+        """
+        assert self._chat_tokenizer.chat is not None
+        number = len(earlier.messages)
+        if earlier.answer is None or conversation.messages[number] != earlier.answer:
+            return None
+        chat, tools = self._chat_tokenizer.chat, conversation.tools
+        marked = [*conversation.messages[:number], {"role": "assistant", "content": MARK}]
+        until = chat.render(conversation.messages[: number + 1], tools)
+        _, mark, closing = chat.render(marked, tools).rpartition(MARK)
+        if not mark or not until.endswith(closing) or not text.startswith(until):
+            return None
+        new = self._chat_tokenizer.encode(closing.removeprefix(earlier.end) + text[len(until) :])
+        parent = earlier.branch
+        return Context(
+            ids=[*parent.ids, *new],
+            text=earlier.text + closing.removeprefix(earlier.end) + text[len(until) :],
+            messages=conversation.messages,
+            parent=parent,
+            new=tuple(new),
+        )
+
+
+def _as_read(answer: Message) -> Message:
+    """Return a message in the form that it has after it was read as part of a conversation."""
+    asked = {"role": "user", "content": "?"}
+    return read_conversation([asked, dict(answer)], "messages").messages[-1]

@@ -26,6 +26,7 @@ from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.records import RowError, shown
 from padfree.errors import UserError
 from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.environment.group_rewards import GroupReward
 from padfree.rollout.environment.trajectory import Branch, Trajectory, Tree
 from padfree.rollout.prompts import Prompt
 from padfree.rollout.sampling_rng import turn_key
@@ -105,6 +106,7 @@ class Host(Protocol):
 
     chat_tokenizer: ChatTokenizer
     key: int
+    temperature: float
 
     def respond(self, path: tuple[int, ...], request: SamplingRequest) -> Awaitable[Response]:
         """Sample a response. `path` identifies the turn, and orders requests that are sampled together."""
@@ -218,6 +220,11 @@ class Policy:
         child._full = self._full
         return child
 
+    @property
+    def host(self) -> Host:
+        """What runs the episode: environments that make API calls in this process need it (`calls.Calls`)."""
+        return self._host
+
     async def base_url(self) -> str:
         """Return the URL of an OpenAI-compatible API. The calls of a program to it become part of the trajectory."""
         return await self._host.serve(self.tree)
@@ -228,14 +235,18 @@ class Policy:
         *,
         answer: str | None = None,
         metrics: Mapping[str, float] | None = None,
+        group_reward: GroupReward | None = None,
     ) -> Trajectory:
         """Return the trajectory of the episode, i.e. all its leaves. An episode returns this value.
 
         `reward`: the reward of branches that have none of their own. If a leaf has no reward from either,
         `rollout.reward` computes its reward from the text of the leaf, or from `answer` if it is given. `metrics` are
-        averaged over the episodes of a batch and named `environment/...`.
+        averaged over the episodes of a batch and named `environment/...`. `group_reward` replaces `reward` if the
+        reward needs all episodes of the prompt.
         """
-        return Trajectory(tree=self.tree, reward=reward, answer=answer, metrics=dict(metrics or {}))
+        return Trajectory(
+            tree=self.tree, reward=reward, answer=answer, metrics=dict(metrics or {}), group_reward=group_reward
+        )
 
 
 Episode = Callable[[Prompt, Policy], Awaitable[Trajectory]]

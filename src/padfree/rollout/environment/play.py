@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.rollout.base import Response
+from padfree.rollout.environment.group_rewards import PlayGroup
 from padfree.rollout.environment.trajectory import Leaf
 from padfree.rollout.prompts import Prompt
 
@@ -25,6 +26,7 @@ class Play:
     number: int
     prompt: Prompt
     key: int
+    group: PlayGroup | None = None  # the episodes of the prompt, for rewards that need all of them
     partial: Response | None = None  # a response, complete or partial, from a checkpoint or the response log
 
 

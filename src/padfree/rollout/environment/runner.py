@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from padfree.errors import UserError, shown_error
 from padfree.rollout.base import Response, Sampler, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode, Policy
 from padfree.rollout.environment.gateway import Gateway
+from padfree.rollout.environment.group_rewards import GroupReward, Scored
 from padfree.rollout.environment.play import Play, Played, Watcher
 from padfree.rollout.environment.reward_workers import RewardWorkers
 from padfree.rollout.environment.tokens import Gather, TokenSource, TurnPath, blocked, failure_of, make_token_source
@@ -190,6 +191,7 @@ class _Session:
     def __init__(self, runner: EpisodeRunner, play: Play, source: TokenSource, free: Callable[[], None]) -> None:
         self._runner, self._play, self._source, self._free = runner, play, source, free
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
+        self.temperature = runner._settings.temperature
         self._tree = Tree(play.prompt)
         self._clock = asyncio.timeout(None)
         self._num_waiting = self._turns = 0  # number of waiting requests, and of all requests
@@ -207,6 +209,8 @@ class _Session:
                 trajectory = await _in_own_task(episode(prompt, Policy(self._tree, self._tree.root, self)), prompt.uid)
                 self._finish()
                 trajectory = _checked(trajectory, self._tree, settings.name)
+                if trajectory.group_reward is not None:
+                    trajectory = await self._with_group_reward(trajectory, trajectory.group_reward)
                 metrics = {str(name): float(value) for name, value in trajectory.metrics.items()}
                 leaves = await self._leaves(trajectory, reward_workers)
         except BaseException as error:  # an environment is user code
@@ -224,6 +228,8 @@ class _Session:
             self._finish()
         failure = self._tree.failure or failure
         if failure is not None:
+            if self._play.group is not None:
+                self._play.group.fail()
             if not settings.skip_failures:
                 raise self._error(failure)
             return Played(number=self._play.number, failure=str(failure), counts=dict(self._tree.counts))
@@ -244,6 +250,25 @@ class _Session:
             pending.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, reward_workers))
         rewards = await asyncio.gather(*pending)
         return tuple(leaf_of(*one, trajectory.answer) for one in zip(branches, texts, rewards, strict=True))
+
+    async def _with_group_reward(self, trajectory: Trajectory, given: GroupReward) -> Trajectory:
+        """Return the trajectory with its reward, which is known when all episodes of the prompt have ended."""
+        name, group = self._runner._settings.name, self._play.group
+        if group is None:
+            raise UserError(
+                "rollout.environment",
+                f"the rewards of {name} compare all episodes of a prompt, which needs rollout.staleness=0",
+                "set rollout.staleness=0",
+            )
+        # Waiting for other episodes does not count. The last episode of the group computes the rewards of all.
+        self._clock.reschedule(None)
+        scoring = GroupReward(result=given.result, score=lambda results: self._timed(given.score(results)))
+        reward, metrics = await group.scored(self._play.number, scoring)
+        return replace(trajectory, reward=reward, metrics={**trajectory.metrics, **metrics})
+
+    async def _timed(self, scoring: Awaitable[Sequence[Scored]]) -> Sequence[Scored]:
+        async with asyncio.timeout(self._runner._settings.timeout):
+            return await scoring
 
     async def _reward(self, own: Any, text: str, reward_workers: RewardWorkers | None) -> float | None:
         prompt, name = self._play.prompt, self._runner._settings.name

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from padfree.errors import UserError
 from padfree.rollout.base import Response
+from padfree.rollout.environment.group_rewards import GroupReward
 from padfree.rollout.prompts import Prompt
 from padfree.routes import Routes, merged_routes
 
@@ -129,6 +130,7 @@ class Trajectory:
     reward: float | None = None
     answer: str | None = None  # the text that the reward function gets, instead of the text of the leaf
     metrics: Mapping[str, float] = field(default_factory=dict)
+    group_reward: GroupReward | None = None  # a reward that needs all episodes of the prompt, in place of `reward`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

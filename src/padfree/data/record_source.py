@@ -1,0 +1,68 @@
+"""`RecordSource`: rows of one file or data set, in chunks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+CHUNK_ROWS = 512
+
+Record = bytes | Any
+"""One row: an unparsed line of JSON Lines, or a parsed record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Consecutive rows of one source. `numbers`: the row numbers. `size`: the approximate size of the rows in bytes."""
+
+    source: str
+    unit: str
+    numbers: list[int]
+    records: list[Record]
+    size: int
+
+
+class RecordSource(ABC):
+    """One data file, or one data set of the Hub. `size` is its size in bytes.
+
+    The size is used for the progress bar and for the number of tokenising processes.
+    """
+
+    name: str
+    unit: str = "row"
+    size: int
+
+    @abstractmethod
+    def digest(self) -> str:
+        """A hash of the content of the source."""
+
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Raise `UserError` if the content has changed since the source was opened."""
+
+    @abstractmethod
+    def first_row(self) -> dict[str, Any] | None:
+        """Return the first row that can be read, or None if there is none."""
+
+    def columns(self) -> list[str] | None:
+        """Return the names of the columns, or None if no row can be read."""
+        first = self.first_row()
+        return None if first is None else list(first)
+
+    @abstractmethod
+    def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
+        """Yield all rows in order, in chunks. A source may leave out columns that are not in `columns`."""
+
+    def _chunk(self, numbers: list[int], records: list[Record], size: int) -> Chunk:
+        return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size)
+
+    def _numbered(self, parts: Iterable[list[Any]], num_rows: int) -> Iterator[Chunk]:
+        """Convert lists of rows to chunks with row numbers and sizes. `num_rows` is the number of rows in all lists."""
+        first = 0
+        for records in parts:
+            end = first + len(records)
+            size = self.size * end // num_rows - self.size * first // num_rows
+            yield self._chunk(list(range(first + 1, end + 1)), records, size)
+            first = end

@@ -1,0 +1,76 @@
+"""Rewards that need all episodes of a prompt, such as a comparison of their answers.
+
+    episode 0   ... ends, waits ------------------.
+    episode 1   ... ends, waits -------.          |      the last episode to end scores all of them
+    episode 2   ...................... ends: score([0, 1, 2]) -> reward and metrics of each
+
+All functions run in the thread of the event loop. An episode that waits no longer counts as running, so another one can
+start in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from padfree.errors import UserError
+
+Scored = tuple[float, Mapping[str, float]]
+"""The reward and the metrics of an episode."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupReward:
+    """What an episode returns in place of a reward. `score` gets the `result` of every episode of the group."""
+
+    result: Any
+    score: Callable[[Sequence[Any]], Awaitable[Sequence[Scored]]]
+
+
+class PlayGroup:
+    """The episodes of one prompt on this rank. `size`: the number of episodes of the prompt on all ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.members = size, 0  # members: number of episodes on this rank
+        self._results: dict[int, Any] = {}
+        self._waiting: dict[int, asyncio.Future[Scored]] = {}
+        self._failed = False
+
+    def join(self) -> PlayGroup:
+        self.members += 1
+        return self
+
+    async def scored(self, number: int, given: GroupReward) -> Scored:
+        """Wait until all episodes of the group have ended, and return the reward of episode `number`."""
+        if self.members != self.size:
+            raise UserError(
+                "rollout.environment",
+                f"its rewards compare all {self.size} episodes of a prompt, but only {self.members} of them are on one "
+                "rank",
+                "set batch.samples to rollout.samples_per_prompt times a multiple of the number of ranks",
+            )
+        if self._failed:
+            raise RuntimeError("another episode of the same prompt failed")
+        self._results[number] = given.result
+        if len(self._results) < self.size:
+            self._waiting[number] = asyncio.get_running_loop().create_future()
+            return await self._waiting[number]
+        numbers = sorted(self._results)
+        found = await given.score([self._results[one] for one in numbers])
+        assert len(found) == len(numbers)
+        scored = dict(zip(numbers, found, strict=True))
+        for other, future in self._waiting.items():
+            if not future.done():
+                future.set_result(scored[other])
+        self._waiting.clear()
+        return scored[number]
+
+    def fail(self) -> None:
+        """Record that an episode of the group has failed: none of its episodes can be scored."""
+        self._failed = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(RuntimeError("another episode of the same prompt failed"))
+        self._waiting.clear()

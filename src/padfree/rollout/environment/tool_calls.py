@@ -1,0 +1,131 @@
+"""Read the tool calls in a response: the text that the model wrote becomes a message with `tool_calls`.
+
+    Let me see.<tool_call>                                       content     Let me see.
+    {"name": "add", "arguments": {"a": 2, "b": 3}}          ->   tool_calls  add {"a": 2, "b": 3}
+    </tool_call>
+
+    format       example                                                       templates
+    tags         <tool_call>{"name": ..., "arguments": {...}}</tool_call>      Qwen 2.5 and 3, Hermes
+    brackets     [TOOL_CALLS][{"name": ..., "arguments": {...}}]               Mistral
+    object       {"name": ..., "parameters": {...}}                            Llama 3.1 and later
+
+Which format applies follows from the chat template: it is the one that reads back a tool call that the template wrote.
+If a response has no tool call, or one that is not valid JSON, the whole text is the content of the message.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from padfree.data.chat_renderer import ChatRenderer
+from padfree.data.conversation import Message, read_conversation
+from padfree.data.records import RowError, shown
+from padfree.errors import UserError
+from padfree.rollout.environment.episode_policy import MARK
+
+Found = tuple[str, list[dict[str, Any]]]
+"""The text before the tool calls, and for each call its name and its arguments."""
+Reader = Callable[[str], Found | None]
+
+_TAGS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_BRACKETS = "[TOOL_CALLS]"
+_EXAMPLE = {"name": "find", "arguments": {"text": "two words", "number": 3}}
+
+
+def _tags(text: str) -> Found | None:
+    first = text.find("<tool_call>")
+    return None if first < 0 else (text[:first], [json.loads(part) for part in _TAGS.findall(text[first:])])
+
+
+def _brackets(text: str) -> Found | None:
+    before, mark, rest = text.partition(_BRACKETS)
+    return None if not mark else (before, json.loads(rest))
+
+
+def _object(text: str) -> Found | None:
+    return ("", [json.loads(text)]) if text.lstrip().startswith("{") else None
+
+
+READERS: dict[str, Reader] = {"tags": _tags, "brackets": _brackets, "object": _object}
+
+
+class ToolCallParser:
+    """Turns the text of a response into a message. `turn` numbers the ids of its tool calls."""
+
+    def __init__(self, chat: ChatRenderer) -> None:
+        self.format = _format_of(chat)
+        self._read = READERS[self.format]
+
+    def message(self, text: str, turn: int) -> Message:
+        """Return the assistant message that a program receives for the text of a response."""
+        content, calls = read_calls(self._read, text) or (text, [])
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{turn}_{index}",
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)},
+                }
+                for index, call in enumerate(calls)
+            ]
+        return message
+
+
+def read_calls(read: Reader, text: str) -> Found | None:
+    """Return the tool calls in a text, or None if it has none that can be read."""
+    try:
+        found = read(text)
+    except (ValueError, RecursionError):
+        return None
+    if found is None or not isinstance(found[1], list) or not found[1]:
+        return None
+    calls = []
+    for call in found[1]:
+        arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(call.get("name"), str) or not call["name"].strip():
+            return None
+        calls.append({"name": call["name"], "arguments": arguments})
+    return found[0], calls
+
+
+def _format_of(chat: ChatRenderer) -> str:
+    """Return the format in which the chat template writes tool calls."""
+    tool = {
+        "name": _EXAMPLE["name"],
+        "description": "Finds a text.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "number": {"type": "integer"}},
+            "required": ["text", "number"],
+        },
+    }
+    call = {"id": "call00000", "type": "function", "function": _EXAMPLE}
+    asked: Message = {"role": "user", "content": "?"}
+    written = None
+    try:
+        given = read_conversation(
+            [asked, {"role": "assistant", "content": "", "tool_calls": [call]}],
+            "messages",
+            tools=[{"type": "function", "function": tool}],
+        )
+        marked = chat.render([asked, {"role": "assistant", "content": MARK}], given.tools)
+        start, mark, end = marked.partition(MARK)
+        whole = chat.render(given.messages, given.tools)
+        if mark and whole.startswith(start.rstrip()) and whole.endswith(end):
+            written = whole[len(start.rstrip()) : len(whole) - len(end)].strip()
+            for name, read in READERS.items():
+                found = read_calls(read, written)
+                if found is not None and found[1] == [_EXAMPLE]:
+                    return name
+    except RowError:  # the template does not accept tools
+        pass
+    shows = f"writes tool calls as {shown(written)}, which padfree cannot read" if written else "shows no tool calls"
+    raise UserError(
+        "data.chat_template",
+        f"{shows}, but the environment has tools",
+        'set it to a template that writes <tool_call>{"name": ..., "arguments": {...}}</tool_call>',
+    )
