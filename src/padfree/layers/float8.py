@@ -32,7 +32,7 @@ class Float8Linear(nn.Linear):
         products = self.float8_products
         if not products:
             return super().forward(input)
-        result: Tensor = torch.ops.padfree.float8_linear(
+        result: Tensor = torch.ops.padfree.float8_linear.default(
             input,
             self.weight,
             self.bias,

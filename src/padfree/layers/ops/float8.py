@@ -12,12 +12,14 @@ A scale must be constant along the dimension that a matmul sums over. A tensor t
 therefore cast twice: by rows, and by columns into a transposed copy.
 
     float8_rows      x [R, K]                      -> q [R, K], scale [R, 1], largest [K]      x ≈ q · scale
-    float8_columns   x [R, K], largest [K]         -> q [K, R'], scale [K, 1]                  xᵀ ≈ q · scale
+    float8_columns   x [R, K], largest [K], after  -> q [K, R'], scale [K, 1]                  xᵀ ≈ q · scale
     float8_matmul    a [M, K], b [N, K], scales    -> a · bᵀ [M, N]
 
 R' is R rounded up to a multiple of 16 (`torch._scaled_mm` requires it), and the columns that are added are 0. `largest`
 holds the bits of the largest absolute value of each column, which `float8_rows` finds while it has the rows in
-registers; it is empty if it is not requested.
+registers; it is empty if it is not requested. `after` is not read. It is a tensor of the backward pass, so that a
+compiler does not cast weights in forward and keep the casts of all layers in memory until backward. (The cast of x may
+move to forward, because it replaces x, which takes twice the memory.)
 
 A scale is the smallest power of two with which no value exceeds the largest float8 number, 448. Multiplication by a
 power of two is exact, so that the only rounding is that of the cast to float8, and all devices give the same bits. A
@@ -54,7 +56,7 @@ NOT_FINITE = 255
 """The biased exponent of infinity and NaN."""
 
 torch.library.define(ROWS, "(Tensor x, bool columns) -> (Tensor, Tensor, Tensor)")
-torch.library.define(COLUMNS, "(Tensor x, Tensor largest) -> (Tensor, Tensor)")
+torch.library.define(COLUMNS, "(Tensor x, Tensor largest, Tensor? after=None) -> (Tensor, Tensor)")
 torch.library.define(
     MATMUL, "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType dtype) -> Tensor"
 )
@@ -132,7 +134,7 @@ def _rows(x: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.impl(COLUMNS, ("cpu", "cuda"))
-def _columns(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def _columns(x: Tensor, largest: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if not has_kernels(x):
         return float8_columns(x, largest)
     from padfree.layers.ops import triton_float8
@@ -159,7 +161,7 @@ def _row_shapes(x: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.register_fake(COLUMNS)  # type: ignore[untyped-decorator]
-def _column_shapes(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def _column_shapes(x: Tensor, largest: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     return x.new_empty((width, rounded_up(rows)), dtype=DTYPE), x.new_empty((width, 1), dtype=torch.float32)
 
@@ -203,7 +205,7 @@ class _Float8Linear(torch.autograd.Function):
         dy_largest = weight_largest[:0]
         if needs_x and input_gradient:
             q, scale, dy_largest = ops.float8_rows(dy, needs_weight and weight_gradient)
-            weight_q, weight_scale = ops.float8_columns(weight, weight_largest)
+            weight_q, weight_scale = ops.float8_columns(weight, weight_largest, dy)
             dx = ops.float8_matmul(q, weight_q, scale, weight_scale, None, dy.dtype)
         elif needs_x:
             dx = dy @ weight
