@@ -10,27 +10,57 @@ The maximum does not depend on the order in which values are compared, so that r
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.layers.ops.float8 import DTYPE, rounded_up
+from padfree.layers.ops.float8 import DTYPE, MULTIPLE, rounded_up
 
 MAX_WIDTH = 16384
 """The largest number of columns for which `rows` also finds the largest value of each: more do not fit in registers."""
 
-RESIDENT_THREADS = 1536
-"""The number of threads per multiprocessor that `rows` starts."""
 
-TILE = (128, 64)
-TILE_WARPS = 8
+class LaunchConfiguration(NamedTuple):
+    """The launch parameters of `_rows_kernel`."""
+
+    warps: int
+    resident: int  # programs per multiprocessor
+    stages: int = 1  # pipeline depth of the loads
+
+
+class Tile(NamedTuple):
+    """The tile of `_columns_kernel`."""
+
+    tokens: int
+    columns: int
+    warps: int
+
+
+TILE = Tile(128, 64, 4)
 LARGEST_TILE = (64, 128)
 LARGEST_ROWS = 512
 """The number of rows that a program of `_largest_kernel` looks at."""
 
 
-def rows(x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+def choose(width: int, *, columns: bool) -> LaunchConfiguration:
+    """Choose the launch parameters for rows of `width` elements.
+
+    With `columns`, fewer programs run, because each adds the largest values of its columns to those of the others.
+    """
+    block = triton.next_power_of_2(width)
+    if columns:
+        warps = min(16, max(1, block // 512))
+        return LaunchConfiguration(warps, max(1, 32 // warps), 2)
+    warps = min(16, max(1, block // 1024))
+    return LaunchConfiguration(warps, max(1, 48 // warps))
+
+
+def rows(
+    x: Tensor, *, columns: bool, configuration: LaunchConfiguration | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     num_rows, width = x.shape
     q = torch.empty_like(x, dtype=DTYPE)
@@ -38,25 +68,24 @@ def rows(x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     joined = columns and width <= MAX_WIDTH
     largest = x.new_zeros(width if joined else 0, dtype=torch.int32)
     if num_rows:
-        block = triton.next_power_of_2(width)
-        warps = min(16, max(1, block // 1024))
-        count = min(num_rows, _multiprocessors(x) * max(1, RESIDENT_THREADS // (32 * warps)))
-        _rows_kernel[(count,)](
+        by = configuration or choose(width, columns=joined)
+        _rows_kernel[(min(num_rows, _multiprocessors(x) * by.resident),)](
             x,
             q,
             scale,
             largest,
             num_rows,
             WIDTH=width,
-            BLOCK=block,
+            BLOCK=triton.next_power_of_2(width),
             HAS_COLUMNS=joined,
             ROUND=not x.is_cuda,
-            num_warps=warps,
+            STAGES=by.stages,
+            num_warps=by.warps,
         )
     return q, scale, _largest(x) if columns and not joined else largest
 
 
-def columns(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+def columns(x: Tensor, largest: Tensor, tile: Tile = TILE) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     num_rows, width = x.shape
     if not largest.numel():
@@ -64,20 +93,20 @@ def columns(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     padded = rounded_up(num_rows)
     q = x.new_empty((width, padded), dtype=DTYPE)
     scale = x.new_empty((width, 1), dtype=torch.float32)
-    tokens, block = TILE
-    grid = (triton.cdiv(width, block), max(1, triton.cdiv(padded, tokens)))
+    grid = (triton.cdiv(width, tile.columns), max(1, triton.cdiv(padded, tile.tokens)))
     _columns_kernel[grid](
         x,
         largest,
         q,
         scale,
         num_rows,
-        padded,
+        padded // MULTIPLE,
         WIDTH=width,
-        TOKENS=tokens,
-        COLUMNS=block,
+        TOKENS=tile.tokens,
+        COLUMNS=tile.columns,
+        MULTIPLE=MULTIPLE,
         ROUND=not x.is_cuda,
-        num_warps=TILE_WARPS,
+        num_warps=tile.warps,
     )
     return q, scale
 
@@ -135,12 +164,12 @@ def _factors(largest):
 @triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
     x, q, scale, largest, num_rows,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_COLUMNS: tl.constexpr, ROUND: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_COLUMNS: tl.constexpr, ROUND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     found = tl.zeros((BLOCK,), tl.int32)
-    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=STAGES):
         place = (tl.zeros((1,), tl.int64) + row) * WIDTH + column  # `row` is an int in Triton's interpreter
         value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         bits = _bits(value)
@@ -168,11 +197,12 @@ def _largest_kernel(
     tl.atomic_max(largest + column, tl.max(found, axis=0), mask=column < WIDTH, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_rows", "padded"])
+@triton.jit(do_not_specialize=["num_rows", "padded_multiples"])
 def _columns_kernel(
-    x, largest, q, scale, num_rows, padded,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, ROUND: tl.constexpr,
+    x, largest, q, scale, num_rows, padded_multiples,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, MULTIPLE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
+    padded = padded_multiples * MULTIPLE  # so that the compiler knows that stores are aligned
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     exists = column < WIDTH
